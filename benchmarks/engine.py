@@ -27,8 +27,7 @@ from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.open_run import INITIAL
+from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -42,7 +41,6 @@ from producer_workers.worker.worker import Worker
 
 TASK = "math"
 MEMBERS = 8
-FIRST = PolicyVersion(INITIAL, 0)
 UPDATES = 8
 SAMPLED = 64
 AT_ONCE = SAMPLED // MEMBERS
@@ -112,7 +110,7 @@ def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
         for seed, path in enumerate((model, other)):
             build_tiny_model(path, TinyModelConfig(max_positions=512), seed)
         ours = build_engine(
-            VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, omp_threads=1), model, FIRST
+            VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, omp_threads=1), model, FIRST_WEIGHTS
         )
         runner.run(ours.start())
         try:
@@ -230,7 +228,7 @@ async def _drive_by_worker(
 def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
     """Return a run whose groups wait for a worker."""
     run = Run.create(
-        server.store, name, new_nonce(), RunLimits(tasks={TASK: TaskLimits()}), FIRST, ""
+        server.store, name, new_nonce(), RunLimits(tasks={TASK: TaskLimits()}), FIRST_WEIGHTS, ""
     )
     producer = new_nonce()
     run.control.open_producer(producer)

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from buffer.config.engine import SimulatedConfig
 from buffer.model.distributions import Fixed
-from buffer.model.rollout import PolicyVersion, SampleParams
-from buffer.open_run import INITIAL
+from buffer.model.rollout import FIRST_WEIGHTS, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -72,7 +71,7 @@ class MeteredEngine(SimulatedEngine):
     """A simulated engine that counts, on its own clock."""
 
     def __init__(self, config: SimulatedConfig, token_s: float, meter: Meter) -> None:
-        super().__init__(config, PolicyVersion(INITIAL, 0))
+        super().__init__(config, FIRST_WEIGHTS)
         self._token_s = token_s
         self._meter = meter
 

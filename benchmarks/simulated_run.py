@@ -15,8 +15,7 @@ from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.open_run import INITIAL
+from buffer.model.rollout import RolloutState, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
@@ -78,7 +77,7 @@ def simulated_run(
         tasks={TASK: TaskLimits()},
     )
     store = Store(server.store.url, name="simulated")
-    run = Run.create(store, name, new_nonce(), limits, PolicyVersion(INITIAL, 0), "")
+    run = Run.create(store, name, new_nonce(), limits)
     consumer = RolloutConsumer(run)
     consumer.open()
     stop = threading.Event()

@@ -25,8 +25,7 @@ from buffer.config.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion
-from buffer.open_run import INITIAL
+from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
@@ -37,7 +36,6 @@ from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
 from producer_workers.worker.engine_control import ControlledEngine, WeightSource
 
-FIRST = PolicyVersion(INITIAL, 0)
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),
     "200 MB": TinyModelConfig(
@@ -63,7 +61,12 @@ async def _compare(
     save = _learner(model)
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     run = Run.create(
-        server.store, "weights", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST, ""
+        server.store,
+        "weights",
+        new_nonce(),
+        RunLimits(tasks={"math": TaskLimits()}),
+        FIRST_WEIGHTS,
+        "",
     )
     ways: dict[str, WeightsSender] = {
         "folder": FolderSender(folder / "shared", keep=1),
@@ -73,7 +76,7 @@ async def _compare(
         ),
     }
     engine = build_engine(
-        VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST
+        VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST_WEIGHTS
     )
     await engine.start()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -44,15 +44,17 @@ from __future__ import annotations
 class RolloutMQError(Exception):
     """The base of all errors.
 
-    `hint` says what to do; `exit_code` is that of the command.
+    `hint` says what to do, in Python names where a Python program can do it; `command_hint` is the
+    same with the flags of the command. `exit_code` is that of the command.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", command_hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.command_hint = command_hint or hint
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 from buffer.config.config import ConfigFile
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.server.check import Finding, require_all_safe
 from buffer.server.embedded import EmbeddedServer
@@ -23,9 +23,6 @@ from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
-
-INITIAL = "initial"
-"""Lineage of the weights that a run starts from, before a trainer opens it."""
 
 
 def embedded_server(config: ConfigFile) -> EmbeddedServer:
@@ -113,11 +110,10 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
-    initial = PolicyVersion(INITIAL, 0)
     nonce = run_nonce(config.run.folder)
-    return Run.create(
-        store, config.run.name, nonce, config.limits(maxmemory), initial, str(model_dir.resolve())
-    )
+    limits = config.limits(maxmemory)
+    path = str(model_dir.resolve())
+    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path)
 
 
 def maxmemory_bytes(store: Store) -> int:

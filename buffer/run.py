@@ -25,7 +25,7 @@ from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
 from buffer.model.ids import new_nonce
 from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
@@ -91,12 +91,18 @@ class Run:
         name: str,
         nonce: str,
         limits: RunLimits,
-        weights: PolicyVersion,
-        path: str,
+        weights: PolicyVersion = FIRST_WEIGHTS,
+        path: str = "",
     ) -> Run:
         """Create a run, or open it if it exists with this nonce.
 
-        `weights` are the first ones, at `path`. Raises RunExists for another run of the name.
+        `nonce`: 32 random hex digits (`secrets.token_hex(16)`), which distinguish this run from
+        others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
+        the ones that workers start with, at `path`. Raises RunExists for another run of the name.
+
+        Usage:
+            limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
+            run = Run.create(Store(url), "mine", nonce, limits)
         """
         keys = Keys(name)
         store = store.at(keys.meta, limits.wait_replicas)
@@ -314,7 +320,9 @@ def _require_schema(name: str, meta: dict[str, str]) -> None:
     if not meta:
         raise RunNotFound(
             f"there is no run {name!r} on this server",
-            hint="`rolloutmq status` without a name lists the runs",
+            hint="Run.names lists the runs of a server, Run.create makes one",
+            command_hint="`rolloutmq runs` lists the runs of a server, `rolloutmq create CONFIG` "
+            "makes one",
         )
     schema = meta.get("schema")
     if schema == LOADING:

@@ -96,7 +96,8 @@ class RolloutConsumer:
 
         `position`, of that checkpoint, replaces `step` and `run_nonce`, and restores what a server
         lost. `regenerate` also accepts a server that lost everything, or has freed what comes after
-        the checkpoint; that is then generated again. Raises RoleHeld if another trainer is alive
+        the checkpoint; that is then generated again. It needs the `position` unless `step` is 0
+        (ConfigError). Raises RoleHeld if another trainer is alive
         (unless `take_over`, which fences it), LostRun if the server does not hold the run or holds
         it as a new one, LedgerError if `step` is not between the freed and the taken steps.
         """

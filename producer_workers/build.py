@@ -17,9 +17,8 @@ from buffer.config.engine import VllmConfig
 from buffer.config.task import NO_JUDGE
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.monitoring.tracing import Tracer
-from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
@@ -28,7 +27,13 @@ from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, ReportsLoad, ShowsImages, structures
+from producer_workers.engines.base import (
+    Engine,
+    ReportsLoad,
+    ShowsImages,
+    context_length,
+    structures,
+)
 from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -110,7 +115,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
-    engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
+    engine = build_engine(section, model_dir(config), FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
@@ -145,6 +150,8 @@ def make_worker(
     names = _task_names(config)
     check_images(config, names, engine)
     _check_structures(config, names, engine)
+    if problem := config.context_problem(context_length(engine), names):
+        raise ConfigError(problem)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)

@@ -153,7 +153,7 @@ def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
 def _format(error: RolloutMQError, *, as_json: bool) -> str:
     message = mask_url(error.message)
-    hint = mask_url(error.hint)
+    hint = mask_url(error.command_hint)
     if as_json:
         document = {
             "error": message,

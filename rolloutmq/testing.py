@@ -22,8 +22,7 @@ from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import PolicyVersion, SampleParams
-from buffer.open_run import INITIAL
+from buffer.model.rollout import FIRST_WEIGHTS, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
@@ -39,7 +38,6 @@ from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"
-FIRST = PolicyVersion(INITIAL, 0)
 DRAIN_S = 1.0
 """Seconds that other groups may take to finish after one has failed."""
 
@@ -97,7 +95,7 @@ def rehearse(
         max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")}
     )
     with closing(Store("memory://rehearsal", name=TASK)) as store:
-        run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
+        run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits)
         # by index: iterating over a map-style torch data set may not end
         dataset = RecordsDataset(
             [problems[row] for row in range(len(problems))], "problems", problem_of
@@ -125,7 +123,7 @@ def _random_characters() -> SimulatedEngine:
         vocab_size=95,
         eos_token_id=END,
     )
-    return SimulatedEngine(config, FIRST)
+    return SimulatedEngine(config, FIRST_WEIGHTS)
 
 
 def _make_loop(

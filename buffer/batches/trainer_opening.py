@@ -12,7 +12,7 @@ from typing import Any
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion, Recovery
-from buffer.errors import LedgerError, LostRun
+from buffer.errors import ConfigError, LedgerError, LostRun
 from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
@@ -21,6 +21,13 @@ from buffer.store.replies import opened, unfenced, unknown_reply
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.opening")
+
+_OTHER_SERVER = "connect to the server of this run, restore its data"
+_REGENERATE = (
+    "open with regenerate=True and position=, the one in your checkpoint: what was not trained is "
+    "then generated again"
+)
+_REGENERATE_COMMAND = "start with --regenerate: what was not trained is then generated again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +77,15 @@ class TrainerOpening:
 
         `position`, of that checkpoint, replaces `step` and `run_nonce`: with it, a server that lost
         data is corrected, and run and lineage are then set in it. `regenerate` allows a server that
-        lost everything, or a checkpoint below what is kept: the missing groups are drawn again.
+        lost everything, or a checkpoint below what is kept: the missing groups are drawn again. It
+        needs the position, which records what was trained; from the start, that is nothing.
         Raises RoleHeld if another trainer is alive, LostRun if the server does not hold the run of
         the checkpoint, LedgerError if the checkpoint is older than the kept batches or newer than
         what the server has.
         """
         keys = self._keys
+        if regenerate and position is None:
+            position = _start(step, run_nonce)
         if position is not None:
             step = position.step
             run_nonce = position.run_nonce
@@ -90,7 +100,7 @@ class TrainerOpening:
                 "step": step,
                 "lineage": lineage,
                 "behind": int(position is not None),
-                "regenerate": int(regenerate and position is not None),
+                "regenerate": int(regenerate),
             },
             durable=True,
         )
@@ -112,22 +122,22 @@ class TrainerOpening:
                 raise LostRun(
                     f"the checkpoint is of step {step}, but on this server no trainer has ever "
                     f"opened run {self._keys.run!r}",
-                    hint="connect to the server of this run, restore its data, or open with "
-                    "--regenerate: what was not trained yet is then generated again",
+                    hint=f"{_OTHER_SERVER}, or {_REGENERATE}",
+                    command_hint=f"{_OTHER_SERVER}, or {_REGENERATE_COMMAND}",
                 )
             case ["BELOW", keep]:
                 raise LedgerError(
                     f"the checkpoint is of step {step}, but batches up to step {keep} are already "
                     "freed",
-                    hint="open a newer checkpoint, or this one with --regenerate: later batches "
-                    "are then generated again",
+                    hint=f"open a newer checkpoint, or {_REGENERATE}",
+                    command_hint=f"open a newer checkpoint, or {_REGENERATE_COMMAND}",
                 )
             case ["BEHIND", taken]:
                 raise LedgerError(
                     f"the checkpoint is of step {step}, but the server only knows steps up to "
                     f"{taken}",
-                    hint="the server lost data (see `rolloutmq doctor`); open with the position "
-                    "of your checkpoint, which restores what was trained",
+                    hint="the server lost data (see `rolloutmq doctor`); open with position=, the "
+                    "one in your checkpoint, which restores what was trained",
                 )
         raise unknown_reply("trainer_open", reply)
 
@@ -162,3 +172,14 @@ class TrainerOpening:
                 durable=True,
             )
             done = bool(int(unfenced(reply, "trainer")[2]))
+
+
+def _start(step: int, run_nonce: str) -> Position:
+    """Return the position of a run that has trained nothing. Raises ConfigError for a later one."""
+    if step:
+        raise ConfigError(
+            f"step {step} cannot be opened with regenerate=True alone: what was trained up to it "
+            "would be generated and trained again",
+            hint="pass position=, the one in the checkpoint of that step",
+        )
+    return Position(run_nonce=run_nonce)

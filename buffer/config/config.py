@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
 
 from pydantic import model_validator
@@ -149,6 +150,41 @@ class Config(Section):
                 f"[policy] sync_weights_interval = {interval}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _responses_fit_the_context(self) -> Config:
+        # workers check it again with what their engine reports
+        problem = self.context_problem(getattr(self.engine, "max_model_len", None), self.tasks)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
+        """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
+
+        `max_model_len`: None where it is not known.
+        """
+        if max_model_len is None:
+            return ""
+        prompt = self.producer.max_prompt_tokens
+        for name in tasks:
+            # an agent's requests have prompts of their own, and share max_tokens
+            if (self.tasks[name].agent_loop or self.worker.agent_loop) == "gateway":
+                continue
+            sample = self.tasks[name].sample
+            # nobody asked for the default: responses end where the context does
+            if prompt is None and "max_tokens" not in sample.model_fields_set:
+                continue
+            response = sample.max_tokens
+            if (prompt or 1) + response > max_model_len:
+                asked = f"sample.max_tokens = {response}"
+                asked += f" and [producer] max_prompt_tokens = {prompt}" if prompt else ""
+                return (
+                    f"task {name}: prompt and response share the engine's context of "
+                    f"{max_model_len} tokens (max_model_len), which is too small for {asked}: "
+                    "lower these, or raise [engine] max_model_len up to what the model can read"
+                )
+        return ""
 
     @model_validator(mode="after")
     def _tokens_are_younger_than_groups(self) -> Config:

@@ -189,6 +189,8 @@ class SimulatedConfig(EngineSettings):
     """
     load_weights_s: float = Field(0.0, ge=0)
     """seconds for a weight update"""
+    max_model_len: int | None = Field(None, ge=2)
+    """largest number of tokens of prompt and response; default: no limit"""
     max_num_seqs: int = Field(256, ge=1)
     """requests at the same time; further ones wait"""
     vocab_size: int = Field(32_000, ge=2)

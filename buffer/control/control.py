@@ -235,8 +235,10 @@ class RunControl:
                 raise
             raise LostRun(
                 f"the server no longer holds the run {self._keys.run!r}: its data was lost",
-                hint="`rolloutmq train CONFIG --regenerate` continues from the newest checkpoint; "
-                "then start the other processes again",
+                hint="create it again (Run.create), open a trainer with regenerate=True and the "
+                "position of the newest checkpoint, then start the other processes again",
+                command_hint="`rolloutmq train CONFIG --regenerate` continues from the newest "
+                "checkpoint; then start the other processes again",
             ) from error
 
     def holder(self, role: Role) -> RoleHolder:

@@ -234,7 +234,7 @@ class Fleet:
             case _:
                 raise RunNotFound(
                     f"there is no run {keys.run!r} on this server",
-                    hint="`rolloutmq run CONFIG` creates it",
+                    hint="`rolloutmq create CONFIG` or Run.create makes it",
                 )
 
     def heartbeat(

@@ -39,7 +39,8 @@ OPERATOR_POLL_S = 0.05
 def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
     return PauseTimeout(
         f"no receipt after {seconds:.1f} s from {', '.join(silent)}",
-        hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
+        hint="run.fleet.fence(WORKER) takes a worker's groups back",
+        command_hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
     )
 
 

@@ -135,7 +135,8 @@ class GroupImport:
             reason = f"there is no training task {name!r}" if name else "the line names no task"
             raise DatasetError(
                 f"{path}, line {first}: {reason}",
-                hint=f"choose one with --task: {', '.join(known)}",
+                hint=f"choose a `task`: {', '.join(known)}",
+                command_hint=f"choose one with --task: {', '.join(known)}",
             )
         return _Part(name, first, last, lines)
 
@@ -152,10 +153,12 @@ class GroupImport:
 def _add_progress(error: RolloutMQError, done: Imported, part: _Part) -> None:
     """Add to an error what was imported and how to continue."""
     error.message += f"; {done.groups} groups (up to line {done.last_line}) were imported"
-    error.hint = f"continue with --from-line {part.first}"
+    unknown = ""
     if isinstance(error, StoreUnavailable):
         # the reply to its last call may have been lost
-        error.hint += (
+        unknown = (
             f"; whether the group of lines {part.first} to {part.last} was imported is in the "
             "events (rolloutmq tail)"
         )
+    error.hint = f"continue with from_line={part.first}{unknown}"
+    error.command_hint = f"continue with --from-line {part.first}{unknown}"

@@ -83,7 +83,9 @@ def load_order(order: str, named: str) -> OrderFunction | None:
         raise ConfigError(
             f"the run orders groups by {order!r}, which this process was not configured with",
             hint=f"if you trust that code, set [policy] order = {order!r} in the config of this "
-            "process; for an import, give --order",
+            "process; for an import, set run.buffer.order_function",
+            command_hint=f"if you trust that code, set [policy] order = {order!r} in the config of "
+            "this process; for an import, give --order",
         )
     function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
     return function

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -67,6 +68,10 @@ class PolicyVersion(NamedTuple):
         """Return the version with this `str`. Raises ValueError for other text."""
         lineage, _, version = label.rpartition(":")
         return cls(lineage, int(version))
+
+
+FIRST_WEIGHTS = PolicyVersion("initial", 0)
+"""The weights that a run starts from, before a trainer opens it."""
 
 
 class VersionSpan(NamedTuple):
@@ -134,6 +139,33 @@ class SampleParams(BaseModel):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     structured: StructuredOutput | None = None
+
+    def after(self, done: int) -> SampleParams:
+        """Return the parameters for what follows `done` tokens of a response.
+
+        The seed is another one, since the same would draw the same tokens again.
+        """
+        if not done:
+            return self
+        left = {
+            "max_tokens": self.max_tokens - done,
+            "min_tokens": max(0, self.min_tokens - done),
+            "seed": None if self.seed is None else derived_seed(self.seed, done),
+        }
+        return self.model_copy(update=left)
+
+    def within(self, tokens: int) -> SampleParams:
+        """Return the parameters with at most `tokens` tokens for the response."""
+        if tokens >= self.max_tokens:
+            return self
+        limits = {"max_tokens": tokens, "min_tokens": min(self.min_tokens, tokens)}
+        return self.model_copy(update=limits)
+
+
+def derived_seed(*origin: object) -> int:
+    """Return a seed that follows from these values: 31 bits, for engines with signed integers."""
+    name = ":".join(map(str, origin))
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class ToolCall(BaseModel):

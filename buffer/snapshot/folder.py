@@ -290,7 +290,8 @@ def require_empty(media: MediaFolder) -> None:
     if media.root.exists() and (not media.root.is_dir() or any(media.root.iterdir())):
         raise SnapshotError(
             f"the run's files belong in {media.root}, which is not empty; nothing was changed",
-            hint="choose a new folder with --media FOLDER",
+            hint="choose a new folder: media=Path(...)",
+            command_hint="choose a new folder with --media FOLDER",
         )
 
 

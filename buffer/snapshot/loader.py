@@ -93,13 +93,14 @@ class SnapshotLoader:
         if not was:
             if named:
                 raise SnapshotError(
-                    f"run {self.facts.run!r} has no media folder", hint="leave out --media"
+                    f"run {self.facts.run!r} has no media folder", hint="leave out `media`"
                 )
             return None
         if not named and self.keys.run != self.facts.run:
             raise SnapshotError(
                 f"{was} is the media folder of run {self.facts.run!r}; two runs cannot share one",
-                hint="name a new folder with --media FOLDER",
+                hint="name a new folder: media=Path(...)",
+                command_hint="name a new folder with --media FOLDER",
             )
         return MediaFolder(
             named.resolve() if named else Path(was), self.keys.run, self.facts.meta["nonce"]
@@ -119,7 +120,8 @@ class SnapshotLoader:
             raise RunExists(
                 f"the server holds keys of a run {self.keys.run!r}, such as {left[0]}; "
                 "nothing was changed",
-                hint="resume under another name with --run NAME",
+                hint="resume under another name: name=...",
+                command_hint="resume under another name with --run NAME",
             )
 
     def _claim_name(self) -> bool:
@@ -130,7 +132,8 @@ class SnapshotLoader:
             if nonce and schema != LOADING.encode():
                 raise RunExists(
                     f"there is a run {self.keys.run!r} on this server; nothing was changed",
-                    hint="resume under another name with --run NAME",
+                    hint="resume under another name: name=...",
+                    command_hint="resume under another name with --run NAME",
                 )
             is_ours = nonce == self._nonce.encode()
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
@@ -185,7 +188,8 @@ class SnapshotLoader:
             self._change(partial(_unlink, names=[self.keys.meta]))
         except RolloutMQError as also:
             if isinstance(error, RolloutMQError):
-                error.hint = f"cannot remove what was loaded ({also.message}); the next resume does"
+                left = f"cannot remove what was loaded ({also.message}); the next resume does"
+                error.hint = error.command_hint = left
 
     # -- the load ----------------------------------------------------------------
 

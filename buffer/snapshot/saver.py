@@ -179,7 +179,8 @@ class SnapshotSaver:
         raise SnapshotError(
             f"run {self._keys.run!r} changed while its index was copied, {attempts} times; "
             "nothing was kept",
-            hint="pause it for the copy: `rolloutmq save --pause`",
+            hint="pause it for the copy (run.control.set_mode), or raise `attempts`",
+            command_hint="pause it for the copy: `rolloutmq save --pause`",
         )
 
     def _copy_payloads(

@@ -41,7 +41,8 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
         case ["HELD", silent_ms, *_]:
             raise RoleHeld(
                 f"run {run!r} has a {role} that was alive {int(silent_ms) / 1000:.1f} s ago",
-                hint=f"stop it, or open this one with --take-over, which fences the other {role}",
+                hint="stop it, or open this one with take_over=True, which fences the other",
+                command_hint="stop it, or start this one with --take-over, which fences the other",
             )
     return reply
 

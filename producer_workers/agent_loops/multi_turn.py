@@ -27,7 +27,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
-from producer_workers.engines.base import Engine
+from producer_workers.engines.base import Engine, context_length
 from producer_workers.judges.judge import AnyJudge
 
 
@@ -127,7 +127,12 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             answer = await self._answer(state, turns) if reason == "stop" else Answer()
             if answer.reward:
                 state.reward = {**(state.reward or {}), **answer.reward}
-            if len(turns) >= self._max_turns or not await self._append(state, answer):
+            if len(turns) < self._max_turns:
+                state.tool_calls = [*state.tool_calls, *answer.calls]
+            if len(turns) >= self._max_turns or not answer.messages:
+                break
+            if not await self._append(state, answer, engine):
+                reason = "length"
                 break
         await self._finish(state, "length" if self._is_full(state) else reason)
 
@@ -152,19 +157,20 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         )
         return await self._environment.answer(state, Turn(len(turns) - 1, texts[-1], texts[:-1]))
 
-    async def _append(self, state: RolloutState, answer: Answer) -> bool:
+    async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
         """Append the tokens of an answer, and return whether the model has another turn.
 
-        It has none where there are no messages, or no room for them and one token more.
+        It has none where there is no room for them and one token more, neither in `max_tokens` nor
+        in the engine's context.
         """
-        state.tool_calls = [*state.tool_calls, *answer.calls]
-        if not answer.messages:
-            return False
         was_ended = int(state.response_ids[-1]) in self._eos_ids
         tokens = await in_tokenizer_thread(
             self._delta.tokens, answer.messages, end_turn=not was_ended
         )
-        if len(state.response_ids) + len(tokens) >= state.sample_params.max_tokens:
+        room = state.sample_params.max_tokens
+        if (context := context_length(engine)) is not None and state.prompt_ids is not None:
+            room = min(room, context - len(state.prompt_ids))
+        if len(state.response_ids) + len(tokens) >= room:
             return False
         state.read(tokens)
         state.finish_reason = None

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import JudgeError, WireError
-from buffer.model.rollout import RolloutState, SampleParams, Status, has_ended
+from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -111,7 +111,8 @@ class SingleTurnAgentLoop:
         # The count keeps ids unique: the engine may still know the request that was aborted.
         request_id = f"{gid}/{state.index}/{next(self._attempts)}"
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
-        generation = await engine.generate(request_id, tokens, _remaining_params(state))
+        params = state.sample_params.after(len(state.response_ids))
+        generation = await engine.generate(request_id, tokens, params)
         experts = generation.routed_experts
         state.append(
             generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts
@@ -131,7 +132,7 @@ class SingleTurnAgentLoop:
         state.finish_reason = reason
         if not len(state.response_ids):
             state.status = Status.FAILED
-            state.error = f"the engine finished ({reason}) without a token"
+            state.error = _no_token(state, reason)
             return
         state.response = await in_tokenizer_thread(self._text, state)
         if isinstance(self._judge, GroupJudge):
@@ -149,12 +150,10 @@ class SingleTurnAgentLoop:
         return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
 
 
-def _remaining_params(state: RolloutState) -> SampleParams:
-    """Return the sampling parameters of the tokens that are still to come."""
-    done = len(state.response_ids)
-    params = state.sample_params
-    left = {"max_tokens": params.max_tokens - done, "min_tokens": max(0, params.min_tokens - done)}
-    return params.model_copy(update=left) if done else params
+def _no_token(state: RolloutState, reason: str) -> str:
+    if reason == "length" and state.prompt_ids is not None:
+        return f"the prompt of {len(state.prompt_ids)} tokens fills the engine's context"
+    return f"the engine finished ({reason}) without a token"
 
 
 async def run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:

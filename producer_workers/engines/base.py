@@ -123,6 +123,14 @@ class Engine(Protocol):
         """Abort running requests and end every process of the engine. May be called twice."""
 
 
+def context_length(engine: object) -> int | None:
+    """Return the largest number of tokens of prompt and response; None where it is not known.
+
+    An engine reports it as `max_model_len`, from its start on.
+    """
+    return getattr(engine, "max_model_len", None)
+
+
 @runtime_checkable
 class SupportsStructure(Protocol):
     """An engine that may constrain a response to `SampleParams.structured`.

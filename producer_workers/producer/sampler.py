@@ -15,7 +15,7 @@ import numpy as np
 from buffer.errors import DatasetError, MediaError
 from buffer.model.group import GROUP_TIME
 from buffer.model.ids import group_id
-from buffer.model.rollout import RolloutState, SampleParams
+from buffer.model.rollout import RolloutState, SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
@@ -134,8 +134,5 @@ class Sampler:
     def _params(self, draw: int, index: int, problem: Problem) -> SampleParams:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
         if self._sample.seed is not None:
-            name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
-            digest = blake2b(name.encode(), digest_size=4).digest()
-            # 31 bits fit the signed integers of every engine
-            changes["seed"] = int.from_bytes(digest, "little") >> 1
+            changes["seed"] = derived_seed(self._seed, self._sample.seed, self.task, draw, index)
         return self._sample.model_copy(update=changes) if changes else self._sample

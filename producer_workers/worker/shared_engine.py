@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.rollout import SampleParams
+from buffer.model.rollout import SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
     Generation,
     GenerationError,
+    context_length,
     structures,
 )
 from producer_workers.worker.inbox import Inbox, RequestFinished
@@ -45,12 +46,21 @@ class SharedEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """Sample one response, see `Engine.generate`."""
+        """Sample one response, see `Engine.generate`.
+
+        It ends with "length" at the end of the engine's context, without a token where the prompt
+        fills the context.
+        """
         # an engine that ignored the structure would only look like a bad model
         if params.structured and not structures(self._engine):
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
+        if (context := context_length(self._engine)) is not None:
+            room = context - len(prompt_ids)
+            if room < 1:
+                return Generation(no_tokens(), no_logprobs(), (), "length")
+            params = params.within(room)
         gid = request_id.partition("/")[0]
         await self._wait_for_turn(gid)
         try:
@@ -61,12 +71,16 @@ class SharedEngine:
         finally:
             self._inbox.post(RequestFinished())
 
-    async def _ask(self, gid: str, *request: Any) -> Generation:
+    async def _ask(
+        self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         try:
-            return await self._engine.generate(*request)
+            made = await self._engine.generate(request_id, prompt_ids, params)
         except EngineDeadError:
             self.suspects.add(gid)
             raise
+        _check_generation(self._engine.name, made, params)
+        return made
 
     async def _wait_for_turn(self, gid: str) -> None:
         if gid not in self.alone:
@@ -94,3 +108,18 @@ class SharedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
+    """Raise GenerationError for tokens that nobody asked for, or without their logprobs."""
+    tokens = len(made.token_ids)
+    if tokens > params.max_tokens:
+        raise GenerationError(
+            f"the engine {engine} returned {tokens} tokens where {params.max_tokens} were allowed",
+            hint="check that it applies max_tokens",
+        )
+    if len(made.logprobs) != tokens or not np.isfinite(made.logprobs).all():
+        raise GenerationError(
+            f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
+            hint="check the model's weights and their number format",
+        )

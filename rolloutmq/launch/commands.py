@@ -1,4 +1,4 @@
-"""The commands of the training side: `run`, `train`, `warm-start`, `gpu-check`."""
+"""The commands of the training side: `run`, `create`, `train`, `warm-start`, `gpu-check`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.server.process import follow_owner, log_json
+from rolloutmq.options import AsJson
+from rolloutmq.output import emit
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -63,6 +65,7 @@ Metrics = Annotated[
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
+    app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
     app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
     app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
     app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
@@ -90,6 +93,26 @@ def run(
     from rolloutmq.launch.launcher import Launcher
 
     Launcher(settings, config, given, redis_url=redis_url, chaos=chaos, regenerate=regenerate).run()
+
+
+def create(
+    config: Config, overrides: Set = None, redis_url: Url = None, as_json: AsJson = False
+) -> None:
+    """Make the run of a config on its server, and start nothing.
+
+    Checks config and data sets, builds the model if the config names none, and prints what to start
+    next. If the run exists, it takes over the settings of the config.
+    """
+    given = list(overrides or [])
+    settings = _load(config, given)
+    from rolloutmq.launch import creation
+
+    command = [str(config), *(part for each in given for part in ("--set", each))]
+    created = creation.create(settings, command, redis_url, quiet=as_json)
+    if as_json:
+        emit(created.facts())
+    for line in [] if as_json else created.lines(command):
+        typer.echo(line)
 
 
 def train(

@@ -38,14 +38,17 @@ def prepare_problems(command: Sequence[str]) -> None:
     _run(["problems", *command])
 
 
-def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
-    """Return the config's model, or a small one, which is built and warm-started here once."""
+def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = False) -> Path:
+    """Return the config's model, or a small one, which is built and warm-started here once.
+
+    `quiet`: print no progress of that.
+    """
     if config.policy.model is not None:
         check_model_folder(config.policy.model)
         return config.policy.model
     folder = config.run.folder / "model"
     if not folder.exists():
-        _run(["warm-start", *command], quiet=False)
+        _run(["warm-start", *command], quiet=quiet)
     check_model_folder(folder)
     return folder
 

@@ -20,8 +20,8 @@ from buffer.config.engine import SimulatedConfig
 from buffer.config.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.model.distributions import Fixed
-from buffer.model.rollout import PolicyVersion, SampleParams
-from buffer.open_run import INITIAL, can_wait_for_disk, wait_for_run
+from buffer.model.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.run import Run
 from buffer.server.process import follow_owner, log_json
 from buffer.store.store import Store
@@ -94,7 +94,7 @@ async def work(run: Run, name: str, url: str) -> None:
             response_tokens=Fixed(value=1),
             vocab_size=90,
         ),
-        PolicyVersion(INITIAL, 0),
+        FIRST_WEIGHTS,
     )
     judge_store = Store(url, name="chaos-judging")
     rq = RqJudge(

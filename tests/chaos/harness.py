@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import PolicyVersion
-from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
@@ -125,7 +123,7 @@ class ChaosRun:
 
     def _create_run(self) -> None:
         store = Store(self._server.url)
-        Run.create(store, RUN, self._nonce, limits(), PolicyVersion(INITIAL, 0), "")
+        Run.create(store, RUN, self._nonce, limits())
         store.close()
 
     def _set_fsync(self) -> None:

@@ -492,6 +492,6 @@ def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
         run.store.control.delete(key)
     with pytest.raises(LostRun, match="its data was lost") as lost:
         consumer.take_batch(1, {"math": 1}, deadline_s=60.0)
-    assert "--regenerate" in lost.value.hint
+    assert "regenerate=True" in lost.value.hint
     with pytest.raises(LostRun):
         run.control.renew_role("producer", producer)

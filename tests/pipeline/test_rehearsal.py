@@ -21,7 +21,7 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.model.distributions import Fixed
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.gateway.agents import AgentTask
@@ -32,7 +32,7 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.worker import worker
-from rolloutmq.testing import FIRST, RehearsalError, rehearse
+from rolloutmq.testing import RehearsalError, rehearse
 
 ROOT = Path(__file__).parents[2]
 SUMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]
@@ -196,7 +196,7 @@ def test_what_the_judge_raises_is_reported() -> None:
 
 
 def test_what_the_engine_raises_is_reported() -> None:
-    engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), fail_every=1), FIRST)
+    engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), fail_every=1), FIRST_WEIGHTS)
     with pytest.raises(RehearsalError, match="as configured"):
         rehearse(SUMS, judge=length, engine=engine)
 
@@ -204,7 +204,7 @@ def test_what_the_engine_raises_is_reported() -> None:
 @pytest.mark.parametrize("loop", ["single_turn", Forgets])
 def test_an_engine_that_dies_ends_the_rehearsal(loop: Any) -> None:
     """Also where a loop's TaskGroup wraps what the engine raised."""
-    engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), die_after=1), FIRST)
+    engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), die_after=1), FIRST_WEIGHTS)
     with pytest.raises(EngineDeadError):
         rehearse(SUMS, judge=length, engine=engine, agent_loop=loop)
 
@@ -230,7 +230,11 @@ def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none(
         {"question": "1 > 2?", "answer": "no", "structured": {"choice": ["yes", "no"]}},
     ]
     with pytest.raises(RehearsalError, match="free cannot generate structured output"):
-        rehearse(rows, judge=lambda response, **_: 0.0, engine=FreeEngine(SimulatedConfig(), FIRST))
+        rehearse(
+            rows,
+            judge=lambda response, **_: 0.0,
+            engine=FreeEngine(SimulatedConfig(), FIRST_WEIGHTS),
+        )
 
 
 def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(
@@ -248,8 +252,8 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
     )
     config = load_config(ProducingConfig, tmp_path / "run.toml")
     with closing(Store("memory://structures")) as store:
-        run = Run.create(store, "r", new_nonce(), config.limits(), FIRST, "")
-        engine = build_engine(config.engine, tmp_path, FIRST)
+        run = Run.create(store, "r", new_nonce(), config.limits(), FIRST_WEIGHTS, "")
+        engine = build_engine(config.engine, tmp_path, FIRST_WEIGHTS)
         with pytest.raises(
             ConfigError, match=r"transformers cannot generate structured output.*'asked'"
         ):

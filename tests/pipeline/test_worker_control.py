@@ -12,7 +12,6 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.model.rollout import PolicyVersion, Status
-from buffer.open_run import INITIAL
 from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
@@ -353,7 +352,7 @@ def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard:
     record = yard.run.record(gid)
     assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == (
         "0",
-        INITIAL,
+        FIRST.lineage,
         "1",
         "405",
     )

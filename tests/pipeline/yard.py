@@ -20,8 +20,7 @@ from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.open_run import INITIAL
+from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
@@ -42,8 +41,8 @@ LIMITS = RunLimits(
     tasks={TASK: TaskLimits()},
 )
 DEADLINE_S = 60.0
+FIRST = FIRST_WEIGHTS
 LINEAGE = "l1"
-FIRST = PolicyVersion(INITIAL, 0)
 
 LONG = (5000, 5000)
 """More than a slow engine makes while a test looks; a fast one makes it in half a second."""

@@ -32,6 +32,7 @@ class Recorder(LetterEngine):
         self.said: list[Generation] = []
         self.cut: set[int] = set()
         self.dead = False
+        self.max_model_len: int | None = None
 
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams

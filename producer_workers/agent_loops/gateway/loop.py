@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError
@@ -126,7 +127,8 @@ class GatewayAgentLoop:
             # The end of a session may fail its agent, which is not the agent's fault. Without a
             # judge it has earned nothing.
             reward = None if self._judge else {"score": 0.0}
-            if not session.interrupted.is_set() and not session.is_full:
+            is_cut = session.is_full or session.truncation
+            if not session.interrupted.is_set() and not is_cut:
                 return [(_failed(state, str(error)), None)]
         finally:
             endpoint.dismiss(key)
@@ -135,7 +137,10 @@ class GatewayAgentLoop:
             state.finish_reason = "abort"
             return [(state, None)]
         if not session.segments:
-            return [(_failed(state, "the agent ended without an answer of the model"), None)]
+            why = session.truncation or "the agent ended without an answer of the model"
+            return [(_failed(state, why), None)]
+        if session.truncation:
+            session.segments[-1] = replace(session.segments[-1], finish_reason="length")
         return await self._finish(state, session.segments, reward)
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:

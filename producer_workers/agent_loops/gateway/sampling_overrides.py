@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import SampleParams, StructuredOutput
+from buffer.model.rollout import SampleParams, StructuredOutput, derived_seed
 from producer_workers.engines.base import Engine, structures
 
 
@@ -47,8 +47,8 @@ class SamplingOverrides:
                 "min_tokens": 0,
                 "stops": [*params.stops, *self.stops],
                 "structured": self.structured or params.structured,
-                # The same seed would give the same answer again.
-                "seed": None if params.seed is None else (params.seed + number) % 2**32,
+                # the same seed would give the same answer again
+                "seed": None if params.seed is None else derived_seed(params.seed, "turn", number),
             }
         )
 

@@ -24,7 +24,12 @@ from producer_workers.agent_loops.gateway.openai_api import (
     TextRequest,
     refusal,
 )
-from producer_workers.agent_loops.gateway.session import Session, SessionClosed, Turn
+from producer_workers.agent_loops.gateway.session import (
+    ContextFull,
+    Session,
+    SessionClosed,
+    Turn,
+)
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
 
@@ -153,6 +158,8 @@ class Endpoint:
         except SessionClosed as error:
             if session.interrupted.is_set():
                 return _refuse(503, str(error), "interrupted")
+            return _refuse(400, str(error), "context_length_exceeded")
+        except ContextFull as error:
             return _refuse(400, str(error), "context_length_exceeded")
         except (ConfigError, GenerationError) as error:
             return _refuse(400, str(error), "refused")

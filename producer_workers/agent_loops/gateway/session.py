@@ -28,7 +28,7 @@ from producer_workers.agent_loops.gateway.segment import Messages, Segment
 from producer_workers.agent_loops.gateway.token_budget import TokenBudget
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import PARSERS, before_calls
-from producer_workers.engines.base import Engine, Generation
+from producer_workers.engines.base import Engine, Generation, context_length
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -40,11 +40,16 @@ MOST_SEGMENTS = 256
 
 
 _FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
-"""In words by which agents know the matter."""
+_LONG = "this model's maximum context length is {} tokens, and the messages have {}"
+"""In words by which agents recognize the end of a context."""
 
 
 class SessionClosed(RolloutMQError):
     """The session generates nothing more: its tokens are used up, or it was interrupted."""
+
+
+class ContextFull(RolloutMQError):
+    """The messages of a request fill the model's context; shorter ones can still be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Session:
     """The requests of one rollout.
 
     `params` are the task's; their `max_tokens` is the limit of all that the session samples.
+    `truncation`: why its last request was refused or cut off; "" where it was not.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Session:
         self._running = 0
         self._budget = TokenBudget(params.max_tokens)
         self._seen: list[Segment] = []
+        self.truncation = ""
         self.segments: list[Segment] = []
         self.interrupted = asyncio.Event()
 
@@ -93,8 +100,8 @@ class Session:
     async def chat(self, messages: Messages, tools: Any, overrides: SamplingOverrides) -> Turn:
         """Sample one turn of the model.
 
-        Raises SessionClosed, ConfigError (an unsupported request), GenerationError. Nothing of a
-        cancelled call is trained.
+        Raises SessionClosed, ContextFull, ConfigError (an unsupported request), GenerationError.
+        Nothing of a cancelled call is trained.
         """
         with self._request(overrides) as number:
             parent, context = await in_tokenizer_thread(self._context, messages, tools)
@@ -128,8 +135,11 @@ class Session:
             self._running -= 1
 
     def _check_open(self) -> None:
-        if self.interrupted.is_set() or self.is_full:
-            raise SessionClosed("interrupted" if self.interrupted.is_set() else _FULL)
+        if self.interrupted.is_set():
+            raise SessionClosed("interrupted")
+        if self.is_full:
+            self.truncation = _FULL
+            raise SessionClosed(_FULL)
 
     def _check_room(self, parent: Segment | None) -> None:
         """Raise where the running requests could need more segments than a session may have."""
@@ -139,10 +149,19 @@ class Session:
                 f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
             )
 
+    def _fills_context(self, tokens: int) -> bool:
+        """Return whether so many tokens leave no room for another one, and note it."""
+        context = context_length(self._engine)
+        is_full = context is not None and tokens >= context
+        self.truncation = _LONG.format(context, tokens) if is_full else ""
+        return is_full
+
     async def _generate(
         self, number: int, parent: Segment | None, context: Segment, overrides: SamplingOverrides
     ) -> Generation:
         self._check_room(parent)
+        if self._fills_context(len(context.ids)):
+            raise ContextFull(self.truncation)
         async with self._budget.reserve(overrides.max_tokens) as allowed:
             # Again: another request may have used up the tokens while this one waited.
             self._check_open()
@@ -152,6 +171,8 @@ class Session:
         if made.finish_reason == "abort":
             self.interrupted.set()
             raise SessionClosed("interrupted")
+        if made.finish_reason == "length":
+            self._fills_context(len(context.ids) + len(made.token_ids))
         return made
 
     def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:

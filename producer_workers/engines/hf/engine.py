@@ -95,6 +95,7 @@ class TransformersEngine:
         self._model: Any = None
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
+        self.max_model_len: int | None = None
         self._has_first_model = True
         self._shapes: Shapes = {}
         self._requests: dict[int, _Request] = {}
@@ -113,7 +114,7 @@ class TransformersEngine:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._model_dir}: {error}") from error
         self._stop_ids = _eos_ids(self._model)
-        self._longest = int(getattr(self._model.config, "max_position_embeddings", 1 << 30))
+        self.max_model_len = getattr(self._model.config, "max_position_embeddings", None)
         self._dead = None
         self._driver = asyncio.create_task(self._drive())
 
@@ -250,7 +251,7 @@ class TransformersEngine:
         request.stamp(self._version)
         if token in stop_ids or self._meets_stop(request):
             request.finish("stop")
-        elif len(request.token_ids) >= params.max_tokens or len(tokens) + 1 >= self._longest:
+        elif len(request.token_ids) >= params.max_tokens or len(tokens) + 1 == self.max_model_len:
             request.finish("length")
 
     def _meets_stop(self, request: _Request) -> bool:
@@ -298,9 +299,10 @@ class TransformersEngine:
     # -- model
 
     def _check_prompt(self, prompt_ids: NDArray[np.int32]) -> None:
-        if len(prompt_ids) >= self._longest:
+        if self.max_model_len is not None and len(prompt_ids) >= self.max_model_len:
             raise GenerationError(
-                f"a prompt of {len(prompt_ids)} tokens is too long: the model reads {self._longest}"
+                f"a prompt of {len(prompt_ids)} tokens is too long: "
+                f"the model reads {self.max_model_len}"
             )
         size = int(self._model.config.vocab_size)
         if not len(prompt_ids) or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:

@@ -53,8 +53,12 @@ WATCH_S = 2.0
 ABORT_GRACE_S = 2.0
 """Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
 
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""Reasons that end a response; any other one ("abort") only ends a part of it."""
+REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "repetition": "length",  # vLLM cut it off
+}
+"""Reasons that end a response; "abort" only ends a part of it."""
 
 
 class HttpRequest(GrowingResponse):
@@ -77,15 +81,14 @@ class HttpRequest(GrowingResponse):
 
         Every field is given, since servers have defaults of their own.
         """
-        params = self._params
-        done = len(self.token_ids)
+        params = self._params.after(len(self.token_ids))
         fields = {
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
             "min_p": 0.0,
-            "max_tokens": params.max_tokens - done,
-            "min_tokens": max(0, params.min_tokens - done),
+            "max_tokens": params.max_tokens,
+            "min_tokens": params.min_tokens,
             "stop": params.stops,
             "stop_token_ids": params.stop_token_ids,
             "seed": params.seed,
@@ -106,10 +109,14 @@ class HttpRequest(GrowingResponse):
             self.forget()
 
     def receive(self, piece: Piece) -> None:
-        """Add what the server sent."""
+        """Add what the server sent. Raises GenerationError for a reason that is a failure."""
         self.add(piece.token_ids, piece.logprobs)
         if reason := REASONS.get(piece.finish_reason or ""):
             self.finish_reason = reason
+        elif piece.finish_reason not in (None, "abort"):
+            raise GenerationError(
+                f"the server ended a response with the reason {piece.finish_reason!r}"
+            )
         elif len(self.token_ids) >= self._params.max_tokens:
             self.finish_reason = "length"
 
@@ -127,6 +134,7 @@ class HttpEngine:
         self._updates = config.weights != "static"
         self._weights = make_weights(self._server, config, model_dir)
         self.structures_output = False
+        self.max_model_len: int | None = None
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
         self._closed = True
@@ -140,6 +148,7 @@ class HttpEngine:
     async def start(self) -> None:
         try:
             await self._server.open()
+            self.max_model_len = self._server.max_model_len
             if self._updates:  # first, since a worker that died may have left the server paused
                 await self._take_over()
             await check_logprobs(self._server)

@@ -62,11 +62,12 @@ class CompletionServer:
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         self.url = url.rstrip("/")
         self.model = model
+        self.max_model_len: int | None = None
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Find the model that is served. Raises EngineError where there is none."""
+        """Find the model that is served, and its context. Raises EngineError without a model."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # The server may close a kept connection just as it is used again, which would look like
@@ -75,16 +76,23 @@ class CompletionServer:
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
         )
-        served = await self.names()
+        rows = await self._models()
+        served = list(rows)
         self.model = self.model or (served[0] if served else None)
         if self.model not in served:
             raise EngineError(
                 f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}"
             )
+        self.max_model_len = rows[str(self.model)].get("max_model_len")
 
     async def names(self) -> list[str]:
         """Return the names of what it serves: models, then adapters."""
-        return [str(row["id"]) for row in (await self._call("GET", "/v1/models", HEALTH_S))["data"]]
+        return list(await self._models())
+
+    async def _models(self) -> dict[str, dict[str, Any]]:
+        """Return the server's description of its models and adapters, by name."""
+        rows = (await self._call("GET", "/v1/models", HEALTH_S))["data"]
+        return {str(row["id"]): row for row in rows}
 
     async def close(self) -> None:
         if self._session:

@@ -80,6 +80,7 @@ class SimulatedEngine:
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config
+        self.max_model_len = config.max_model_len
         self._swaps: list[tuple[float, PolicyVersion]] = [(0.0, version)]
         self._trace: list[TracedRequest] = []
         self._running: set[_Run] = set()

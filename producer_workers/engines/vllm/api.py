@@ -53,7 +53,12 @@ CPU_DEFAULTS = {
     "enable_chunked_prefill": False,
 }
 
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "repetition": "length",  # vLLM cut it off
+}
 
 ALWAYS = {
     "HF_HUB_OFFLINE": "1",  # a model is a local folder; a name must not turn into a download
@@ -212,8 +217,12 @@ def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
 def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generation:
     """Convert one CompletionOutput behind `prompt` tokens to columns.
 
-    `submitted` is the version of all tokens for a vLLM without version labels per token.
+    `submitted` is the version of all tokens for a vLLM without version labels per token. Raises
+    GenerationError for a response that failed.
     """
+    reason = REASONS.get(output.finish_reason)
+    if reason is None:
+        raise GenerationError(f"vLLM ended a response with the reason {output.finish_reason!r}")
     token_ids = np.asarray(output.token_ids, dtype="<i4")
     logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
     labels = getattr(output, "weight_versions", None)
@@ -222,9 +231,7 @@ def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generat
     else:
         spans = [_span(label.version, label.start, label.end) for label in labels]
     kept = tuple(span for span in spans if span.length)
-    return Generation(
-        token_ids, logprobs, kept, REASONS[output.finish_reason], _experts_of(output, prompt)
-    )
+    return Generation(token_ids, logprobs, kept, reason, _experts_of(output, prompt))
 
 
 def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:

@@ -83,6 +83,7 @@ class VllmEngine:
         self._requests: set[str] = set()
         self._statistics = VllmStatistics()
         self.images = VllmImages(model_dir)
+        self.max_model_len: int | None = None
         self._updating: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # orders pause, resume, sleep and updates
 
@@ -106,6 +107,7 @@ class VllmEngine:
                 f"vLLM could not load {self._model_dir}: {error}", hint=hint
             ) from error
         self._api = api
+        self.max_model_len = int(self._llm.model_config.max_model_len)
         self._control = VllmControl(api, self._llm, self._config.control_timeout_s)
         await self._control.ask_shards("rolloutmq_ready")
         if self._adapter:

@@ -224,7 +224,7 @@ def test_import_stops_at_the_high_mark_and_reports_where(
     file.write_bytes(b"\n".join(orjson.dumps(line | {"gid": f"g{i}"}) for i in range(100)))
     with pytest.raises(MemoryFull, match=r"groups .* were imported") as caught:
         scene.run.import_groups(file, task="math")
-    assert "--from-line" in caught.value.hint
+    assert "from_line=" in caught.value.hint
     assert 0 < int(scene.counters()["imported"]) < 100
     scene.check()
 

@@ -13,8 +13,8 @@ import pytest
 
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion
-from buffer.errors import Fenced, LedgerError, LostRun
-from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
+from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.rollout import Status
 from buffer.store.store import Store
@@ -438,4 +438,24 @@ def test_results_of_before_the_loss_are_worth_nothing(scene: Scene, trainer: Tra
     with pytest.raises(Fenced):
         scene.run.buffer.submit("w0", job, result, 4)
     assert scene.stream("fresh") == gids(0, 1)
+    scene.check()
+
+
+def test_regenerate_without_a_position_works_from_the_start_and_only_there(
+    scene: Scene, trainer: Trainer
+) -> None:
+    scene.ready(*[0] * 4)
+    for step in (1, 2):
+        trainer.train(step)
+    trainer.save()
+    scene.run.janitor.sweep()
+    with pytest.raises(LedgerError, match="batches up to step 2") as below:
+        scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True)
+    assert "regenerate=True" in below.value.hint
+    assert "--regenerate" in below.value.command_hint
+    with pytest.raises(ConfigError, match="step 2 cannot be opened") as without:
+        scene.run.trainers.open(new_nonce(), lineage="l2", step=2, regenerate=True)
+    assert "position=" in without.value.hint
+    scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True, regenerate=True)
+    assert scene.run.ledger.steps() == (0, 0, 0)
     scene.check()

@@ -267,6 +267,18 @@ def batched(pairs: list[str]) -> list[tuple[str, str]]:
     return list(zip(pairs[::2], pairs[1::2], strict=True))
 
 
+def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
+    context = ("engine.kind=vllm", "engine.max_model_len=128")
+    assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")
+    told = problems(tmp_path, GOOD, *context, "producer.max_prompt_tokens=65")
+    assert "128 tokens (max_model_len), which is too small for sample.max_tokens = 64 and" in told
+    told = problems(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=128")
+    assert "too small for sample.max_tokens = 128: lower" in told
+    # an agent's requests share max_tokens, and a default that nobody set is not a demand
+    load(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=999", "worker.agent_loop=gateway")
+    load(tmp_path, GOOD.replace("max_tokens = 64", ""), *context)
+
+
 def test_stale_threshold_counts_train_steps() -> None:
     assert PolicySection(max_staleness=0, sync_weights_interval=4).stale_threshold == 4
     assert PolicySection(max_staleness=1, sync_weights_interval=4).stale_threshold == 8

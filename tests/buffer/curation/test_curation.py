@@ -222,9 +222,7 @@ def test_file_that_changes_or_a_server_that_fails_says_what_is_in(
         return original(self, script, *args, **options)
 
     monkeypatch.setattr(Store, "call", refuse)
-    with pytest.raises(
-        StoreError, match=r"2 groups \(up to line 2\) were imported .*--from-line 3"
-    ):
+    with pytest.raises(StoreError, match=r"2 groups \(up to line 2\) were imported .*from_line=3"):
         scene.run.import_groups(path)
     monkeypatch.undo()
     assert scene.run.import_groups(path, from_line=3).groups == 2

@@ -16,14 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
-from rolloutmq.testing import FIRST, RehearsalError, rehearse
+from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
 
@@ -131,7 +131,7 @@ def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
 def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
     engine = Recorder(chat)
-    engine.now = FIRST
+    engine.now = FIRST_WEIGHTS
     loop = partial(
         GatewayAgentLoop, command=[sys.executable, str(tmp_path / "agent.py"), "{question}"]
     )
@@ -206,6 +206,19 @@ def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> Non
     engine.check([state])
     assert (state.status, state.reward) == (Status.COMPLETED, {"score": 0.0})
     assert sum(len(made.token_ids) for made in engine.said) == 40
+
+
+@pytest.mark.parametrize("judge", [None, FunctionJudge("j", lambda **_: 0.5)])
+def test_a_session_ends_with_the_context_of_the_engine_and_is_judged(chat: Any, judge: Any) -> None:
+    engine = Recorder(chat)
+    engine.max_model_len = 200
+    (state,) = run(loop_of(chat, "talks_for_ever", judge=judge), engine, questions("go"))
+    engine.check([state])
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert state.reward == {"score": 0.5 if judge else 0.0}
+    (state,) = run(loop_of(chat, "talks_for_ever"), engine, questions("go " * 80))
+    assert state.status is Status.FAILED
+    assert "maximum context length is 200 tokens" in str(state.error)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from buffer.model.rollout import PolicyVersion, SampleParams, StructuredOutput, VersionSpan
 from producer_workers.engines.base import (
@@ -21,7 +22,10 @@ from producer_workers.engines.base import (
     ReportsLoad,
     SupportsStructure,
     WeightsError,
+    context_length,
 )
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 from tests.producer_workers.engines.tiny_model import allowed_logprobs, reference_logprobs
 
@@ -365,6 +369,23 @@ class ModelContract(EngineContract):
         with pytest.raises(GenerationError, match=r"too long|maximum"):
             run(engine.generate("too long", np.full(5000, 40, dtype=np.int32), sampling(4)))
         assert len(run(generate(engine, sampling(4))).token_ids) == 4
+
+    def test_a_worker_ends_a_response_where_the_context_ends(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
+        context = context_length(engine)
+        assert context is not None
+        prompt = np.full(context - 8, 40, dtype=np.int32)
+
+        async def ask(ids: NDArray[np.int32], params: SampleParams) -> Generation:
+            inbox = Inbox()
+            inbox.open()
+            return await SharedEngine(engine, inbox).generate("long/0", ids, params)
+
+        made = run(ask(prompt, SampleParams(max_tokens=100, min_tokens=50, seed=1)))
+        assert (made.finish_reason, len(made.token_ids)) == ("length", 8)
+        full = run(ask(np.full(context, 40, dtype=np.int32), sampling(4)))
+        assert (full.finish_reason, len(full.token_ids)) == ("length", 0)
 
     def test_seeded_prompts_that_do_not_fit_into_one_step_are_answered(
         self, engine: Engine, run: Run[Any]

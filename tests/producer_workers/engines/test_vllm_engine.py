@@ -279,6 +279,24 @@ def test_routed_experts_are_refused_where_vllm_has_no_triton(
 
 
 @pytest.mark.parametrize(
+    ("given", "reason"), [("repetition", "length"), ("error", None), (None, None), ("new", None)]
+)
+def test_every_reason_of_vllm_has_a_meaning_or_fails_its_request(
+    given: str | None, reason: str | None
+) -> None:
+    outputs = import_module("vllm.outputs")
+    flat = import_module("vllm.logprobs").FlatLogprobs
+    output = outputs.CompletionOutput(
+        0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason=given
+    )
+    if reason is None:
+        with pytest.raises(GenerationError, match=f"with the reason {given!r}"):
+            generation_of(output, FIRST, 3)
+    else:
+        assert generation_of(output, FIRST, 3).finish_reason == reason
+
+
+@pytest.mark.parametrize(
     ("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str
 )
 def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, kind: str) -> None:

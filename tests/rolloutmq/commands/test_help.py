@@ -16,7 +16,17 @@ from rolloutmq.cli import app, main
 from tests.rolloutmq.conftest import ROOT, rolloutmq
 
 COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
-PROCESSES = {"run", "train", "warm-start", "gpu-check", "worker", "producer", "judge", "problems"}
+PROCESSES = {
+    "run",
+    "create",
+    "train",
+    "warm-start",
+    "gpu-check",
+    "worker",
+    "producer",
+    "judge",
+    "problems",
+}
 """Take a config, and log as JSON lines."""
 ONE = ["math-0000000042"]
 ARGUMENTS = {
@@ -38,7 +48,9 @@ def flags_of(name: str) -> set[str]:
     return {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
 
 
-ASKING = sorted(name for name in COMMANDS if {"--json", "--redis-url"} <= flags_of(name))
+ASKING = sorted(
+    name for name in COMMANDS if {"--json", "--run-dir", "--redis-url"} <= flags_of(name)
+)
 """Those that look at a run or steer it."""
 HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
 

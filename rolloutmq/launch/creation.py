@@ -1,0 +1,100 @@
+"""`rolloutmq create`: make the run of a config on its server, and start nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from buffer.config.config import TrainingConfig
+from buffer.open_run import open_store
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.url import mask_url
+from consumer.training.checkpoint import make_run
+from rolloutmq.launch.preparation import prepare_model, prepare_problems, start_server
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """The run that was made, or found, and what it needs.
+
+    `taken`: its newest train step. `server`: the run's own server, None for one with a URL; it is
+    stopped again unless it was running before.
+    """
+
+    name: str
+    nonce: str
+    taken: int
+    url: str
+    server: EmbeddedServer | None
+    folder: Path
+    model: Path
+
+    def facts(self) -> dict[str, str | int]:
+        """Return what programs need to know."""
+        return {
+            "run": self.name,
+            "nonce": self.nonce,
+            "taken": self.taken,
+            "url": mask_url(self.url),
+            "folder": str(self.folder),
+            "model": str(self.model),
+        }
+
+    def lines(self, command: Sequence[str]) -> list[str]:
+        """Return what was made and what to start next, for people.
+
+        `command`: the config's path and overrides.
+        """
+        config = shlex.join(command)
+        own = f"  rolloutmq server --run-dir {self.folder}"
+        where = "the run's own, only running while it is needed" if self.server else "shared"
+        state = f"is at step {self.taken}" if self.taken else "is ready to start"
+        return [
+            f"server   {mask_url(self.url)} ({where})",
+            f"model    {self.model}",
+            f"run      {self.name} {state}; its folder is {self.folder}",
+            "",
+            "to start all of its processes on this machine:",
+            f"  rolloutmq run {config}",
+            "or one by one, in any order:",
+            *([own] if self.server else []),
+            f"  rolloutmq producer {config}",
+            f"  rolloutmq worker {config}",
+            f"  rolloutmq train {config}",
+            "or, in place of the last one, a trainer of your own:",
+            f'  RolloutConsumer(Run.open(Store("{mask_url(self.url)}"), "{self.name}"))',
+        ]
+
+
+def create(
+    config: TrainingConfig, command: Sequence[str], redis_url: str | None, *, quiet: bool
+) -> Creation:
+    """Create the run of `config`, or open it again. Raises RunExists, LostRun, ConfigError."""
+    prepare_problems(command)
+    with _server(config, redis_url) as (url, server):
+        store = open_store(config, url, name="rolloutmq-create")
+        model = prepare_model(config, command, quiet=quiet)
+        run = make_run(store, config, model, regenerate=False)
+        taken = run.ledger.steps().taken
+        store.close()
+    return Creation(run.name, run.nonce, taken, url, server, config.run.folder, model)
+
+
+@contextmanager
+def _server(
+    config: TrainingConfig, redis_url: str | None
+) -> Iterator[tuple[str, EmbeddedServer | None]]:
+    """Yield the URL of the run's server, and the embedded one if it is that.
+
+    An embedded server runs during the block, and afterwards only if it did before.
+    """
+    was_running = EmbeddedServer(config.run.folder / "server").is_running
+    url, server = start_server(config, redis_url)
+    try:
+        yield url, server
+    finally:
+        if server and not was_running:
+            server.stop()

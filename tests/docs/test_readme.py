@@ -1,0 +1,33 @@
+"""The trainer of README.md, as it is printed there, trains a run from an empty folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from buffer.server.embedded import EmbeddedServer
+from tests.docs.test_pages import ROOT, Reader
+
+
+def files_of_the_readme() -> dict[str, str]:
+    """Return the blocks that begin with the name of a file, by that name."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w+\n(# (my_[\w.]+)\n.*?)^```$", text, re.M | re.S)
+    return {name: code for code, name in blocks}
+
+
+def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
+    for name, code in files_of_the_readme().items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    reader = Reader(tmp_path)
+    try:
+        created = reader.run("bash", "-euc", "rolloutmq create my_run.toml")
+        assert not EmbeddedServer(tmp_path / "runs" / "mine" / "server").is_running
+        printed = reader.run("bash", "-euc", "rolloutmq run my_run.toml")
+    finally:
+        EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
+    assert "run      mine is ready to start" in created
+    assert "rolloutmq producer my_run.toml" in created
+    assert "lost 0 · in two places 0 · trained twice 0" in printed
+    log = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert re.findall(r"^step (\d): 8 rollouts", log, re.M) == [*"111122223333"]
