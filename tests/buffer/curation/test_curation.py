@@ -185,8 +185,8 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
     ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span is outside"),
     (
-        [line(), line("b"), line("b", messages=[{"role": "user"}])],
-        "lines 2 to 3: group b: .*different messages",
+        [line(), line("b"), line("b", prompt_ids=[7])],
+        "lines 2 to 3: group b: .*different prompt_ids",
     ),
     ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 of 2 lines"),
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
@@ -194,7 +194,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
     (
         [line(spans=[[0, 1, -1, "l0"]])],
-        r"lines 1 to 1: group a: .*spans\.0\.2: Expected `int` >= 0",
+        r"lines 1 to 1: group a: .*columns.spans: a value below 0",
     ),
 ]
 
