@@ -31,7 +31,8 @@
     ├── PayloadMissing                  1  an index entry without its bytes
     ├── MediaError                      1  a file of a payload is missing, too large, or not valid
     ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
-    ├── JudgeError                      1  a judge raised, or returned no valid reward
+    ├── JudgeError                      1  a judge raised, took too long, or returned no reward
+    ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
     └── AccountError                    6  the account of groups does not add up
 
 The number is the exit code of the command; 0 is success, 130 an interrupt by Ctrl-C. "Empty", "not
@@ -204,7 +205,11 @@ class GroupTimeout(RolloutMQError):
 
 
 class JudgeError(RolloutMQError):
-    """A judge raised, or returned something that is not a reward."""
+    """A judge raised, exceeded its limit, or returned something that is not a reward."""
+
+
+class JudgeInterrupted(RolloutMQError):
+    """A pause, or the end of its worker, ended a judge; its rollout is judged later."""
 
 
 class AccountError(RolloutMQError):

@@ -206,11 +206,7 @@ class ReplayBuffer(Pools):
         if isinstance(answer, NotReady):
             return answer
         groups = self.load(answer)
-        return {
-            task: [group for group in groups if group.task == task]
-            for task, count in counts.items()
-            if count > 0
-        }
+        return {task: [group for group in groups if group.task == task] for task in counts}
 
     def load(
         self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None

@@ -151,7 +151,8 @@ class RolloutConsumer:
     ) -> Batch:
         """Wait for the groups of train step `step`, `counts` of each task, and return them.
 
-        A step that was taken before is returned as it was. A group that cannot be read is
+        A step that was taken before is returned as it was; where all counts are 0, the batch is
+        empty and the step is not taken. A group that cannot be read is
         quarantined, and another one awaited in its slot (I11). A task that `should_continue_fn`
         ended supplies what is ready; without `strict`, every task does.
 

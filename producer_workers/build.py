@@ -14,7 +14,7 @@ import orjson
 from buffer.config.config import ProducingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
-from buffer.config.task import NO_JUDGE
+from buffer.config.task import NO_JUDGE, JudgingSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.model.rollout import FIRST_WEIGHTS
@@ -39,12 +39,13 @@ from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_judge, make_judge
+from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import load_should_continue, strategies_of
 from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_result import load_sample_filter
+from producer_workers.worker.loop_result import GroupFilter, load_sample_filter
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 
@@ -155,9 +156,9 @@ def make_worker(
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)
-    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
+    judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {
-        name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names
+        name: _make_runner(config, run, name, tokenizer, eos_ids, judges, tracer) for name in names
     }
     return Worker(
         run,
@@ -167,8 +168,9 @@ def make_worker(
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
         sleeps=config.worker.sleep_when_paused,
-        judge_times=times,
+        judges=judges,
         lanes=config.worker.lanes,
+        uncut_tasks=config.uncut_tasks,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
@@ -229,7 +231,7 @@ def _make_runner(
     name: str,
     tokenizer: Tokenizer,
     eos_ids: set[int],
-    times: JudgeTimes,
+    judges: WatchedJudges,
     tracer: Tracer | None,
 ) -> TaskRunner:
     task = config.tasks[name]
@@ -237,29 +239,39 @@ def _make_runner(
     is_partial = strategy.enable_partial_rollout
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
-        judge=times.watch(_make_judge(config, run, name)),
+        judge=_make_judge(config, run, name, judges),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.agent_loop_options,
     )
     # an evaluation counts every problem, also those that are not worth training on
-    is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
+    spec = None if task.eval_of else strategy.is_valid_sample_fn
     return TaskRunner(
         TracedLoop(loop, tracer) if tracer else loop,
         is_partial,
-        is_valid,
+        _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
     )
 
 
-def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
+def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
+    within = partial(judges.run, judging.grace_s)
+    return GroupFilter(spec, load_sample_filter(spec), judging.timeout_s, within)
+
+
+def _make_judge(
+    config: ProducingConfig, run: Run, name: str, judges: WatchedJudges
+) -> AnyJudge | None:
     """Return the judge of a task; None if its environment or agent gives the reward."""
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
     if task.judging.kind == "inline":
-        return make_judge(task.judge, partial(load_judge, judging=task.judging))
+        return make_judge(
+            task.judge,
+            lambda judge: judges.watch(load_judge(judge, task.judging), task.judging.grace_s),
+        )
     from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
     from producer_workers.judges.rq_worker import judge_url
 
@@ -269,10 +281,10 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
     def ask(judge: str) -> AnyJudge:
         # loaded here too: a mistake is reported at the start, and a service is called from here
         here = load_judge(judge, task.judging)
-        if isinstance(here, HttpJudge):
-            return here
         kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
-        return kind(judge, store, config.run.name, task.judging)
+        is_service = isinstance(here, HttpJudge)
+        asked = here if is_service else kind(judge, store, config.run.name, task.judging)
+        return judges.watch(asked, task.judging.grace_s)
 
     return make_judge(task.judge, ask)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from buffer.batches.archive import Archive
-from buffer.errors import LedgerError, ScriptError
+from buffer.errors import ConfigError, LedgerError, ScriptError
 from buffer.groups.order_index import expire_all, fill_index
 from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
@@ -66,12 +66,15 @@ class BatchLedger:
     ) -> Manifest | NotReady:
         """Return the manifest of `step`: the recorded one, or else one of the next ready groups.
 
-        Without `strict`, the batch contains what is ready. No stale group is ever returned, whether
-        or not `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next.
+        Without `strict`, the batch contains what is ready. Where no group is asked for, the
+        manifest is empty and nothing is recorded: the step can still be taken. No stale group is
+        ever returned, whether or not `refresh` has run (I8). Raises Fenced; LedgerError for a step
+        that is not the next; ConfigError for a task that the run does not have.
         """
-        tasks = [task for task, count in counts.items() if count > 0]
         training = self.name == "train"
         limits = self._limits
+        _check_counts(counts, limits.training_tasks if training else list(limits.tasks))
+        tasks = [task for task, count in counts.items() if count > 0]
         args: dict[str, Arg] = {
             "nonce": nonce,
             "step": step,
@@ -100,6 +103,8 @@ class BatchLedger:
                 return NotReady(_missing(rows))
             case ["CHECKPOINT_NOW", *rows]:
                 return NotReady(_missing(rows), checkpoint_now=True)
+            case ["EMPTY"] if not tasks:
+                return Manifest(step, "", ())
             case ["EMPTY"]:
                 return NotReady(dict.fromkeys(tasks, (0, 0)))
             case ["RECOVERING"]:
@@ -258,6 +263,19 @@ class BatchLedger:
             "set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target}
         )
         unfenced(reply, "trainer")
+
+
+def _check_counts(counts: Mapping[str, int], known: Sequence[str]) -> None:
+    for task, count in counts.items():
+        if task not in known:
+            raise ConfigError(
+                f"no groups of task {task[:80]!r} can be taken",
+                hint=f"the tasks of this ledger are {', '.join(known)}",
+            )
+        if count < 0:
+            raise ConfigError(
+                f"{count} groups of task {task} cannot be taken", hint="take 0 or more"
+            )
 
 
 def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import ceil
+from collections.abc import Iterable, Iterator
 
-from pydantic import model_validator
-
-from buffer.config.engine import EngineConfig, HttpConfig, VllmConfig
-from buffer.config.learner import CriticConfig, LearnerConfig
-from buffer.config.memory_budget import (
-    MemoryNeed,
-    MemorySection,
-    RetentionSection,
-    estimate_group_bytes,
+from buffer.config.agreement import (
+    context_problems,
+    disagreements,
+    memory_problem,
+    too_many_problems,
+    training,
 )
+from buffer.config.engine import EngineConfig, VllmConfig
+from buffer.config.learner import CriticConfig, LearnerConfig
+from buffer.config.memory_budget import MemorySection, RetentionSection
 from buffer.config.run_settings import (
     LaunchSection,
     LeaseSection,
@@ -26,7 +25,7 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.config.strategy import StrategySection
 from buffer.config.task import Tasks
-from buffer.config.trainer import EvaluationSection, TrainerSection
+from buffer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
 from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
@@ -66,160 +65,41 @@ class Config(Section):
     @property
     def training_tasks(self) -> list[str]:
         """Return the names of the tasks that are trained on."""
-        return [name for name, task in self.tasks.items() if task.eval_of is None]
+        return list(training(self.tasks))
 
-    # -- what the sections demand of each other ------------------------------
+    @property
+    def uncut_tasks(self) -> list[str]:
+        """Return the tasks whose tokens must be sampled from the model's whole distribution."""
+        return [] if self.learner.accept_cut_distribution else self.training_tasks
 
-    @model_validator(mode="after")
-    def _some_task_trains(self) -> Config:
-        if not any(self.tasks[name].weight > 0 for name in self.training_tasks):
-            raise ValueError("no training task has a weight above 0: there is nothing to train on")
-        return self
-
-    @model_validator(mode="after")
-    def _images_are_possible(self) -> Config:
-        shown = [name for name, task in self.tasks.items() if task.images]
-        if shown and self.run.media is None:
-            raise ValueError(f"the images of task {shown[0]} need a folder: set media in [run]")
-        trained = [name for name in shown if name in self.training_tasks]
-        if trained and self.trainer.loop is None:
-            raise ValueError(
-                f"task {trained[0]} shows images, which the reference trainer cannot train on: "
-                "set [trainer] loop to a trainer of your own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _memory_is_enough(self) -> Config:
-        if self.memory.budget_bytes:
-            problem = self.memory_problem(self.memory.budget_bytes)
-            if problem:
-                raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
-    def _pauses_free_the_device(self) -> Config:
-        if self.policy.pause_mode != "keep":
-            return self
-        needs = "needs [policy] pause_mode abort or drain: keep"
-        if self.trainer.flow == "colocated":
-            raise ValueError(f"[trainer] flow = colocated {needs} frees no memory")
-        if self.evaluation.flow == "exclusive":
-            raise ValueError(f"[evaluation] flow = exclusive {needs} would freeze evaluations, too")
-        return self
-
-    @model_validator(mode="after")
-    def _engine_loads_what_is_published(self) -> Config:
-        lora = self.learner.lora
-        if lora is None:
-            # a trainer of the user's own may publish adapters
-            if self.engine.wants_adapters and self.trainer.loop is None:
-                raise ValueError(
-                    "[engine] loads adapters, but none are published: add [learner.lora], or leave "
-                    "out [engine] max_lora_rank or weights"
-                )
-        elif isinstance(self.engine, VllmConfig) and (self.engine.max_lora_rank or 0) < lora.rank:
-            raise ValueError(
-                f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
-            )
-        elif isinstance(self.engine, HttpConfig) and not self.engine.wants_adapters:
-            raise ValueError('[learner.lora] needs [engine] weights = "adapters"')
-        return self
-
-    @model_validator(mode="after")
-    def _temperatures_agree(self) -> Config:
-        # the trainer must compute the distribution that rollouts are sampled from
-        if self.trainer.loop is not None:
-            return self
-        for name in self.training_tasks:
-            sampled = self.tasks[name].sample.temperature
-            if sampled != self.learner.temperature:
-                raise ValueError(
-                    f"task {name} is sampled with temperature {sampled:g}, [learner] temperature "
-                    f"is {self.learner.temperature:g}: both must be the same"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_fits(self) -> Config:
-        steps = self.evaluation.every_steps
-        interval = self.policy.sync_weights_interval
-        if steps is not None and steps % interval:
-            raise ValueError(
-                f"[evaluation] every_steps = {steps} must be a multiple of "
-                f"[policy] sync_weights_interval = {interval}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _responses_fit_the_context(self) -> Config:
-        # workers check it again with what their engine reports
-        problem = self.context_problem(getattr(self.engine, "max_model_len", None), self.tasks)
-        if problem:
-            raise ValueError(problem)
-        return self
+    def problems(self) -> Iterator[str]:
+        """Yield what the sections demand of each other and do not get."""
+        return disagreements(dict(self))
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
 
         `max_model_len`: None where it is not known.
         """
-        if max_model_len is None:
-            return ""
-        prompt = self.producer.max_prompt_tokens
-        for name in tasks:
-            # an agent's requests have prompts of their own, and share max_tokens
-            if (self.tasks[name].agent_loop or self.worker.agent_loop) == "gateway":
-                continue
-            sample = self.tasks[name].sample
-            # nobody asked for the default: responses end where the context does
-            if prompt is None and "max_tokens" not in sample.model_fields_set:
-                continue
-            response = sample.max_tokens
-            if (prompt or 1) + response > max_model_len:
-                asked = f"sample.max_tokens = {response}"
-                asked += f" and [producer] max_prompt_tokens = {prompt}" if prompt else ""
-                return (
-                    f"task {name}: prompt and response share the engine's context of "
-                    f"{max_model_len} tokens (max_model_len), which is too small for {asked}: "
-                    "lower these, or raise [engine] max_model_len up to what the model can read"
-                )
-        return ""
-
-    @model_validator(mode="after")
-    def _tokens_are_younger_than_groups(self) -> Config:
-        tokens = self.policy.max_token_staleness
-        for name in self.training_tasks:
-            groups = self.tasks[name].max_staleness
-            if tokens is not None and groups is not None and tokens > groups:
-                raise ValueError(
-                    f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
-                    f"max_staleness = {groups}: a group expires with its oldest token"
-                )
-        return self
-
-    # -- memory (I12) --------------------------------------------------------
+        chosen = {name: self.tasks[name] for name in tasks}
+        return next(context_problems(max_model_len, chosen, self.producer, self.worker), "")
 
     def memory_problem(self, budget: int) -> str:
         """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
-        return self._memory_need().problem(self.memory, budget)
-
-    def _memory_need(self) -> MemoryNeed:
-        prompt_tokens = self.producer.max_prompt_tokens
-        tasks = [self.tasks[name] for name in self.training_tasks]
-        largest = max(
-            estimate_group_bytes(task.prompt_repeat_k, task.sample.max_tokens, prompt_tokens)
-            for task in tasks
-        )
-        # a commit frees what is older than the oldest checkpoint that is kept
-        kept = self.trainer.checkpoint_every_steps * self.trainer.keep_checkpoints
-        threshold = max(self._stale_threshold(name) for name in self.training_tasks)
-        ahead = threshold + self.strategy.over_sample_threshold
-        return MemoryNeed(
-            group_bytes=self.memory.group_bytes or largest,
-            batches=kept + self.retention.batches,
-            batch_size=self.plan.batch_size,
-            in_flight=ceil(ahead * self.plan.batch_size),
+        if not budget:
+            return ""
+        return "; ".join(
+            memory_problem(
+                self.tasks,
+                self.producer,
+                self.trainer,
+                self.retention,
+                self.policy,
+                self.strategy,
+                self.plan,
+                self.memory,
+                budget,
+            )
         )
 
     # -- what is derived from it ---------------------------------------------
@@ -236,6 +116,8 @@ class Config(Section):
                 f"task {task}: problems of a data set of kind {dataset.kind} cannot be counted",
                 hint="set [evaluation] groups to the number of its problems",
             )
+        if size > MOST_PROBLEMS:
+            raise ConfigError(too_many_problems(task, size))
         return size
 
     def strategy_of(self, task: str) -> StrategySection:

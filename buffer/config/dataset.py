@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from buffer.config.section import DottedPath, Section
+from buffer.config.section import Count, DottedPath, Section
 from buffer.errors import ConfigError
 from buffer.model.byte_size import Bytes
 
@@ -18,11 +19,11 @@ class ImagesSection(Section):
     root: Path | None = None
     """folder of the image files, which no row may leave; default: the folder of the data set's file
     """
-    max_bytes: Annotated[Bytes, Field(gt=0)] = 20 << 20
+    max_bytes: Annotated[Bytes, Field(gt=0, le=1 << 32)] = 20 << 20
     """largest size of an image file"""
-    max_pixels: int = Field(1 << 24, ge=1)
+    max_pixels: Count = Field(1 << 24, ge=1)
     """largest number of pixels of an image, checked before it is decoded"""
-    max_images: int = Field(8, ge=1)
+    max_images: int = Field(8, ge=1, le=1024)
     """largest number of images of a row"""
 
 
@@ -73,26 +74,25 @@ class ReasoningGymDataset(_Dataset):
     """the kind of data set"""
     name: str
     """the package's name of the task, for example chain_sum"""
-    size: int = Field(10_000, ge=1)
+    size: int = Field(10_000, ge=1, le=10_000_000)
     """problems in all, including those of the two splits below"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """seed of the problems"""
     config: dict[str, Any] = Field(default_factory=dict)
     """further options of that task, for example max_digits"""
-    warm_start_size: int = Field(0, ge=0)
+    warm_start_size: Count = Field(0, ge=0)
     """problems reserved for the supervised warm start, never used for training or evaluation"""
-    held_out_size: int = Field(0, ge=0)
+    held_out_size: Count = Field(0, ge=0)
     """problems reserved for evaluation"""
 
-    @model_validator(mode="after")
-    def _check_split(self) -> ReasoningGymDataset:
+    def problems(self) -> Iterator[str]:
+        """Yield that the splits take everything."""
         if self.warm_start_size + self.held_out_size >= self.size:
-            raise ValueError(
+            yield (
                 f"warm_start_size = {self.warm_start_size} and "
                 f"held_out_size = {self.held_out_size} leave no problem of size = {self.size} "
                 "to train on"
             )
-        return self
 
     def count_held_out(self) -> int:
         """Return the number of problems that are reserved for evaluation."""
@@ -139,7 +139,7 @@ class PythonDataset(_Records):
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the factory"""
-    rows: int | None = Field(None, ge=1)
+    rows: Count | None = Field(None, ge=1)
     """records in one pass over an iterable without a length; default: unknown"""
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from buffer.config.section import Section
+from buffer.config.section import YEAR_S, Count, Section
 from buffer.model.distributions import Distribution, Fixed, LogNormal
 
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
@@ -25,7 +25,7 @@ OWNED_ARGUMENTS = frozenset(
 class EngineSettings(Section):
     """The settings that every engine has."""
 
-    restarts: int = Field(3, ge=0)
+    restarts: Count = Field(3, ge=0)
     """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
     """
 
@@ -51,25 +51,25 @@ class VllmConfig(EngineSettings):
     """the kind of engine"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """number format of the weights; default: see above"""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: Count | None = Field(None, ge=2)
     """largest number of tokens of prompt and response; default: the model's"""
-    max_num_seqs: int | None = Field(None, ge=1)
+    max_num_seqs: Count | None = Field(None, ge=1)
     """sequences in one forward pass, further ones wait; default: see above"""
-    kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20, le=1 << 50)
     """size of the KV cache; default: see above"""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """share of the GPU memory that vLLM uses; default: vLLM's own"""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """processes that share each layer"""
-    pipeline_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1, le=1024)
     """stages into which the layers are divided"""
-    data_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1, le=1024)
     """replicas of these stages, which share the requests"""
     enforce_eager: bool | None = None
     """run without compilation and CUDA graphs; default: see above"""
     enable_sleep_mode: bool = False
     """allow the engine to free its GPU memory while the run is paused; CUDA only"""
-    omp_threads: int | None = Field(None, ge=1)
+    omp_threads: int | None = Field(None, ge=1, le=4096)
     """CPU threads; set 1 where engines share a machine; default: vLLM's own"""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
     """sample with a published LoRA adapter of at most this rank; default: whole weights are
@@ -79,11 +79,11 @@ class VllmConfig(EngineSettings):
     """record the experts that a mixture of experts chose for each token"""
     report_load: bool = False
     """report how full the engine is; [worker] concurrency = "auto" sets it"""
-    control_timeout_s: float = Field(60.0, gt=0)
+    control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time limit of a pause, resume or abort"""
-    load_timeout_s: float = Field(600.0, gt=0)
+    load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
     """time limit of a weight update"""
-    hang_timeout_s: float = Field(300.0, gt=0)
+    hang_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """an engine without progress for this time counts as dead; must exceed the longest forward pass
     """
     extra_args: dict[str, Any] = Field(default_factory=dict)
@@ -128,9 +128,9 @@ class HttpConfig(EngineSettings):
     """update: the server loads whole weights. adapters: it loads LoRA adapters. static: it loads
     nothing, so only rollouts of the run's first weights can be made
     """
-    control_timeout_s: float = Field(60.0, gt=0)
+    control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time limit of a pause or resume"""
-    load_timeout_s: float = Field(600.0, gt=0)
+    load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
     """time limit of a weight update"""
 
     @model_validator(mode="before")
@@ -161,7 +161,7 @@ class TransformersConfig(EngineSettings):
     """number format of the weights"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device of the model; auto: CUDA where there is some"""
-    max_num_seqs: int = Field(16, ge=1)
+    max_num_seqs: Count = Field(16, ge=1)
     """requests that get a token in each round; further ones wait"""
     routed_experts: bool = False
     """record the experts that a mixture of experts chose for each token"""
@@ -175,7 +175,7 @@ class SimulatedConfig(EngineSettings):
 
     kind: Literal["simulated"] = "simulated"
     """the kind of engine"""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     """seed of lengths, durations and tokens"""
     response_tokens: Distribution = LogNormal(median=256, sigma=0.6)
     """length of a response"""
@@ -187,19 +187,19 @@ class SimulatedConfig(EngineSettings):
     """JSONL file of requests whose lengths and durations are repeated (request_trace.py); default:
     they are drawn from the distributions above
     """
-    load_weights_s: float = Field(0.0, ge=0)
+    load_weights_s: float = Field(0.0, ge=0, le=YEAR_S)
     """seconds for a weight update"""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: Count | None = Field(None, ge=2)
     """largest number of tokens of prompt and response; default: no limit"""
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_seqs: Count = Field(256, ge=1)
     """requests at the same time; further ones wait"""
-    vocab_size: int = Field(32_000, ge=2)
+    vocab_size: Count = Field(32_000, ge=2)
     """number of different token ids"""
-    eos_token_id: int = Field(0, ge=0)
+    eos_token_id: Count = Field(0, ge=0)
     """token that ends a response"""
-    fail_every: int | None = Field(None, ge=1)
+    fail_every: Count | None = Field(None, ge=1)
     """every n-th request raises GenerationError; default: none"""
-    die_after: int | None = Field(None, ge=0)
+    die_after: Count | None = Field(None, ge=0)
     """the engine dies at the request after this many; default: never"""
 
 

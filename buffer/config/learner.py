@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from buffer.config.section import Section
+from buffer.config.section import Count, Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LossConfig(Section):
@@ -26,17 +28,17 @@ class LossConfig(Section):
     """
     clip_low: float = Field(0.2, ge=0, le=1)
     """ratios below 1 - clip_low get no gradient where the advantage is negative"""
-    clip_high: float = Field(0.28, ge=0)
+    clip_high: float = Field(0.28, ge=0, le=1e6)
     """ratios above 1 + clip_high get no gradient where the advantage is positive"""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=1e6)
     """for ppo: largest factor of a negative advantage, for example 3.0; default: no limit"""
     aggregation: Aggregation = "token_mean"
     """how the losses of tokens are added up: token_mean (DAPO), sequence_mean (GRPO), fixed_length
     (Dr. GRPO: divides by max_tokens)
     """
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = Field(None, ge=1)
     """divisor of fixed_length, the longest response that may be sampled; default: none"""
-    importance_cap: float | None = Field(2.0, gt=0)
+    importance_cap: float | None = Field(2.0, gt=0, le=1e6)
     """upper bound of the importance weight old policy / rollout policy"""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
@@ -46,35 +48,28 @@ class LossConfig(Section):
     """a weight above the bound is reduced to it (truncate), or its token or sample is dropped
     (mask)
     """
-    importance_floor: float = Field(0.0, ge=0)
+    importance_floor: float = Field(0.0, ge=0, le=1e6)
     """for importance_mode mask: tokens or samples with a smaller weight are dropped, too"""
     importance_veto: float | None = Field(None, gt=0, lt=1)
     """samples that have a token with a smaller weight are dropped, for example 1e-4; default: none
     are dropped
     """
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
     """
     kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
     """estimator of that KL from the sampled token; k3 is unbiased and never negative"""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of an entropy bonus"""
 
-    @model_validator(mode="after")
-    def _has_divisor(self) -> LossConfig:
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
         if self.aggregation == "fixed_length" and self.max_tokens is None:
-            raise ValueError("aggregation fixed_length needs max_tokens, its divisor")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_the_objective(self) -> LossConfig:
+            yield "aggregation fixed_length needs max_tokens, its divisor"
         if self.dual_clip is not None and self.objective != "ppo":
-            raise ValueError(f"dual_clip belongs to objective ppo, not to {self.objective}")
+            yield f"dual_clip belongs to objective ppo, not to {self.objective}"
         if self.importance_floor > 0 and self.importance_mode != "mask":
-            raise ValueError(
-                "importance_floor needs importance_mode = mask: truncation has no lower bound"
-            )
-        return self
+            yield "importance_floor needs importance_mode = mask: truncation has no lower bound"
 
 
 class LoraConfig(Section):
@@ -87,7 +82,7 @@ class LoraConfig(Section):
 
     rank: int = Field(16, ge=1, le=256)
     """rank of each pair of matrices; at most [engine] max_lora_rank"""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=1e6)
     """the product of a pair is multiplied by alpha / rank"""
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
@@ -103,29 +98,34 @@ class LearnerConfig(Section):
         LearnerConfig(learning_rate=1e-6, loss=LossConfig(kl_coef=0.001))
     """
 
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, le=10)
     """step size of AdamW"""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
     """decay rates of AdamW's two moments"""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
     """weight decay of AdamW"""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """norm to which larger gradients are scaled down"""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Count = Field(0, ge=0)
     """the learning rate rises linearly from 0 over this many optimizer steps"""
-    decay_steps: int | None = Field(None, ge=1)
+    decay_steps: Count | None = Field(None, ge=1)
     """the learning rate decays over this many optimizer steps to final_rate; default: no decay"""
     schedule: Literal["linear", "cosine"] = "linear"
     """shape of the decay"""
     final_rate: float = Field(0.1, ge=0, le=1)
     """learning rate after the decay, as a share of learning_rate"""
-    updates_per_batch: int = Field(1, ge=1)
+    updates_per_batch: int = Field(1, ge=1, le=1024)
     """optimizer steps per batch: its groups are divided, in order, into this many parts"""
-    token_budget: int = Field(8192, ge=1)
+    token_budget: Count = Field(8192, ge=1)
     """largest number of tokens in one forward pass"""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=100)
     """sampling temperature of the rollouts: logits are divided by it. It must equal the temperature
     of all tasks
+    """
+    accept_cut_distribution: bool = False
+    """train although responses are sampled with top_p, top_k, min_tokens, structured or penalties:
+    the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
+    that the ratio of the two is wrong even for equal weights
     """
     old_policy: Literal["rollout", "current"] = "rollout"
     """policy that the ratio is clipped against: the one that sampled the rollout (its recorded
@@ -155,15 +155,15 @@ class CriticConfig(Section):
         CriticConfig(learning_rate=1e-5, lam=0.95)
     """
 
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0, le=10)
     """step size of AdamW"""
-    clip: float | None = Field(0.2, gt=0)
+    clip: float | None = Field(0.2, gt=0, le=1e6)
     """largest change of a value in one step"""
     gamma: float = Field(1.0, ge=0, le=1)
     """discount of a reward per token"""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """norm to which larger gradients are scaled down"""
 
 

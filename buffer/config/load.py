@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from buffer.config.agreement import disagreements
+from buffer.config.config import Config
 from buffer.config.problems import describe_problems
+from buffer.config.task import TaskSection, inherit_held_out
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
 from buffer.store.url import mask_url
@@ -40,7 +45,7 @@ def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     for override in overrides:
         _apply_override(tree, override)
     search_in(path.parent)
-    return _validated(model, tree, str(path))
+    return validate_config(model, tree, str(path))
 
 
 def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
@@ -51,17 +56,76 @@ def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
     tree: dict[str, Any] = {}
     for assignment in assignments:
         _apply_override(tree, assignment)
-    return _validated(model, tree, "settings")
+    return validate_config(model, tree, "settings")
 
 
-def _validated(model: type[M], tree: dict[str, Any], where: str) -> M:
+def validate_config(model: type[M], tree: dict[str, Any], where: str) -> M:
+    """Return `model` made from `tree`, the values of a file or of assignments at `where`.
+
+    Raises ConfigError, which names every wrong value.
+    """
+    if _contains_nul(tree):
+        raise ConfigError(f"{where}: a text contains the character NUL", hint="remove \\u0000")
     try:
         # through JSON, because only there pydantic's strict mode accepts paths and enums as text
-        return model.model_validate_json(to_json(tree, inf_nan_mode="constants"), strict=True)
+        return model.model_validate_json(_to_json(tree), strict=True)
     except ValidationError as error:
         lines = describe_problems(model, tree, error)
+        if issubclass(model, Config):
+            # pydantic compares the sections only where all of them are valid
+            between = (f"the file: {problem}" for problem in disagreements(_valid_sections(tree)))
+            lines = list(dict.fromkeys([*lines, *between]))
         count = f"{len(lines)} problem{'s' * (len(lines) > 1)}"
         raise ConfigError("\n  ".join([f"{where}: {count}", *lines])) from None
+
+
+def _valid_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a file that are valid alone; of the tasks, those that are."""
+    found = {"tasks": _valid_tasks(tree.get("tasks"))}
+    for name, field in Config.model_fields.items():
+        if name in tree and name != "tasks":
+            found.update(_valid(_section(name), {name: tree[name]}))
+        elif not field.is_required():
+            found[name] = field.get_default()
+    return found
+
+
+@cache
+def _section(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(Config.model_fields[name].rebuild_annotation())
+
+
+_TASK = TypeAdapter(TaskSection)
+
+
+def _valid_tasks(tasks: Any) -> dict[str, Any]:
+    if not isinstance(tasks, dict):
+        return {}
+    complete = inherit_held_out(tasks)
+    valid = _valid(_TASK, complete)
+    # what an evaluation takes from a task with a mistake is no mistake of its own
+    wrong = complete.keys() - valid.keys()
+    return {name: task for name, task in valid.items() if task.eval_of not in wrong}
+
+
+def _valid(adapter: TypeAdapter[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    valid: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(ValidationError):
+            valid[name] = adapter.validate_json(_to_json(value), strict=True)
+    return valid
+
+
+def _contains_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_contains_nul(part) for pair in value.items() for part in pair)
+    if isinstance(value, list):
+        return any(map(_contains_nul, value))
+    return isinstance(value, str) and "\0" in value
+
+
+def _to_json(value: Any) -> bytes:
+    return to_json(value, inf_nan_mode="constants")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -90,6 +154,10 @@ def _quote_line(text: str, message: str) -> str:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
+    try:
+        override.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--set {mask_url(override)!a}: not a text in UTF-8") from error
     *sections, key = _key_path(override)
     node = tree
     for name in sections:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.byte_size import Bytes, format_size
-from buffer.model.compression import Compression, zstandard
+from buffer.model.compression import MAX_BYTES, Compression, zstandard
 
 SHARE_OF_SERVER = 0.75
 """Share of maxmemory that is the budget where none is given.
@@ -38,7 +39,7 @@ PROMPT_TOKENS = 1024
 class MemorySection(Section):
     """[memory]: how many bytes of prompts and results a run may hold on its server."""
 
-    budget_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    budget_bytes: Annotated[Bytes, Field(gt=0, le=1 << 50)] | None = None
     """bytes, as a number or text like "8GiB"; default: three quarters of the server's maxmemory, no
     limit where the server has none
     """
@@ -50,18 +51,15 @@ class MemorySection(Section):
     """
     compression: Compression = "none"
     """compression of payloads; zstd needs `pip install 'rolloutmq[zstd]'`"""
-    group_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    group_bytes: Annotated[Bytes, Field(gt=0, le=MAX_BYTES)] | None = None
     """bytes of a finished group, to check the budget with; default: an estimate for the longest
     responses
     """
 
-    @model_validator(mode="after")
-    def _check_order(self) -> MemorySection:
+    def problems(self) -> Iterator[str]:
+        """Yield that the marks are in the wrong order."""
         if self.low_water > self.high_water:
-            raise ValueError(
-                f"low_water = {self.low_water} must not exceed high_water = {self.high_water}"
-            )
-        return self
+            yield f"low_water = {self.low_water} must not exceed high_water = {self.high_water}"
 
     @field_validator("compression")
     @classmethod
@@ -123,13 +121,12 @@ class RetentionSection(Section):
     batch stays until `rolloutmq export --archived` has copied it, and the last `batches` of them
     stay after that
     """
-    batches: int = Field(0, ge=0)
+    batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches that stay; their bytes count against the memory budget"""
 
-    @model_validator(mode="after")
-    def _check_batches(self) -> RetentionSection:
+    def problems(self) -> Iterator[str]:
+        """Yield that `batches` does not fit the policy."""
         if self.policy == "last" and not self.batches:
-            raise ValueError('policy = "last" needs batches = N of at least 1')
+            yield 'policy = "last" needs batches = N of at least 1'
         if self.policy == "none" and self.batches:
-            raise ValueError('batches is only used by policy = "last" or "export"')
-        return self
+            yield 'batches is only used by policy = "last" or "export"'

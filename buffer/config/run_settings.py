@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from buffer.config.section import DottedPath, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
+from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.model.staleness import stale_threshold
 from buffer.store.url import SCHEMES, mask_url
@@ -64,11 +66,11 @@ class RedisSection(Section):
     """redis://, rediss://, redis+sentinel:// or unix:// URL; of a cluster, the URL of any node. The
     environment variable REDIS_URL replaces it, and the option --redis-url replaces both
     """
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time for which one operation is retried before it fails; trainer, producer and workers wait
     longer, until they are stopped
     """
-    wait_replicas: int = Field(0, ge=0)
+    wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged; what was
     acknowledged survives a failover
     """
@@ -95,30 +97,31 @@ class RedisSection(Section):
 class LeaseSection(Section):
     """[lease]: how long a silent worker keeps its groups, and how often a group is tried."""
 
-    lease_ms: int = Field(10_000, ge=300)
+    lease_ms: int = Field(10_000, ge=300, le=DAY_MS)
     """the groups of a worker that sent no heartbeat for this time are queued again"""
-    heartbeat_ms: int = Field(2_000, ge=50)
+    heartbeat_ms: int = Field(2_000, ge=50, le=DAY_MS)
     """interval between two heartbeats; at most a third of lease_ms"""
-    max_tries: int = Field(3, ge=1)
+    max_tries: int = Field(3, ge=1, le=1_000_000)
     """failed or lost tries after which a group becomes a dead letter"""
-    pause_timeout_s: float = Field(300.0, gt=0)
+    pause_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """a worker that does not confirm a pause within this time is fenced, and its groups are queued
     again
     """
     worker_timeout_ms: int = Field(
-        default_factory=lambda data: 3 * int(data.get("lease_ms", 10_000)), ge=300
+        default_factory=lambda data: min(3 * int(data.get("lease_ms", 10_000)), DAY_MS),
+        ge=300,
+        le=DAY_MS,
     )
     """a worker that sent no heartbeat for this time counts as gone; default: 3 * lease_ms"""
 
-    @model_validator(mode="after")
-    def _check_heartbeat(self) -> LeaseSection:
+    def problems(self) -> Iterator[str]:
+        """Yield why the times do not fit together."""
         # two lost heartbeats must not cost a lease
         if self.heartbeat_ms * 3 > self.lease_ms:
-            raise ValueError(
+            yield (
                 f"heartbeat_ms = {self.heartbeat_ms} must be at most a third of "
                 f"lease_ms = {self.lease_ms}, so that two lost heartbeats do not cost a lease"
             )
-        return self
 
 
 class PolicySection(Section):
@@ -141,13 +144,13 @@ class PolicySection(Section):
     """for gloo and nccl: the address at which workers reach the trainer, on any port; default: the
     address from which the trainer reaches the Redis server
     """
-    sync_weights_interval: int = Field(1, ge=1)
+    sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
     of their own; 0 is on-policy
     """
-    max_token_staleness: int | None = Field(None, ge=0)
+    max_token_staleness: int | None = Field(None, ge=0, le=1_000_000)
     """the same limit for single tokens, at most max_staleness: older tokens are not trained, and a
     group expires when one of its rollouts has no younger tokens; default: all tokens of a group are
     trained
@@ -200,7 +203,7 @@ class PolicySection(Section):
 class PlanSection(Section):
     """[plan]: how many train steps there are, and how large their batches are."""
 
-    steps: int = Field(100, ge=1)
+    steps: Count = Field(100, ge=1)
     """train steps in all"""
     batch_size: int = Field(16, ge=1, le=1024)
     """groups per train step, over all training tasks"""
@@ -210,22 +213,25 @@ class PlanSection(Section):
     """
 
 
+Gpu = Annotated[int, Field(ge=0, le=1023)]
+
+
 class LaunchSection(Section):
     """[launch]: what `rolloutmq run` starts on this machine."""
 
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=1024)
     """rollout workers, one process each"""
     colocated: bool = False
     """trainer and workers share the same GPUs and must fit in their memory together; otherwise a
     GPU that both use is an error
     """
-    trainer_gpus: list[int] | None = None
+    trainer_gpus: list[Gpu] | None = None
     """GPUs of the trainer; default: the first GPU, if there is one"""
-    worker_gpus: list[int] | None = None
+    worker_gpus: list[Gpu] | None = None
     """GPUs of the workers; each worker gets as many as its engine has shards; default: all other
     GPUs
     """
-    judge_workers: int = Field(1, ge=1)
+    judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
-    max_restarts: int = Field(20, ge=0)
+    max_restarts: Count = Field(20, ge=0)
     """restarts of a process that died before the run ends with an error"""

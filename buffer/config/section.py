@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from buffer.model.dotted_path import is_dotted_path
+
+YEAR_S = 31_536_000
+"""Longest time that a key of a config accepts: far longer ones overflow the clocks of a process."""
+
+Count = Annotated[int, Field(le=1_000_000_000)]
+"""A number of things or steps; scripts and column types count no further than 2**31."""
 
 
 class Section(BaseModel):
@@ -29,6 +37,25 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def problems(self) -> Iterator[str]:
+        """Yield what the keys of this section demand of each other and do not get."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        refuse_all(self.problems())
+        return self
+
+
+def refuse_all(problems: Iterable[str]) -> None:
+    """Raise one ValidationError that contains all problems; nothing where there is none."""
+    details = [
+        InitErrorDetails(type=PydanticCustomError("problem", "{what}", {"what": problem}), input={})
+        for problem in problems
+    ]
+    if details:
+        raise ValidationError.from_exception_data("section", details)
 
 
 def _check_dotted_path(path: str) -> str:

@@ -5,11 +5,12 @@ Names and defaults are those of XTuner where the meaning is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from buffer.config.section import DottedPath, Section
+from buffer.config.section import YEAR_S, DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import TaskSettings
 
@@ -40,7 +41,7 @@ class StrategySection(Section, TaskSettings):
     wanted, progress=…); once it returns False, the next batch is what is completed; default:
     continue until the batch is complete
     """
-    group_time_limit_s: float | None = Field(None, gt=0)
+    group_time_limit_s: float | None = Field(None, gt=0, le=YEAR_S)
     """time after which a group on a worker counts as a failed try; default: no limit"""
 
     @field_validator("is_valid_sample_fn")
@@ -50,15 +51,14 @@ class StrategySection(Section, TaskSettings):
             raise ValueError(f"expected {', '.join(FILTERS)} or package.module:function")
         return name
 
-    @model_validator(mode="after")
-    def _check_sync(self) -> StrategySection:
+    def problems(self) -> Iterator[str]:
+        """Yield what kind sync excludes."""
         runs_ahead = self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
         if self.kind == "sync" and runs_ahead:
-            raise ValueError(
+            yield (
                 "sync starts exactly the batch: over_sample_threshold and tail_batch_trigger_size "
                 "need kind async"
             )
-        return self
 
     def overridden(self, own: StrategySection | None) -> StrategySection:
         """Return these settings with those that a task sets itself in their place."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from buffer.config.dataset import DatasetSection, ImagesSection
+from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
-from buffer.config.section import Section
+from buffer.config.section import YEAR_S, Count, Section
 from buffer.config.strategy import StrategySection
+from buffer.model.byte_size import format_size
+from buffer.model.compression import MAX_BYTES
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.rollout import SampleParams, StructuredOutput
+from buffer.model.wire_schema import MAX_MEMBERS
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
@@ -50,7 +54,8 @@ JUDGES = {
 NO_JUDGE = "environment"
 """The name for no judge: the environment of a loop, or the agent of a gateway, gives the reward."""
 
-JudgeSpec = str | dict[str, str | dict[str, float]]
+JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
+JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
 """A judge; or judges by pattern of the data source, each one judge or several with weights."""
 
 
@@ -69,27 +74,29 @@ def judge_names(spec: JudgeSpec) -> list[str]:
     return names
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class SampleParamsSection(Section):
     """[tasks.<name>.sample]: how responses are sampled."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100)
     """0 is greedy"""
     top_p: float = Field(1.0, gt=0, le=1)
     """nucleus sampling; 1 turns it off"""
-    top_k: int = Field(0, ge=0)
+    top_k: Count = Field(0, ge=0)
     """sample only from the k most likely tokens; 0 turns it off"""
-    max_tokens: int = Field(2048, ge=1)
+    max_tokens: Count = Field(2048, ge=1)
     """largest number of tokens of a response"""
-    min_tokens: int = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it restricts the
-    tokens that may be sampled: the engine's logprobs are over the allowed tokens, the trainer's
-    over all tokens, so the mismatch between the two grows
+    min_tokens: Count = Field(0, ge=0)
+    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
+    distribution that is sampled from: see [learner] accept_cut_distribution
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     """tokens that end a response"""
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, lt=2**32)
     """every rollout gets a seed of its own, derived from this one, the run's seed, the group and
     the index in it, so that the same weights sample the same response again; default: no seeds
     """
@@ -98,13 +105,10 @@ class SampleParamsSection(Section):
     {json_schema = {...}}; only engines vllm and http; default: any text
     """
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> SampleParamsSection:
+    def problems(self) -> Iterator[str]:
+        """Yield that the bounds of a length are in the wrong order."""
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens = {self.min_tokens} must not exceed max_tokens = {self.max_tokens}"
-            )
-        return self
+            yield f"min_tokens = {self.min_tokens} must not exceed max_tokens = {self.max_tokens}"
 
     def to_params(self) -> SampleParams:
         """Return these settings as a rollout carries them."""
@@ -122,22 +126,26 @@ class JudgingSection(Section):
     """inline: in the rollout worker. rq: in a forked process of `rolloutmq judge`, for slow or
     unsafe judges
     """
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time after which a judge is killed"""
-    memory_mb: int = Field(4096, ge=256)
+    memory_mb: int = Field(4096, ge=256, le=1 << 24)
     """address space of the process that judges; Python raises MemoryError beyond it"""
-    retries: int = Field(2, ge=0)
+    retries: int = Field(2, ge=0, le=1000)
     """further attempts after a judge failed, was killed or was lost, before the rollout fails"""
+    grace_s: float = Field(10.0, ge=0)
+    """time that a judge has to finish when an abort pause begins; then it is cancelled, and its
+    rollout keeps its tokens and is judged when its group is claimed again
+    """
 
 
 class TaskSection(Section):
     """[tasks.<name>]: one kind of problem; a run mixes its training tasks by weight."""
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(1.0, ge=0, le=1e6)
     """share of this task in a batch, relative to the others"""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(None, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be; default: [policy] max_staleness"""
-    prompt_repeat_k: int = Field(8, ge=1)
+    prompt_repeat_k: int = Field(8, ge=1, le=MAX_MEMBERS)
     """rollouts per prompt: the size of a group"""
     sample: SampleParamsSection = SampleParamsSection()
     """how responses are sampled"""
@@ -168,6 +176,14 @@ class TaskSection(Section):
     def _check_judge(cls, judge: JudgeSpec) -> JudgeSpec:
         if judge == NO_JUDGE:
             return judge
+        if not judge:
+            raise ValueError("expected a judge, or at least one data source with its judge")
+        if isinstance(judge, dict):
+            for source, judges in judge.items():
+                if isinstance(judges, dict) and not any(judges.values()):
+                    raise ValueError(
+                        f"data source {source!r} has no judge with a weight other than 0"
+                    )
         for name in judge_names(judge):
             if name not in JUDGES and not is_dotted_path(name) and not is_url(name):
                 known = ", ".join((*JUDGES, NO_JUDGE))
@@ -176,15 +192,24 @@ class TaskSection(Section):
                 )
         return judge
 
-    @model_validator(mode="after")
-    def _check_judging(self) -> TaskSection:
+    def problems(self) -> Iterator[str]:
+        """Yield what the judge and the size of a group make impossible."""
         unsafe = [name for name in self.judges if name in JUDGES and JUDGES[name].is_unsafe]
         if unsafe and self.judging.kind == "inline":
-            raise ValueError(
+            yield (
                 f"judge {', '.join(unsafe)} needs a process of its own: "
                 'set judging = { kind = "rq" }'
             )
-        return self
+        if (size := self.group_bytes(None)) > MAX_BYTES:
+            yield (
+                f"prompt_repeat_k = {self.prompt_repeat_k} responses of sample.max_tokens = "
+                f"{self.sample.max_tokens} tokens make groups of up to {format_size(size)}, and "
+                f"no process reads more than {format_size(MAX_BYTES)}: reduce one of the two"
+            )
+
+    def group_bytes(self, prompt_tokens: int | None) -> int:
+        """Return the bytes of a finished group whose responses are as long as they may be."""
+        return estimate_group_bytes(self.prompt_repeat_k, self.sample.max_tokens, prompt_tokens)
 
     @property
     def judges(self) -> list[str]:
@@ -210,30 +235,41 @@ class TaskSection(Section):
 def inherit_held_out(tasks: Any) -> Any:
     """Complete each `eval_of` task with the values of its training task, sampled once and greedily.
 
-    Raises ValueError where `eval_of` names no training task.
+    One of an unknown training task is completed from any, so that it has no other mistakes than
+    its own (`buffer.config.agreement` refuses it).
     """
     if not isinstance(tasks, Mapping):
         return tasks
-    return {name: _inherit(name, task, tasks) for name, task in tasks.items()}
+    training = {
+        name: task
+        for name, task in tasks.items()
+        if isinstance(task, Mapping) and task.get("eval_of") is None
+    }
+    return {name: _inherit(task, training) for name, task in tasks.items()}
 
 
-def _inherit(name: str, task: Any, tasks: Mapping[str, Any]) -> Any:
-    if not isinstance(task, Mapping):
+def _inherit(task: Any, training: Mapping[str, Mapping[str, Any]]) -> Any:
+    if not isinstance(task, Mapping) or not isinstance(task.get("eval_of"), str):
         return task
-    eval_of = task.get("eval_of")
-    if not isinstance(eval_of, str):
-        return task
-    base = tasks.get(eval_of)
-    if not isinstance(base, Mapping) or base.get("eval_of") is not None:
-        training = [other for other, section in tasks.items() if "eval_of" not in section]
-        raise ValueError(
-            f'eval_of = "{eval_of}" of task {name} is not a training task; '
-            f"known: {', '.join(training)}"
-        )
-    sample = {**base.get("sample", {}), "temperature": 0.0, **task.get("sample", {})}
+    base = training.get(task["eval_of"]) or next(iter(training.values()), {})
     once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
-    return {**base, **once, **task, "sample": sample}
+    merged = {**base, **once, **task}
+    if all(isinstance(part.get("sample", {}), Mapping) for part in (base, task)):
+        greedy = {"temperature": 0.0}
+        merged["sample"] = {**base.get("sample", {}), **greedy, **task.get("sample", {})}
+    return merged
 
 
-Tasks = Annotated[dict[Name, TaskSection], BeforeValidator(inherit_held_out), Field(min_length=1)]
+def _some_task_trains(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
+    if not any(task.weight > 0 for task in tasks.values() if task.eval_of is None):
+        raise ValueError("no training task has a weight above 0: there is nothing to train on")
+    return tasks
+
+
+Tasks = Annotated[
+    dict[Name, TaskSection],
+    BeforeValidator(inherit_held_out),
+    Field(min_length=1),
+    AfterValidator(_some_task_trains),
+]
 """All [tasks.<name>] of a config, with evaluation tasks completed from their training tasks."""

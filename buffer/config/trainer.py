@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from buffer.config.learner import AdvantageEstimator
-from buffer.config.section import DottedPath, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 
 
 class TrainerSection(Section):
@@ -32,11 +32,11 @@ class TrainerSection(Section):
     dr_grpo, rloo, opo, pass_at_k), with the batch (reinforce_pp, reinforce_pp_baseline), or with
     the values of a critic (gae, see [critic])
     """
-    overlong_buffer_tokens: int | None = Field(None, ge=1)
+    overlong_buffer_tokens: Count | None = Field(None, ge=1)
     """scores fall linearly, by up to 1, over this many tokens before a response's max_tokens
     (DAPO); default: no penalty
     """
-    max_sequence_tokens: int | None = Field(None, ge=1)
+    max_sequence_tokens: Count | None = Field(None, ge=1)
     """rollouts with more tokens than this, prompt included, are not trained
     (consumer/training/batch_filter.py); default: no limit
     """
@@ -44,18 +44,18 @@ class TrainerSection(Section):
     """rollouts that reached their max_tokens are not trained; their scores still count for the
     others
     """
-    checkpoint_every_steps: int = Field(5, ge=1)
+    checkpoint_every_steps: Count = Field(5, ge=1)
     """train steps between two checkpoints; a restart repeats at most this many"""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, le=1_000_000)
     """number of checkpoints kept; batches since the oldest one can be delivered again"""
-    keep_weights: int = Field(3, ge=2)
+    keep_weights: int = Field(3, ge=2, le=1_000_000)
     """published versions kept on disk, for workers that still load an older one"""
-    producer_timeout_s: float | None = Field(120.0, gt=0)
+    producer_timeout_s: float | None = Field(120.0, gt=0, le=YEAR_S)
     """time for which the trainer waits for a batch without a live producer before it ends with an
     error
     """
-    device: str = "auto"
-    """device of the model: auto (CUDA where there is some), cpu or cuda"""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
+    """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """destinations of metrics beside steps.jsonl: tensorboard (needs tensorboardX), wandb"""
 
@@ -63,6 +63,10 @@ class TrainerSection(Section):
     def is_gae(self) -> bool:
         """Return whether there is a critic."""
         return self.advantages == "gae"
+
+
+MOST_PROBLEMS = 1024
+"""Problems of one evaluation at most: it is one batch, and take_batch.lua takes no larger one."""
 
 
 class EvaluationSection(Section):
@@ -75,7 +79,7 @@ class EvaluationSection(Section):
         EvaluationSection(every_steps=20, flow="background")
     """
 
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: Count | None = Field(None, ge=1)
     """interval in train steps, a multiple of [policy] sync_weights_interval; default: only the
     first and the last weights are evaluated
     """
@@ -84,7 +88,7 @@ class EvaluationSection(Section):
     jobs. exclusive: training jobs are paused meanwhile, after new weights are published and before
     the run continues ([policy] pause_mode abort or drain). background: the trainer continues
     """
-    groups: int | None = Field(None, ge=1)
+    groups: int | None = Field(None, ge=1, le=MOST_PROBLEMS)
     """problems per evaluation; default: all held-out problems. Only then are they the same each
     time
     """

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from buffer.config.section import Section
+from buffer.config.section import YEAR_S, Count, Section
 from buffer.model.limits import Concurrency
 
 
@@ -30,22 +30,22 @@ class WorkerSection(Section):
     """the lanes that this worker serves: eval (evaluations), resume (groups that were interrupted),
     fresh (new prompts)
     """
-    drain_timeout_s: float = Field(60.0, ge=0)
+    drain_timeout_s: float = Field(60.0, ge=0, le=YEAR_S)
     """time in which a worker that is stopped finishes its groups before it returns the rest"""
     sleep_when_paused: bool = False
     """the engine frees its device memory while the run is paused by abort or drain, for a trainer
     on the same GPU
     """
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
     """time in which the engine must have loaded its model"""
 
 
 class ProducerSection(Section):
     """[producer]: which prompts become jobs, and how many at once."""
 
-    max_prompt_tokens: int | None = Field(None, ge=1)
+    max_prompt_tokens: Count | None = Field(None, ge=1)
     """longer prompts are skipped and counted; default: no limit"""
-    slice_size: int = Field(64, ge=1, le=512)
+    slice_size: int = Field(64, ge=1, le=128)
     """largest number of groups that one script enqueues"""
 
 

@@ -38,9 +38,9 @@ class LiveTaskSettings(Section, TaskSettings):
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(1.0, ge=0, le=1e6)
     """share of the task in a batch, from the first train step for which nothing was started yet"""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout of this task may be"""
 
 
@@ -54,7 +54,7 @@ class LiveSettings(Section, LiveLimits):
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that have no
     max_staleness of their own
     """

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _FROZEN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+MOST = 1e9
+"""Largest value of a distribution: tokens, or seconds."""
+
 
 class Fixed(BaseModel):
     """Always `value`."""
@@ -20,7 +23,7 @@ class Fixed(BaseModel):
 
     shape: Literal["fixed"] = "fixed"
     """the kind of distribution"""
-    value: float = Field(ge=0)
+    value: float = Field(ge=0, le=MOST)
     """every draw"""
 
     def draw(self, rng: np.random.Generator) -> float:
@@ -35,9 +38,9 @@ class LogNormal(BaseModel):
 
     shape: Literal["lognormal"] = "lognormal"
     """the kind of distribution"""
-    median: float = Field(gt=0)
+    median: float = Field(gt=0, le=MOST)
     """half of the draws are smaller"""
-    sigma: float = Field(0.5, ge=0)
+    sigma: float = Field(0.5, ge=0, le=10)
     """standard deviation of the logarithm"""
 
     def draw(self, rng: np.random.Generator) -> float:
@@ -52,9 +55,9 @@ class Bimodal(BaseModel):
 
     shape: Literal["bimodal"] = "bimodal"
     """the kind of distribution"""
-    short: float = Field(ge=0)
+    short: float = Field(ge=0, le=MOST)
     """the common draw"""
-    long: float = Field(ge=0)
+    long: float = Field(ge=0, le=MOST)
     """the rare draw"""
     long_share: float = Field(0.1, ge=0, le=1)
     """probability of the rare draw"""

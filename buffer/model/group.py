@@ -188,6 +188,13 @@ class RolloutGroup:
         codes = set(self.table.columns["statuses"].tolist())
         return group_status(STATUSES[code] for code in codes)
 
+    def set_status(self, status: Status) -> None:
+        """Give all rollouts this status."""
+        codes = np.full(len(self), STATUSES.index(status), "u1")
+        self.table.columns["statuses"] = codes
+        for state in self._states or ():
+            state.status = status
+
     # -- ages ----------------------------------------------------------------
 
     def oldest(self) -> VersionSpan | None:

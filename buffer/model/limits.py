@@ -7,7 +7,7 @@ not a config file that may have been edited since.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 
 from buffer.model.byte_size import Bytes
@@ -32,6 +33,12 @@ REMOVING = "removing"
 """In place of the schema version while a run is removed: it cannot be opened."""
 
 
+DAY_MS = 86_400_000
+"""The longest time in milliseconds that the scripts accept."""
+
+Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]
+"""A number of train steps, exact in a script."""
+
 Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
@@ -45,20 +52,20 @@ class TaskSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    over_sample_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
+    over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
-    tail_batch_trigger_size: int = Field(-1, ge=-1)
+    tail_batch_trigger_size: int = Field(-1, ge=-1, le=1_000_000)
     """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
     of them wait, they are retried first, and nothing beyond the batch is started until it is made
     """
-    tail_batch_max_tries: int | None = Field(None, ge=1)
+    tail_batch_max_tries: int | None = Field(None, ge=1, le=1_000_000)
     """interruptions after which a group without tokens waits with the expired groups, and is
     finished once it runs again: a pause of kind abort waits for it, at most half of [lease]
     pause_timeout_s; default: no limit, an interrupted group is started again each time
     """
-    max_in_flight: int | None = Field(None, ge=1)
+    max_in_flight: int | None = Field(None, ge=1, le=1_000_000)
     """largest number of groups that wait or run; default: as many as the strategy needs"""
-    max_consecutive_failures: int | None = Field(None, ge=1)
+    max_consecutive_failures: int | None = Field(None, ge=1, le=1_000_000)
     """consecutive tries that failed or were filtered after which the task is stopped, with its
     reason, until `rolloutmq continue --task`; default: no limit
     """
@@ -67,29 +74,29 @@ class TaskSettings(BaseModel):
 class LiveLimits(TaskSettings):
     """The values of a run that `rolloutmq set` can change as they are."""
 
-    max_tries: int = Field(3, ge=1)
+    max_tries: int = Field(3, ge=1, le=1_000_000)
     """failed or lost tries after which a group becomes a dead letter"""
-    pause_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    pause_timeout_s: float = Field(300.0, gt=0, le=31_536_000, allow_inf_nan=False)
     """a worker that does not confirm a pause within this time is fenced"""
     concurrency: Concurrency | None = None
     """groups that each worker runs at once, or auto: as many as keep its engine full; default: as
     the worker's config says
     """
-    low_bytes: Bytes = 0
+    low_bytes: Annotated[Bytes, Field(ge=0, le=1 << 50)] = 0
     """payload bytes above which no new prompt is started, as a number or text like 8GiB; 0: no
     limit
     """
-    high_bytes: Bytes = 0
+    high_bytes: Annotated[Bytes, Field(ge=0, le=1 << 50)] = 0
     """payload bytes above which nothing is started; results are always accepted; 0: no limit"""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(100, ge=1, le=1_000_000_000)
     """train steps in all"""
 
 
 class TaskLimits(TaskSettings):
     """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
 
-    weight: float = 1.0
-    stale_threshold: int | None = None
+    weight: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
+    stale_threshold: Steps | None = None
     """None: that of the run"""
     eval_of: str | None = None
     strategy: Literal["async", "sync"] = "async"
@@ -113,23 +120,23 @@ class RunLimits(LiveLimits):
     values, so that no part continues with old ones.
     """
 
-    lease_ms: int = 10_000
-    heartbeat_ms: int = 2_000
-    worker_timeout_ms: int = 30_000
-    role_timeout_ms: int = 15_000
-    stale_threshold: int = 1
+    lease_ms: int = Field(10_000, ge=1, le=DAY_MS)
+    heartbeat_ms: int = Field(2_000, ge=1, le=DAY_MS)
+    worker_timeout_ms: int = Field(30_000, ge=0, le=DAY_MS)
+    role_timeout_ms: int = Field(15_000, ge=0, le=DAY_MS)
+    stale_threshold: Steps = 1
     """staleness from which groups are expired, of tasks that set none of their own"""
-    token_threshold: int | None = None
+    token_threshold: Steps | None = None
     """staleness from which a single token is not trained, at most `stale_threshold`; None: no limit
     """
-    sync_weights_interval: int = 1
-    batch_size: int = 16
+    sync_weights_interval: Steps = 1
+    batch_size: int = Field(16, ge=1, le=1024)
     """groups of a train step, over all training tasks"""
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
     order: str = "staleness"
     """order in which completed groups are taken (buffer/model/order_policy.py)"""
-    retain_batches: int = 0
+    retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
     """no archived batch is freed before an exporter has confirmed its copy"""
@@ -137,12 +144,31 @@ class RunLimits(LiveLimits):
     """absolute path of the folder of files that payloads refer to as run://…; "" = none
     (buffer/store/media_folder.py)
     """
-    wait_replicas: int = 0
+    wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""
     compression: Compression = "none"
     """compression of new payloads; payloads of any kind can be read (buffer/model/compression.py)
     """
     tasks: dict[str, TaskLimits] = {}
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        least = min([self.stale_threshold, *map(self._threshold, self.training_tasks)])
+        if self.token_threshold is not None and self.token_threshold > least:
+            raise ValueError(
+                f"token_threshold = {self.token_threshold} must not exceed "
+                f"stale_threshold = {least}"
+            )
+        if 0 < self.high_bytes < self.low_bytes:
+            raise ValueError(
+                f"low_bytes = {self.low_bytes} must not exceed high_bytes = {self.high_bytes}"
+            )
+        for name, task in self.tasks.items():
+            if task.eval_of is not None and task.eval_of not in self.training_tasks:
+                raise ValueError(
+                    f"eval_of = {task.eval_of!r} of task {name} is not a training task"
+                )
+        return self
 
     def of(self, task: str) -> TaskSettings:
         """Return the settings of a task: its own, and the run's where it has none."""

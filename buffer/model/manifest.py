@@ -49,6 +49,11 @@ class Manifest:
     entries: tuple[ManifestEntry, ...]
 
     @property
+    def is_recorded(self) -> bool:
+        """Return whether the step is taken; it is not where no group was asked for."""
+        return bool(self.header)
+
+    @property
     def revision(self) -> int:
         """Return the number of groups that were quarantined since the batch was taken."""
         found = re.search(r" revision=(\d+)", self.header)

@@ -121,6 +121,19 @@ def no_logprobs() -> NDArray[np.float32]:
     return np.empty(0, dtype="<f4")
 
 
+CUTS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "structured",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""The fields of `SampleParams` that remove tokens from the distribution, or shift it."""
+
+
 class SampleParams(BaseModel):
     """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off."""
 
@@ -139,6 +152,14 @@ class SampleParams(BaseModel):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     structured: StructuredOutput | None = None
+
+    def cuts(self) -> str:
+        """Return the settings that make the engine sample from another distribution; "" for none.
+
+        The trainer computes logprobs of the model's own one, at the same temperature.
+        """
+        given = self.model_dump(include=set(CUTS), exclude_defaults=True)
+        return ", ".join(name for name in CUTS if name in given)
 
     def after(self, done: int) -> SampleParams:
         """Return the parameters for what follows `done` tokens of a response.

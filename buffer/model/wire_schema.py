@@ -17,6 +17,9 @@ from buffer.errors import SchemaVersionError, WireError
 
 SCHEMA = 2
 
+MAX_MEMBERS = 4096
+"""Rollouts of one group; the scripts accept no more."""
+
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
 
@@ -122,8 +125,8 @@ class Head(_Map, kw_only=True):
     gid: Annotated[str, Meta(max_length=128)]
     task: Annotated[str, Meta(max_length=64)]
     shared: Shared
-    own: Annotated[list[tuple[Count, Own]], Meta(max_length=4096)] = []
-    responses: Annotated[list[str], Meta(min_length=1, max_length=4096)]
+    own: Annotated[list[tuple[Count, Own]], Meta(max_length=MAX_MEMBERS)] = []
+    responses: Annotated[list[str], Meta(min_length=1, max_length=MAX_MEMBERS)]
     finish_reasons: Annotated[list[str], Meta(max_length=255)] = []
     lineages: list[str] = []
     rewards: list[str] = []

@@ -184,6 +184,8 @@ class BatchTaker:
         """
         before = manifest.open_places
         manifest, groups = self.read(ledger, manifest, known)
+        if not manifest.is_recorded:
+            return manifest, groups
         while not manifest.entries or (strict and manifest.open_places - before):
             filled = self.refill(ledger, manifest, options)
             before = filled.open_places

@@ -7,7 +7,7 @@ batch and the config alone, so a batch that is delivered again is filtered in th
 
     missing_reward     a rollout without reward["score"], or with one that is not finite
     length_mismatch    ids, logprobs and mask of a group differ in length
-    no_prompt          no prompt ids: nothing predicts the first token
+    no_prompt          no prompt ids, and a trained first token, which nothing predicts
     multimodal         a prompt with images: its token ids alone are another prompt
     routed_experts     a rollout whose experts cannot be replayed ([learner] replay_routing): not
                        recorded, of another model, ...
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
+from consumer.training.packing import trains_unpredicted
 from consumer.training.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -136,8 +137,6 @@ class BatchFilter:
 
 def _problem(group: RolloutGroup) -> tuple[str, str] | None:
     """Return why a group cannot be trained, as (reason, detail); None where it can."""
-    if not len(group.prompt_ids):
-        return "no_prompt", "it has no prompt ids"
     if group.multimodal:
         return (
             "multimodal",
@@ -149,6 +148,8 @@ def _problem(group: RolloutGroup) -> tuple[str, str] | None:
     wrong = {name: size for name, size in sizes.items() if size != tokens}
     if wrong:
         return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
+    if trains_unpredicted(group):
+        return "no_prompt", "it has no prompt ids, and its first tokens are trained"
     missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
     return ("missing_reward", f"rollouts {missing} have no score") if missing else None
 

@@ -132,8 +132,8 @@ class Packer:
         weights, all ranks must take part in every forward pass. `rollout` of the result holds
         indices into the whole batch.
 
-        Raises WireError where the columns of a group disagree or it has no prompt ids, ConfigError
-        where its prompt contains images.
+        Raises WireError where the columns of a group disagree or nothing predicts a trained token,
+        ConfigError where its prompt contains images.
         """
         samples = _Samples.gather(groups)
         packable = samples.trained > 0
@@ -179,11 +179,13 @@ class Packer:
         input_ids[_ranges(slots + prompts, lengths)] = samples.response_ids[source]
         mask = samples.mask[source].astype(np.float32)
         sample = np.repeat(np.arange(len(chosen)), lengths)
+        # the logits of a token's predecessor predict it; a first token that nothing precedes is
+        # never trained, and has its own in their stead
+        logit_index = np.maximum(_ranges(slots + prompts - 1, lengths), np.repeat(slots, lengths))
         columns: dict[str, NDArray[Any]] = {
             "input_ids": input_ids.reshape(rows, width),
             "position_ids": _positions(slots, rows, width),
-            # the logits of a token's predecessor predict it
-            "logit_index": _ranges(slots + prompts - 1, lengths),
+            "logit_index": logit_index,
             "targets": samples.response_ids[source].astype(np.int64),
             "rollout_logprobs": samples.logprobs[source].astype(np.float32),
             "mask": mask,
@@ -282,16 +284,26 @@ def _check(group: GroupColumns) -> None:
             f"the prompt of group {group.gid} contains images: token ids alone are another prompt",
             hint="use a trainer of your own that reads images (trainer.loop): consumer/README.md",
         )
-    if not len(group.prompt_ids):
-        raise WireError(
-            f"group {group.gid} has no prompt ids",
-            hint="without a prompt, nothing predicts the first response token",
-        )
     tokens = int(group.lengths.sum())
     found = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
     wrong = {name: size for name, size in found.items() if size != tokens}
     if wrong:
         raise WireError(f"group {group.gid}: lengths add up to {tokens} tokens, but {wrong}")
+    if trains_unpredicted(group):
+        raise WireError(
+            f"group {group.gid} has no prompt ids",
+            hint="without a prompt, nothing predicts the first response token",
+        )
+
+
+def trains_unpredicted(group: GroupColumns) -> bool:
+    """Return whether a first token is to be trained that nothing precedes.
+
+    Sessions of a gateway may have no first token in common. Then the group has no prompt, and what
+    each of its rollouts read before its first turn is in the response, with mask 0.
+    """
+    firsts = _starts(group.lengths)[group.lengths > 0]
+    return not len(group.prompt_ids) and bool(group.mask[firsts].any())
 
 
 def _positions(slots: Ints, rows: int, width: int) -> Ints:
@@ -309,8 +321,8 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     return ranges
 
 
-def _starts(lengths: Ints) -> Ints:
-    starts: Ints = np.cumsum(lengths) - lengths
+def _starts(lengths: NDArray[np.integer[Any]]) -> Ints:
+    starts: Ints = np.cumsum(lengths, dtype=np.int64) - lengths
     return starts
 
 

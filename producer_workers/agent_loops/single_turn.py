@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import JudgeError, WireError
+from buffer.errors import JudgeError, JudgeInterrupted, WireError
 from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine
@@ -71,6 +71,10 @@ class SingleTurnAgentLoop:
             return
         try:
             judged = await judge.judge_group(states)
+        except JudgeInterrupted:
+            for state in ended:
+                self._abort(state)
+            return
         except JudgeError as error:
             for state in ended:
                 state.status = Status.FAILED
@@ -140,6 +144,8 @@ class SingleTurnAgentLoop:
             return
         try:
             state.reward = await self._judge.judge(state) if self._judge else state.reward
+        except JudgeInterrupted:
+            self._abort(state)
         except JudgeError as error:
             state.status = Status.FAILED
             state.error = str(error)

@@ -3,49 +3,23 @@
 It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
 of numbers with "score". One that sees whole groups, to rank them for example, is called as
 `function(states=[...])` and returns one reward for each rollout, in order.
-
-A coroutine function runs in the event loop, any other in a thread of its judge's own: a slow
-verifier in the loop would hold up every generation of the worker.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
 from producer_workers.judges.judge import check_reward
+from producer_workers.judges.user_function import UserFunction
 
-_THREADS = 4
+LIMIT_S: float = JudgingSection().timeout_s
 
-
-class GroupFunctionJudge:
-    """Judges whole groups with `function`."""
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name = name
-        self._function = function
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """See `GroupJudge`."""
-        try:
-            if inspect.iscoroutinefunction(self._function):
-                results = await self._function(states=list(states))
-            else:
-                call = partial(self._function, states=list(states))
-                results = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except Exception as error:
-            message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
-            raise JudgeError(
-                message, hint="see the group that it got in the dead letter"
-            ) from error
-        return check_rewards(self.name, results, len(states))
+Call = Callable[[Sequence[RolloutState]], Awaitable[Any]]
+"""Calls a user's function for rollouts, here or in another process. Raises JudgeError only."""
 
 
 def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
@@ -59,30 +33,24 @@ def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]
 
 
 class FunctionJudge:
-    """Judges single rollouts with `function`."""
+    """Judges single rollouts with `function`, in this process; `limit_s` limits each call."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
         self.name = name
-        self._function = function
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
+        self._call: Call = UserFunction(f"judge {name!r}", function, "rollout", limit_s)
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the checked reward. Raises JudgeError with the judge's name and what it raised."""
-        try:
-            result = await self._call(state)
-        except Exception as error:
-            message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
-            raise JudgeError(
-                message, hint="see the rollout that it got in the dead letter"
-            ) from error
-        return check_reward(self.name, result)
+        return check_reward(self.name, await self._call([state]))
 
-    async def _call(self, state: RolloutState) -> Any:
-        call = partial(
-            self._function, response=state.response, ground_truth=state.ground_truth, state=state
-        )
-        if inspect.iscoroutinefunction(self._function):
-            return await call()
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        # A plain function may return a coroutine, as a lambda around one does.
-        return await result if inspect.isawaitable(result) else result
+
+class GroupFunctionJudge:
+    """Judges whole groups with `function`, in this process; `limit_s` limits each call."""
+
+    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
+        self.name = name
+        self._call: Call = UserFunction(f"judge {name!r}", function, "group", limit_s)
+
+    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """See `GroupJudge`."""
+        return check_rewards(self.name, await self._call(states), len(states))

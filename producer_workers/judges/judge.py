@@ -7,10 +7,11 @@ passed on: a NaN in one reward would reach every weight of the model.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
@@ -30,7 +31,10 @@ class Judge(Protocol):
     name: str
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """Return the reward of `state`, with "score" in it. Raises JudgeError and nothing else."""
+        """Return the reward of `state`, with "score" in it.
+
+        Raises JudgeError; in a worker also JudgeInterrupted, which leaves the rollout ABORTED.
+        """
         ...
 
 
@@ -41,11 +45,14 @@ class GroupJudge(Protocol):
     name: str
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """Return the reward of each, in their order. Raises JudgeError and nothing else."""
+        """Return the reward of each, in their order. Raises what `Judge.judge` raises."""
         ...
 
 
 AnyJudge = Judge | GroupJudge
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest score: beyond it, a float32 is infinite."""
 
 
 async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -72,9 +79,10 @@ def rollout_fields(state: RolloutState) -> dict[str, Any]:
     }
 
 
-def _is_finite(value: Real) -> bool:
+def _fits(value: Real) -> bool:
+    """Return whether `value` is finite as a float32, which is what trainers get."""
     try:
-        return math.isfinite(value)
+        return abs(float(value)) <= LARGEST
     except OverflowError:  # an integer beyond the range of floats
         return False
 
@@ -88,9 +96,10 @@ def check_reward(name: str, result: Any) -> dict[str, float]:
             hint='return a finite number, or a dict of finite numbers that holds "score"',
         )
     for key, value in reward.items():
-        if not isinstance(key, str) or not isinstance(value, Real) or not _is_finite(value):
+        if not isinstance(key, str) or not isinstance(value, Real) or not _fits(value):
             raise JudgeError(
                 f"judge {name!r} returned {key!r:.40} = {value!r:.80}",
-                hint="every value of a reward is a finite number (.item() makes one of a tensor)",
+                hint="every value of a reward is a finite number within float32 "
+                "(.item() makes one of a tensor)",
             )
     return {key: float(value) for key, value in reward.items()}

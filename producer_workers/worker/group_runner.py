@@ -23,6 +23,7 @@ import numpy as np
 from buffer.errors import (
     Fenced,
     GroupTimeout,
+    JudgeInterrupted,
     PayloadMissing,
     RolloutMQError,
     StoreUnavailable,
@@ -36,7 +37,8 @@ from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
-from producer_workers.worker.loop_result import SampleFilter, check_result
+from producer_workers.judges.user_function import describe
+from producer_workers.worker.loop_result import GroupFilter, check_result
 from producer_workers.worker.restarts import restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
@@ -59,7 +61,7 @@ class TaskRunner:
 
     agent_loop: AgentLoop
     partial_rollout: bool = False
-    is_valid_sample: SampleFilter | None = None
+    is_valid_sample: GroupFilter | None = None
     group_time_limit_s: float | None = None
 
     async def generate(
@@ -83,13 +85,8 @@ class TaskRunner:
             raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
 
     async def is_valid(self, states: list[RolloutState]) -> bool:
-        """Return whether a completed group is worth training on.
-
-        Raises the errors of the user's function; they fail the group.
-        """
-        if self.is_valid_sample is None:
-            return True
-        return bool(await asyncio.to_thread(self.is_valid_sample, states))
+        """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
+        return self.is_valid_sample is None or await self.is_valid_sample.keeps(states)
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -152,11 +149,15 @@ class GroupRunner:
             self._engine.suspects.discard(job.gid)
             await self._release(job, kind, str(error))
             raise
-        # the code of a loop or a judge may raise anything: counted, and kept with its reason
-        except Exception as error:
+        except JudgeInterrupted as error:  # out of a loop of the user's own, which passed it on
+            await self._release(job, "aborted", str(error))
+        # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) or _is_cancellation(error):
+                raise
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
-            await self._release(job, "failed", f"{type(error).__name__}: {error}")
+            await self._release(job, "failed", describe(error))
         finally:
             self.submitting.discard(job)
             self._members.pop(job, None)
@@ -217,7 +218,13 @@ class GroupRunner:
         """Submit or release a group that the agent loop has returned."""
         runner = self._runners[job.task]
         status = group.status
-        filtered = status is Status.COMPLETED and not await runner.is_valid(group.states)
+        filtered = False
+        if status is Status.COMPLETED:
+            try:
+                filtered = not await runner.is_valid(group.states)
+            except JudgeInterrupted:  # judged and filtered again at its next claim
+                status = Status.ABORTED
+                group.set_status(status)
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
@@ -246,6 +253,12 @@ class GroupRunner:
             else:
                 self._outage.report("")
                 return answer
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Return whether the current task was cancelled from outside, not by what runs in it."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
 def put_experts_into_files(

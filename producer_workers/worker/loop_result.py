@@ -7,15 +7,19 @@ unknown weights, would look like any other group to a trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from buffer.config.strategy import FILTERS
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.config.task import JudgingSection
+from buffer.errors import ConfigError, JudgeError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import RolloutState, Status
+from producer_workers.judges.user_function import UserFunction
 
 
 class LoopError(RolloutMQError):
@@ -78,12 +82,46 @@ def _check_prompts(states: Sequence[RolloutState]) -> None:
             )
 
 
+Within = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Returns what the call named `what` returns."""
+
 SampleFilter = Callable[[Sequence[RolloutState]], bool]
 """Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
 
 A group that is turned away is counted as filtered, with its raw rewards; its payload is freed, and
 the producer starts another group in its stead.
 """
+
+
+class GroupFilter:
+    """Asks a filter of the user, or `not_all_equal`, in this process; `limit_s` limits each call.
+
+    `within`: runs the call, as `WatchedJudges.run` does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: SampleFilter,
+        limit_s: float = JudgingSection().timeout_s,
+        within: Within | None = None,
+    ) -> None:
+        self._what = f"is_valid_sample_fn {name!r}"
+        self._call = UserFunction(self._what, function, "filter", limit_s)
+        self._within = within
+
+    async def keeps(self, states: Sequence[RolloutState]) -> bool:
+        """Return whether a completed group is worth training on.
+
+        Raises JudgeError, and what `within` raises.
+        """
+        ask = partial(self._call, states)
+        result = await (self._within(self._what, ask) if self._within else ask())
+        if not isinstance(result, Real | np.bool_):
+            raise JudgeError(
+                f"{self._what} returned {type(result).__name__}", hint="return True or False"
+            )
+        return bool(result)
 
 
 def not_all_equal(states: Sequence[RolloutState]) -> bool:
@@ -94,13 +132,11 @@ def not_all_equal(states: Sequence[RolloutState]) -> bool:
     return len({state.reward["score"] for state in states if state.reward}) > 1
 
 
-def load_sample_filter(spec: str | None) -> SampleFilter | None:
+def load_sample_filter(spec: str) -> SampleFilter:
     """Return the built-in filter of that name, or the function at "module:function".
 
     Raises ConfigError.
     """
-    if spec is None:
-        return None
     function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
     if not callable(function):
         raise ConfigError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.model.ids import split_group_id
 from buffer.model.rollout import SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
@@ -30,13 +31,17 @@ from producer_workers.worker.inbox import Inbox, RequestFinished
 class SharedEngine:
     """An engine that posts a RequestFinished after every request, also a failed one.
 
+    `uncut_tasks`: tasks whose tokens must be sampled from the model's whole distribution, also
+    where a row of the data set or an agent asks for something else.
+
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
     the engine died. Everything but `generate` is the engine's own.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
         self._engine = engine
         self._inbox = inbox
+        self._uncut_tasks = frozenset(uncut_tasks)
         self.alone = set[str]()
         self.suspects = set[str]()
         self._sampled = Counter[str]()
@@ -51,11 +56,7 @@ class SharedEngine:
         It ends with "length" at the end of the engine's context, without a token where the prompt
         fills the context.
         """
-        # an engine that ignored the structure would only look like a bad model
-        if params.structured and not structures(self._engine):
-            hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
-            message = f"the engine {self._engine.name} cannot generate structured output"
-            raise GenerationError(message, hint=hint)
+        self._check_params(request_id, params)
         if (context := context_length(self._engine)) is not None:
             room = context - len(prompt_ids)
             if room < 1:
@@ -70,6 +71,19 @@ class SharedEngine:
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
             self._inbox.post(RequestFinished())
+
+    def _check_params(self, request_id: str, params: SampleParams) -> None:
+        """Raise GenerationError for what the engine cannot do, or the trainer cannot train on."""
+        # an engine that ignored the structure would only look like a bad model
+        if params.structured and not structures(self._engine):
+            hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
+            message = f"the engine {self._engine.name} cannot generate structured output"
+            raise GenerationError(message, hint=hint)
+        cuts = params.cuts() if self._uncut_tasks else ""
+        if cuts and split_group_id(request_id.partition("/")[0])[0] in self._uncut_tasks:
+            message = f"sampling with {cuts} gives logprobs of another distribution than training"
+            hint = "do without it, or set [learner] accept_cut_distribution = true"
+            raise GenerationError(message, hint=hint)
 
     async def _ask(
         self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams

@@ -48,8 +48,9 @@ from buffer.model.limits import Concurrency
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.capacity import Capacity, Vacancy
+from producer_workers.worker.contained_tasks import contain_exits
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.engine_control import ControlledEngine, WeightSource
 from producer_workers.worker.group_runner import GroupRunner, TaskRunner
@@ -94,6 +95,7 @@ class Worker:
 
     `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
+    `uncut_tasks`: see `SharedEngine`.
 
     Usage:
         worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
@@ -112,8 +114,9 @@ class Worker:
         drain_timeout_s: float = 60.0,
         sleeps: bool = False,
         facts: Mapping[str, str] | None = None,
-        judge_times: JudgeTimes | None = None,
+        judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
+        uncut_tasks: Collection[str] = (),
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -128,10 +131,10 @@ class Worker:
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox)
+        shared = SharedEngine(engine, self._inbox, uncut_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
-        times = judge_times or JudgeTimes()
-        self._reporter = Reporter(self._engine, self._runner, self._control, times)
+        self._judges = judges or WatchedJudges()
+        self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
         facts = {"engine": engine.name, **(facts or {})}
         self._heartbeat = Heartbeat(run, worker_id, self._nonce, facts, self._report, self._inbox)
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
@@ -156,6 +159,7 @@ class Worker:
         back. Raises EngineDeadError, Fenced if another process registers under this id, LostRun and
         RunNotFound if the run is gone.
         """
+        contain_exits(asyncio.get_running_loop())
         self._inbox.open()
         state = await asyncio.to_thread(self._heartbeat.register)
         self._control.receive_answer(state, 0)
@@ -319,8 +323,9 @@ class Worker:
             await engine.thaw()
             return is_loaded
         if state.mode is Mode.ABORT and self._groups:
-            # repeated until none is left: a group may only now come from its prompt or its judge
-            # to the engine
+            # repeated until none is left: a group may only now come from its prompt to the
+            # engine, or from the engine to its judge
+            self._judges.pause(state.epoch)
             jobs = self._groups.jobs()
             await engine.abort(self._protection.spared(state.epoch, jobs, time.monotonic()))
             return False
@@ -389,6 +394,7 @@ class Worker:
                 log.error("this worker failed while it left: %s", self._failure)
             await self._hand_back()
             await asyncio.to_thread(self._heartbeat.stop)
+            self._judges.close()
             self._engine.close()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left while groups are held; their leases will run out")
@@ -401,6 +407,7 @@ class Worker:
         )
         if self._groups:
             await self._engine.halt()
+            self._judges.interrupt()
             await self._handle_events(HAND_BACK_S, lambda: self._groups)
 
     async def _hand_back(self) -> None:

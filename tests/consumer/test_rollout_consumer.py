@@ -66,6 +66,11 @@ def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(
     assert len(consumer.take_batch(1, {"math": 5}, strict=False).groups) == 2
 
 
+def test_take_of_no_groups_is_an_empty_batch(run: Run, trainer: Trainers) -> None:
+    assert trainer(run).take_batch(1, {"math": 0}).groups == []
+    assert run.ledger.steps()[0] == 0
+
+
 def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     waits = threading.Event()

@@ -25,10 +25,7 @@ from buffer.store.store import Store
 from consumer.training.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.worker import group_runner as expert_files
-from producer_workers.worker import worker as worker_module
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model
@@ -214,10 +211,7 @@ def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     yard.check()
 
 
-def test_stop_hands_back_what_hangs_in_its_judge(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_module, "HAND_BACK_S", 0.2)
+def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
     yard.enqueue(2)
 
     async def hang(**_: Any) -> float:
@@ -229,7 +223,7 @@ def test_stop_hands_back_what_hangs_in_its_judge(
             await yard.until(lambda: len(engine.requests) == 4)
 
     asyncio.run(scenario())
-    assert yard.places() == {"waiting": 2}
+    assert yard.places() == {"aborted": 2}
     assert {r["tries"] for r in yard.records()} == {"0"}
     assert not yard.run.fleet.workers()
     yard.check()
@@ -403,11 +397,8 @@ def test_worker_reports_its_counts(yard: Yard) -> None:
             raise ValueError("no")
         return 1.0
 
-    times = JudgeTimes()
-    watched = times.watch(FunctionJudge("slow", judge))
-
     async def scenario() -> None:
-        worker = yard.worker(judge=watched, judge_times=times)
+        worker = yard.worker(judge=judge)
         async with yard.working(worker):
             await yard.until_places(completed=3, dead=1)
             # two rollouts each, three tries of the poisoned one

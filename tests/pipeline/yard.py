@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.loop_result import GroupFilter
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 
@@ -163,21 +166,31 @@ class Yard:
             **engine_options,
         )
         engine = options.pop("engine", None) or WatchedEngine(config, FIRST)
-        partial = options.pop("partial_rollout", False)
+        is_partial = options.pop("partial_rollout", False)
+        grace_s = options.pop("grace_s", 10.0)
+        judges = options.setdefault("judges", WatchedJudges())
+        within = partial(judges.run, grace_s)
+        judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
             for key in ("is_valid_sample", "group_time_limit_s")
             if key in options
         }
+        if function := chosen.get("is_valid_sample"):
+            chosen["is_valid_sample"] = GroupFilter("test", function, within=within)
         loop = SingleTurnAgentLoop(
-            judge=judge if hasattr(judge, "judge") else FunctionJudge("test", judge),
+            judge=judges.watch(judge, grace_s),
             tokenizer=Letters(),
             eos_ids={100},
-            partial_rollout=partial,
+            partial_rollout=is_partial,
         )
         options = {"concurrency": 4, **options}
         worker = Worker(
-            self.run, engine, {TASK: TaskRunner(loop, partial, **chosen)}, worker_id=name, **options
+            self.run,
+            engine,
+            {TASK: TaskRunner(loop, is_partial, **chosen)},
+            worker_id=name,
+            **options,
         )
         worker.engine = engine  # type: ignore[attr-defined]
         return worker

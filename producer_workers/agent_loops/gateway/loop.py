@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from buffer.errors import ConfigError, JudgeError
+from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
@@ -89,6 +89,7 @@ class GatewayAgentLoop:
         for state in states:
             if state.status is Status.COMPLETED or _is_unjudged(state):
                 made.setdefault(state.index, []).append((state, Segment.of_state(state)))
+        resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
         open_ones = [state for state in states if state.index not in made]
         async with Endpoint(self._tokenizer) as endpoint:
 
@@ -99,7 +100,10 @@ class GatewayAgentLoop:
         if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
-        await self._judge_ended(sessions)
+        if isinstance(self._judge, GroupJudge):
+            await self._judge_together(sessions)
+        else:
+            await asyncio.gather(*(self._reward([_ended(session)]) for session in resumed))
         return _as_group([rollout for session in sessions for rollout in session])
 
     async def _session(
@@ -179,6 +183,9 @@ class GatewayAgentLoop:
         lasts = [session[-1][0] for session in sessions]
         try:
             rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
+        except JudgeInterrupted:
+            _await_judge(sessions)
+            return
         except JudgeError as error:
             for session in sessions:
                 for rollout, _ in session:
@@ -190,24 +197,25 @@ class GatewayAgentLoop:
                 rollout.status = Status.COMPLETED
                 rollout.reward = {**(rollout.reward or {}), **reward} or None
 
-    async def _judge_ended(self, sessions: Sequence[Rollouts]) -> None:
-        """Judge the sessions that ended without a reward.
-
-        A group judge gets all sessions; if one was interrupted or failed, the others wait for it.
-        """
-        ended = [
-            [(state, segment) for state, segment in session if segment is not None]
-            for session in sessions
-        ]
-        unjudged = [session for session in ended if session and _is_unjudged(session[0][0])]
-        if not isinstance(self._judge, GroupJudge):
-            await asyncio.gather(*(self._reward([session]) for session in unjudged))
-        elif unjudged and all(ended):
+    async def _judge_together(self, sessions: Sequence[Rollouts]) -> None:
+        """Judge all sessions; if one was interrupted or failed, those that ended wait for it."""
+        ended = [_ended(session) for session in sessions]
+        if all(ended):
             await self._reward(ended)
         else:
-            for session in unjudged:
-                for state, _ in session:
-                    state.status = Status.ABORTED
+            _await_judge(ended)
+
+
+def _ended(session: Rollouts) -> list[tuple[RolloutState, Segment]]:
+    return [(state, segment) for state, segment in session if segment is not None]
+
+
+def _await_judge(sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+    """Leave the rollouts that have no reward yet to a judge at a later claim of their group."""
+    for session in sessions:
+        for rollout, _ in session:
+            if _is_unjudged(rollout):
+                rollout.status = Status.ABORTED
 
 
 def _is_unjudged(state: RolloutState) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.errors import LedgerError
+from buffer.errors import ConfigError, LedgerError
 from buffer.model.ids import group_id
-from buffer.model.manifest import NotReady
+from buffer.model.manifest import Manifest, NotReady
 from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 
@@ -49,12 +49,26 @@ def test_take_brings_what_there_is_when_best_effort(scene: Scene) -> None:
     scene.check()
 
 
-def test_take_of_nothing_writes_nothing(scene: Scene) -> None:
+def test_take_of_no_groups_answers_at_once_and_leaves_the_step_open(scene: Scene) -> None:
     scene.open_trainer()
     scene.ready(0)
     before = scene.dump()
-    assert isinstance(scene.run.ledger.take(scene.trainer, 1, {"math": 0}), NotReady)
+    for counts in ({}, {"math": 0}):
+        answer = scene.run.ledger.take(scene.trainer, 1, counts)
+        assert isinstance(answer, Manifest)
+        assert (answer.step, answer.entries, answer.is_recorded) == (1, (), False)
     assert scene.dump() == before
+    first = scene.take(1, math=1)
+    assert scene.run.ledger.take(scene.trainer, 1, {}) == first
+
+
+@pytest.mark.parametrize("counts", [{"maths": 1}, {"math": 1, "quiz": 0}, {"math": -1}])
+def test_take_refuses_what_a_training_batch_cannot_have(
+    scene: Scene, counts: dict[str, int]
+) -> None:
+    scene.open_trainer()
+    with pytest.raises(ConfigError, match=r"can(not)? be taken"):
+        scene.run.ledger.take(scene.trainer, 1, counts)
 
 
 def test_take_of_a_taken_step_is_the_same_record_before_any_other_check(scene: Scene) -> None:

@@ -267,6 +267,18 @@ def batched(pairs: list[str]) -> list[tuple[str, str]]:
     return list(zip(pairs[::2], pairs[1::2], strict=True))
 
 
+@pytest.mark.parametrize(
+    "cut", ["top_p=0.9", "top_k=5", "min_tokens=1", 'structured={choice=["a","b"]}']
+)
+def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
+    tmp_path: Path, cut: str
+) -> None:
+    told = problems(tmp_path, GOOD, f"tasks.math.sample.{cut}")
+    assert f"task math is sampled with {cut.partition('=')[0]}: the engine's logprobs" in told
+    load(tmp_path, GOOD, f"tasks.math.sample.{cut}", "learner.accept_cut_distribution=true")
+    load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
+
+
 def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
     context = ("engine.kind=vllm", "engine.max_model_len=128")
     assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")

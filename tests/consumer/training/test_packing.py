@@ -158,6 +158,50 @@ def test_another_sample_changes_nothing_wherever_it_was_packed(
         assert not torch.equal(after[~others], before[~others])
 
 
+def without_prompt(group: RolloutGroup) -> RolloutGroup:
+    """Return the group with its prompt in every response, as sessions without a common one."""
+    states = []
+    for state in group.states:
+        assert state.prompt_ids is not None
+        prompt = len(state.prompt_ids)
+        mask = np.concatenate([np.zeros(prompt), np.asarray(state.response_mask)])
+        whole = {
+            "prompt_ids": np.empty(0, "<i4"),
+            "response_ids": np.concatenate([state.prompt_ids, state.response_ids]),
+            "logprobs": np.concatenate([np.zeros(prompt, "<f4"), state.logprobs]),
+            "response_mask": mask.astype("u1"),
+        }
+        states.append(state.model_copy(update=whole))
+    return RolloutGroup(group.gid, group.task, states)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=SHAPES, budget=st.integers(1, 200))
+def test_rollouts_without_a_common_prompt_train_as_those_with_one(
+    policy: TargetLogits, shapes: list[tuple[int, list[int]]], budget: int
+) -> None:
+    def trained(groups: list[RolloutGroup]) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for batch in Packer(budget).pack_pad_dispatch(groups):
+            logprobs = token_logprobs(policy, batch).logprobs
+            for sample, number in enumerate(batch.rollout.tolist()):
+                own = (batch.sample == sample) & (batch.mask > 0)
+                assert batch.trained_tokens[sample] == own.sum()
+                found[number] = [*logprobs[own].tolist(), *batch.rollout_logprobs[own].tolist()]
+        return found
+
+    groups = [
+        group
+        for group in make_groups(shapes)
+        if all(s.response_mask is not None for s in group.states)
+    ]
+    expected = trained(groups)
+    moved = trained([without_prompt(group) for group in groups])
+    assert moved.keys() == expected.keys()
+    for number, values in expected.items():
+        assert moved[number] == pytest.approx(values, abs=2e-5)
+
+
 def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     tmp_path: Path, policy: TargetLogits, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -236,6 +236,5 @@ def test_not_all_equal_wants_scores_that_differ() -> None:
     assert not not_all_equal(group(1.0, 1.0))
     assert not not_all_equal(group(1.0))
     assert load_sample_filter("not_all_equal") is not_all_equal
-    assert load_sample_filter(None) is None
     with pytest.raises(ConfigError, match="no 'nothing'"):
         load_sample_filter("buffer.store.keys:nothing")

@@ -29,6 +29,7 @@ class Endless(LetterEngine):
     """
 
     max_model_len: int | None = 40
+    structures_output = True
     beyond = 0
 
     async def generate(
@@ -140,6 +141,24 @@ def test_tokens_that_nobody_asked_for_or_without_logprobs_are_refused(
     monkeypatch.setattr(engine, "generate", broken)
     with pytest.raises(GenerationError, match=r"50 tokens where 5 were allowed|finite logprob"):
         run(SingleTurnAgentLoop(**common(chat)), engine, rollout(5, max_tokens=5))
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9}, {"min_tokens": 2}, {"structured": {"choice": ["a"]}}]
+)
+def test_a_cut_distribution_is_refused_for_tasks_that_train(
+    chat: Any, params: dict[str, Any]
+) -> None:
+    async def ask(gid: str) -> Generation:
+        inbox = Inbox()
+        inbox.open()
+        engine = Endless(chat, PROMPT)
+        shared = SharedEngine(engine, inbox, {"math"})
+        return await shared.generate(f"{gid}/0", PROMPT, SampleParams(**params))
+
+    with pytest.raises(GenerationError, match=f"{next(iter(params))} gives logprobs of another"):
+        asyncio.run(ask("math-0000000001"))
+    asyncio.run(ask("math_eval-0000000001"))
 
 
 def test_a_resumed_response_has_another_seed_and_the_same_one_each_time() -> None:

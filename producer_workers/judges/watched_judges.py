@@ -1,0 +1,135 @@
+"""Watch the judges of one worker: time each call, contain its errors, end it in a pause.
+
+A call ends in one of three ways: with a reward; with a JudgeError that names the judge, for
+anything else that it did; with JudgeInterrupted, once an abort pause has lasted `grace_s` seconds.
+A rollout that was interrupted keeps its tokens and is judged when its group is claimed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from buffer.errors import JudgeInterrupted
+from buffer.model.rollout import RolloutState
+from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
+from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.judges.user_function import outcome_of
+
+T = TypeVar("T")
+
+Run = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Returns what a call returns, as `WatchedJudges.run` does."""
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A judge that holds processes or connections until `close`."""
+
+    def close(self) -> None: ...
+
+
+class _Call:
+    """A call that has begun. `interrupted` is resolved to end it."""
+
+    def __init__(self, name: str, grace_s: float) -> None:
+        self.name = name
+        self.grace_s = grace_s
+        self.began_s = time.monotonic()
+        self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def interrupt(self) -> None:
+        if not self.interrupted.done():
+            self.interrupted.set_result(None)
+
+
+class WatchedJudges:
+    """The judges of one worker. Used on its event loop only."""
+
+    def __init__(self, times: JudgeTimes | None = None) -> None:
+        self.times = times or JudgeTimes()
+        self._calls = set[_Call]()
+        self._closed_at_end: list[Closes] = []
+        self._epoch = 0
+        self._paused_s = 0.0
+        self._is_ending = False
+
+    def watch(self, judge: AnyJudge, grace_s: float) -> AnyJudge:
+        """Return `judge`, watched. A pause waits `grace_s` seconds for it."""
+        if isinstance(judge, Closes):
+            self._closed_at_end.append(judge)
+        run = partial(self._timed, f"judge {judge.name!r}", grace_s)
+        if isinstance(judge, GroupJudge):
+            return _WatchedGroupJudge(judge, run)
+        return _WatchedJudge(judge, run)
+
+    async def _timed(self, what: str, grace_s: float, call: Callable[[], Awaitable[T]]) -> T:
+        with self.times.measure():
+            return await self.run(grace_s, what, call)
+
+    async def run(self, grace_s: float, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Return what `call` returns. Raises JudgeError and JudgeInterrupted only."""
+        if self._is_ending:
+            raise JudgeInterrupted(f"the worker leaves: {what} is not called")
+        running = _Call(what, grace_s)
+        self._calls.add(running)
+        work = asyncio.ensure_future(outcome_of(call))
+        try:
+            both: set[asyncio.Future[Any]] = {work, running.interrupted}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._calls.discard(running)
+            work.cancel()  # not awaited: it may ignore that
+        if not work.done():
+            raise JudgeInterrupted(f"a pause or the end of the worker ended {what}")
+        result: T = work.result().unwrap(what)
+        return result
+
+    def pause(self, epoch: int) -> None:
+        """End the calls that have had their grace since the pause of `epoch` was first carried out.
+
+        A worker repeats this until none of its groups is left.
+        """
+        now_s = time.monotonic()
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._paused_s = now_s
+        for call in self._calls:
+            if now_s - max(self._paused_s, call.began_s) >= call.grace_s:
+                call.interrupt()
+
+    def interrupt(self) -> None:
+        """End all calls at once, and begin no other: the worker leaves."""
+        self._is_ending = True
+        for call in self._calls:
+            call.interrupt()
+
+    def close(self) -> None:
+        """End what the judges hold, their processes for example."""
+        for judge in self._closed_at_end:
+            judge.close()
+
+
+class _WatchedJudge:
+    def __init__(self, judge: Judge, run: Run) -> None:
+        self.name = judge.name
+        self._judge = judge
+        self._run = run
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        reward: dict[str, float] = await self._run(lambda: self._judge.judge(state))
+        return reward
+
+
+class _WatchedGroupJudge:
+    def __init__(self, judge: GroupJudge, run: Run) -> None:
+        self.name = judge.name
+        self._judge = judge
+        self._run = run
+
+    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        rewards: list[dict[str, float]] = await self._run(lambda: self._judge.judge_group(states))
+        return rewards

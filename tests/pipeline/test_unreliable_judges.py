@@ -1,0 +1,261 @@
+"""Judges and filters that hang, exit or return nonsense, and pauses that do not wait for judges."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from buffer.control.control import Mode
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState, Status
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+from tests.pipeline.yard import TASK, Letters, Yard
+from tests.servers import KINDS
+
+on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
+
+
+def nothing_found(_: Any = None, **__: Any) -> float:
+    return next(iter(()))
+
+
+async def nothing_awaited(**_: Any) -> float:
+    return next(iter(()))
+
+
+def leave(_: Any = None, **__: Any) -> float:
+    sys.exit(2)
+
+
+async def leave_loop(**_: Any) -> float:
+    sys.exit(2)
+
+
+def press_ctrl_c(_: Any = None, **__: Any) -> float:
+    raise KeyboardInterrupt
+
+
+async def cancel_itself(**_: Any) -> float:
+    raise asyncio.CancelledError
+
+
+class Hostile:
+    """Raises where anybody prints it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "StopIteration": (nothing_found, "'mine' raised StopIteration"),
+    "StopIteration in a coroutine": (nothing_awaited, "'mine' raised RuntimeError: coroutine"),
+    "SystemExit": (leave, "'mine' raised SystemExit: 2"),
+    "SystemExit in a coroutine": (leave_loop, "'mine' raised SystemExit: 2"),
+    "KeyboardInterrupt": (press_ctrl_c, "'mine' raised KeyboardInterrupt"),
+    "CancelledError": (cancel_itself, "'mine' raised CancelledError"),
+    "no text": (lambda **_: Hostile(), "'mine' raised RuntimeError: no text"),
+    "too large": (lambda **_: 1e39, "'mine' returned 'score' = 1e\\+39"),
+    "not a number": (lambda **_: float("nan"), "'mine' returned 'score' = nan"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, fault: str) -> None:
+    broken, reason = FAULTS[fault]
+    bad, *_ = yard.enqueue(4)
+
+    def judge(*, ground_truth: str, **given: Any) -> Any:
+        return broken(**given) if ground_truth == bad else 1.0
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=FunctionJudge("mine", judge))):
+            await yard.until_places(dead=1, completed=3)
+
+    asyncio.run(scenario())
+    letter = str(yard.run.dead_letters.reason(bad))
+    assert re.search(reason, letter), letter
+    assert "\\n" not in letter
+    assert [record["tries"] for record in yard.records()[1:]] == ["0"] * 3
+    yard.check()
+
+
+@pytest.mark.parametrize("kind", [FunctionJudge, GroupFunctionJudge])
+def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_group(
+    yard: Yard, kind: Any
+) -> None:
+    bad, *_ = yard.enqueue(3, tokens=(10, 10, 10, 10))
+    gate = threading.Event()
+
+    def score(state: RolloutState) -> float:
+        if state.ground_truth == bad:
+            gate.wait()
+        return 1.0
+
+    def one(*, state: RolloutState, **_: Any) -> float:
+        return score(state)
+
+    def all_of_them(*, states: list[RolloutState]) -> list[float]:
+        return [score(state) for state in states]
+
+    judge = kind("slow", one if kind is FunctionJudge else all_of_them, 0.3)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=judge)):
+            await yard.until_places(dead=1, completed=2)
+
+    asyncio.run(scenario())
+    gate.set()
+    assert "judge 'slow' exceeded its limit of 0.3 s" in str(yard.run.dead_letters.reason(bad))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [
+        (nothing_found, "is_valid_sample_fn 'test' raised StopIteration"),
+        (leave, "is_valid_sample_fn 'test' raised SystemExit"),
+        (lambda _: None, "is_valid_sample_fn 'test' returned NoneType"),
+    ],
+)
+def test_a_filter_that_does_anything_fails_its_own_group_only(
+    yard: Yard, verdict: Any, reason: str
+) -> None:
+    bad, *_ = yard.enqueue(3)
+
+    def is_valid(states: list[RolloutState]) -> Any:
+        return verdict(states) if states[0].ground_truth == bad else True
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(is_valid_sample=is_valid)):
+            await yard.until_places(dead=1, completed=2)
+
+    asyncio.run(scenario())
+    assert reason in str(yard.run.dead_letters.reason(bad))
+
+
+class ExitingLoop(SingleTurnAgentLoop):
+    """Exits for one group, by itself or in a task of its own."""
+
+    bad = ""
+    in_task = False
+
+    async def generate_group(self, states: Any, engine: Any, gid: str) -> Any:
+        if gid == self.bad:
+            if self.in_task:
+                await asyncio.gather(leave_loop(), asyncio.sleep(0))
+            sys.exit(2)
+        return await super().generate_group(states, engine, gid)
+
+
+@pytest.mark.parametrize("in_task", [False, True])
+def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_task: bool) -> None:
+    bad, *_ = yard.enqueue(3)
+    loop = ExitingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
+    loop.bad = bad
+    loop.in_task = in_task
+
+    async def scenario() -> None:
+        worker = yard.worker()
+        worker._runner._runners = {TASK: TaskRunner(loop)}
+        async with yard.working(worker):
+            await yard.until_places(dead=3)
+
+    asyncio.run(scenario())
+    assert "SystemExit" in str(yard.run.dead_letters.reason(bad))
+
+
+class Gate:
+    """A judge that hangs until it is opened; it counts the rollouts that it got."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.asked = 0
+
+    async def score(self, **_: Any) -> float:
+        self.asked += 1
+        while not self.is_open:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def rank(self, *, states: list[RolloutState]) -> list[float]:
+        return [await self.score() for _ in states]
+
+
+def unjudged(group: RolloutGroup) -> bool:
+    return [state.status for state in group.states] == [Status.ABORTED] * 2 and all(
+        state.reward is None and len(state.response_ids) == 10 for state in group.states
+    )
+
+
+@on_both
+@pytest.mark.parametrize("kind", ["rollout", "group", "filter"])
+def test_a_pause_ends_a_judge_after_its_grace_and_its_group_is_only_judged_again(
+    yard: Yard, kind: str
+) -> None:
+    """Pause twice while it is judged; the third claim, by another worker, completes it."""
+    (gid,) = yard.enqueue(1)
+    gate = Gate()
+    judges = {
+        "rollout": FunctionJudge("j", gate.score),
+        "group": GroupFunctionJudge("j", gate.rank),
+    }
+
+    def worker(name: str) -> Worker:
+        options: dict[str, Any] = {"judge": judges[kind]} if kind in judges else {}
+        if kind == "filter":
+            options["is_valid_sample"] = lambda _: gate.score()
+        return yard.worker(name, grace_s=0.1, drain_timeout_s=0.1, **options)
+
+    async def pause(asked: int) -> None:
+        await yard.until(lambda: gate.asked == asked)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.places() == {"aborted": 1}
+        if kind != "filter":
+            assert unjudged(yard.group(gid))
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 1
+
+    async def scenario() -> int:
+        calls = 2 if kind == "rollout" else 1
+        async with yard.working(worker("w0")) as engine:
+            await pause(calls)
+            await pause(2 * calls)
+            await yard.until(lambda: gate.asked == 3 * calls)
+        assert yard.places() == {"aborted": 1}, "a worker that leaves keeps the tokens, too"
+        assert yard.reissue() == 1
+        gate.is_open = True
+        async with yard.working(worker("w1")) as other:
+            await yard.until_places(completed=1)
+            return len(engine.requests) + len(other.requests)
+
+    assert asyncio.run(scenario()) == 2
+    assert [state.reward is not None for state in yard.group(gid).states] == [True, True]
+    assert yard.records()[0]["tries"] == "0"
+    yard.check()
+
+
+def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
+    yard.enqueue(1)
+    gate = Gate()
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=gate.score, grace_s=0.0)):
+            await yard.until(lambda: gate.asked == 2)
+            await yard.receipts(yard.control(Mode.KEEP))
+            draining = yard.control(Mode.DRAIN)
+            await asyncio.sleep(0.3)
+            assert yard.leases() == 1
+            gate.is_open = True
+            await yard.receipts(draining)
+
+    asyncio.run(scenario())
+    assert yard.places() == {"completed": 1}
+    assert gate.asked == 2
