@@ -84,7 +84,8 @@ def set_up(build: str) -> None:
     # After the dependencies and without them: pip must not resolve again.
     pip("rolloutmq itself", "--no-deps", "--no-build-isolation", "--editable", ".")
     STAMP.write_text(wanted, encoding="utf-8")
-    print(f"set-up done in {time.monotonic() - started:.0f} s\n", flush=True)
+    print(f"set-up done in {time.monotonic() - started:.0f} s", flush=True)
+    print(f"`source {VENV.name}/bin/activate` puts `rolloutmq` on this shell's PATH\n", flush=True)
 
 
 # what this machine is

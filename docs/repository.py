@@ -26,6 +26,7 @@ LINKED = (
     "docs/pages/*.png",
     "docs/pages/*.svg",
     "docs/pages/*.css",
+    "docs/pages/*.js",
     "benchmarks/**/*.png",
 )
 """What pages show or link to."""

@@ -125,7 +125,25 @@ def _suggest(model: type[BaseModel], location: Location) -> str:
     key = str(last)
     if why := node.get(FIXED, {}).get(key):
         return f"cannot change while a run continues: {why}"
-    return f"unknown key{_suggest_known(schema, node, key)}"
+    kind = _suggest_kind(schema, parents, key)
+    return f"unknown key{kind or _suggest_known(schema, node, key)}"
+
+
+def _suggest_kind(schema: Mapping[str, Any], parents: Location, key: str) -> str:
+    """Return which other kind of the same section has the key; "" if none has."""
+    if not parents:
+        return ""
+    *section, kind = parents
+    union = _descend(schema, section).get("discriminator", {})
+    for other, reference in union.get("mapping", {}).items():
+        if key in _resolve(schema, {"$ref": reference}).get("properties", {}):
+            field = union["propertyName"]
+            where = _dotted(section)
+            return (
+                f'; it belongs to {field} = "{other}", and {where} has {field} = "{kind}": '
+                f"remove it, or replace the section: --set '{where}={{{field}=\"{kind}\"}}'"
+            )
+    return ""
 
 
 def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:

@@ -4,7 +4,8 @@ The producer reports a task of which it starts nothing more as a `TaskStop`, so 
 waits for it knows why:
 
     enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
-    broken   prompts can no longer be drawn: the task is stopped until `rolloutmq continue --task`
+    broken   prompts can no longer be drawn: the task is stopped until
+             `rolloutmq continue --task TASK`
 
 Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
 

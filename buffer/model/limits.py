@@ -67,7 +67,7 @@ class TaskSettings(BaseModel):
     """largest number of groups that wait or run; default: as many as the strategy needs"""
     max_consecutive_failures: int | None = Field(None, ge=1, le=1_000_000)
     """consecutive tries that failed or were filtered after which the task is stopped, with its
-    reason, until `rolloutmq continue --task`; default: no limit
+    reason, until `rolloutmq continue --task TASK`; default: no limit
     """
 
 

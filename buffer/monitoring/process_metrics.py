@@ -1,6 +1,6 @@
 """Metrics of one process: its calls to the server by name and time, memory, processor time.
 
-`rolloutmq worker|producer|train --metrics HOST:PORT` serves them. Metrics of the whole run are
+`--metrics HOST:PORT` of worker, producer and train serves them. Metrics of the whole run are
 served by `rolloutmq metrics`.
 """
 

@@ -87,6 +87,8 @@ class Snapshot:
     producer: RoleHolder
     events: tuple[Event, ...]
     lease_ms: int
+    last_step: int
+    """the number of train steps that the run has in all"""
     memory: MemoryUse
 
     @property
@@ -167,6 +169,8 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
 
     O(tasks + workers + log N), and no payload bytes.
     """
+    # `rolloutmq set` may have changed them
+    run.refresh_limits()
     audit = run.account.totals()
     replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
     control = _text(replies["control"])
@@ -193,6 +197,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
+        last_step=run.limits.steps,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
     )
 

@@ -199,7 +199,7 @@ class Launcher:
         """Show the run and keep its processes alive until the trainer has done its last step."""
         # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
-        view = LiveView(run_dir=self._folder, total_steps=self._config.plan.steps)
+        view = LiveView(run_dir=self._folder)
         chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
 
         def is_over() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -13,12 +15,10 @@ from buffer.errors import AccountError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.run import Run
 from buffer.store.url import mask_url
-from consumer.training.step_log import read_evaluations
+from consumer.training.step_log import Evaluations, read_evaluations
 
 
-def plot(
-    steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]], file: Path
-) -> None:
+def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:
     """Plot reward, staleness and held-out accuracy by train step, as a PNG."""
     import matplotlib as mpl
 
@@ -85,7 +85,7 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     evaluations = read_evaluations(folder)
     plot(log.steps, evaluations, folder / "report.png")
     if evaluations:
-        console.print(_accuracy_table(evaluations, config.plan.steps))
+        console.print(accuracy_table(evaluations))
     console.print(_account_table(audit))
     twice = log.trained_twice()
     lost = len(audit.lost)
@@ -103,23 +103,24 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
         raise AccountError("the account does not add up", hint="; ".join(what))
 
 
-def _accuracy_table(evaluations: dict[tuple[str, int], dict[str, float]], last: int) -> Table:
+def accuracy_table(evaluations: Evaluations) -> Table:
+    """Return the accuracy before the first step and after the newest one that was evaluated."""
     table = Table(title="held-out accuracy (greedy)", title_justify="left", show_edge=False)
-    for column in ("task", "before", "after", "change", "problems"):
+    for column in ("task", "before", "after", "step", "change", "problems"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for task in sorted({task for task, _ in evaluations}):
-        before = evaluations.get((task, 0))
-        after = evaluations.get((task, last))
-        if before and after:
-            first = before["eval/accuracy"]
-            then = after["eval/accuracy"]
-            table.add_row(
-                task,
-                f"{first:.3f}",
-                f"{then:.3f}",
-                f"{then - first:+.3f}",
-                f"{after['eval/rollouts']:.0f}",
-            )
+        step = max(step for name, step in evaluations if name == task)
+        before = evaluations.get((task, 0), {}).get("eval/accuracy")
+        then = evaluations[task, step]
+        after = then["eval/accuracy"]
+        table.add_row(
+            task,
+            "-" if before is None else f"{before:.3f}",
+            f"{after:.3f}",
+            str(step),
+            "-" if before is None else f"{after - before:+.3f}",
+            f"{then['eval/rollouts']:.0f}",
+        )
     return table
 
 
@@ -137,6 +138,12 @@ def _account_table(audit: Audit) -> Table:
     return table
 
 
+def activation() -> str:
+    """Return what makes `rolloutmq` a command of the shell; "" if it is one, or was installed."""
+    activate = Path(sys.prefix) / "bin" / "activate"
+    return f"source {activate}" if activate.exists() and not shutil.which("rolloutmq") else ""
+
+
 def _print_commands(
     console: Console, config: TrainingConfig, run: Run, server_cli: str | None
 ) -> None:
@@ -144,8 +151,9 @@ def _print_commands(
     where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
     keys = run.keys
     console.print("\nto inspect the run:")
+    commands = [activation()] if activation() else []
     # the embedded server stops with this command; its data stays on disk
-    commands = [f"rolloutmq server {where}"] if server_cli else []
+    commands += [f"rolloutmq server {where}"] if server_cli else []
     commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
     cli = server_cli or f"redis-cli -u {url}"
     commands += [f"{cli} HGETALL '{keys.control}'", f"{cli} XREVRANGE '{keys.events}' + - COUNT 5"]

@@ -44,13 +44,12 @@ _COLUMNS = {
 class LiveView:
     """Draws snapshots of one run.
 
-    `total_steps` is the last step, if known. Below the title are `lines` (reports of the launcher),
-    `prompt` (the keys, or a question) and, in red, `trouble` (the server is unreachable, say).
+    Below the title are `lines` (reports of the launcher), `prompt` (the keys, or a question)
+    and, in red, `trouble` (the server is unreachable, say).
     """
 
-    def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
+    def __init__(self, *, run_dir: Path | None = None) -> None:
         self.run_dir = run_dir
-        self.total_steps = total_steps
         self.lines: list[str] = []
         self.prompt = self.trouble = ""
 
@@ -89,7 +88,7 @@ class LiveView:
         wanted = sum(task.asked for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
-            f"step {self._step(snap)}",
+            f"step {snap.taken} of {snap.last_step}",
             f"weights {snap.weights.version}",
             f"reward {rewards[-1]:.3f}" if rewards else "reward -",
             f"waiting {places['waiting']}",
@@ -104,14 +103,11 @@ class LiveView:
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
 
-    def _step(self, snap: Snapshot) -> str:
-        return f"{snap.taken} of {self.total_steps}" if self.total_steps else str(snap.taken)
-
     def _title(self, snap: Snapshot) -> Text:
         up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))
         text = Text(" · ", style="dim").join([
             Text(f"run {snap.run}", style="bold"),
-            Text(f"step {self._step(snap)}", style="bold"),
+            Text(f"step {snap.taken} of {snap.last_step}", style="bold"),
             Text(f"weights {snap.weights}"),
             Text(f"up {up}"),
         ])  # fmt: skip

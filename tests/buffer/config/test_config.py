@@ -88,6 +88,11 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
             "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
             "tasks.a.dataset.pth: unknown key; did you mean `path`?",
         ),
+        (
+            "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
+            'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
+            "or replace the section: --set 'engine={kind=\"simulated\"}'",
+        ),
         ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
         (
             "[tasks.a.dataset]\nkind = 'csv'\n",

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
@@ -28,16 +29,25 @@ def drawn(view: LiveView, snap: Snapshot, history: History, **settings: object) 
 
 def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> None:
     write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
-    view = LiveView(run_dir=tmp_path, total_steps=60)
+    view = LiveView(run_dir=tmp_path)
     view.lines = ["phase 3 of 4: training"]
     history = view.history()
     snap = view.snapshot(scene.run)
     history.observe(snap)
     text = drawn(view, snap, history)
-    for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
+    for words in ("step 2 of 100", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
                   "adds up", "trainer waits for groups", "committed"):  # fmt: skip
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_view_follows_a_change_of_the_number_of_steps(scene: Scene) -> None:
+    view = LiveView()
+    watched = Run.open(scene.run.store, "demo")
+    scene.run.set(LiveSettings(steps=308))
+    snap = view.snapshot(watched)
+    assert "step 2 of 308" in drawn(view, snap, view.history())
+    assert "step 2 of 308" in view.line(snap, view.history())
 
 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:

@@ -1,0 +1,105 @@
+"""Every `rolloutmq …` that a page, a config or a message prints can be typed as it stands."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
+from rolloutmq.cli import UsageError, app
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("buffer", "producer_workers", "consumer", "rolloutmq", "docker", "configs", "docs")
+FILES = [
+    *ROOT.glob("*.md"),
+    *(
+        file
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.*")
+        if file.suffix in (".md", ".py", ".toml", ".yaml", ".yml", ".json")
+    ),
+]
+COMMANDS: Any = typer.main.get_command(app)
+IN_TICKS = re.compile(r"`(rolloutmq [a-z][^`]*)`")
+LINE = re.compile(r"^(?: {4}|- |\$ )?(rolloutmq [a-z][^`|]*?)$", re.MULTILINE)
+
+
+def command_lines(file: Path) -> Iterator[str]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        yield from LINE.findall(text)
+        yield from IN_TICKS.findall(text)
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(p.value) if isinstance(p, ast.Constant) else "X" for p in node.values]
+            yield from IN_TICKS.findall("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from IN_TICKS.findall(node.value)
+
+
+def parse(line: str) -> tuple[str, list[str]]:
+    """Return the command and its arguments, without placeholders for more and the shell's part."""
+    line = re.sub(r"\{\{.*?\}\}", "X", line.replace("…", "").replace("STEP", "7"))
+    line = re.sub(r"\[[^\]]*\]", "", line)
+    words = shlex.split(re.split(r" (?:&|&&|>) ?", line.replace("\\", ""))[0], comments=True)
+    return words[1], words[2:]
+
+
+def fault(line: str) -> str:
+    """Return why the command would refuse the line; "" if it would not."""
+    name, args = parse(line)
+    if name not in COMMANDS.commands:
+        return f"there is no command {name!r}"
+    try:
+        COMMANDS.commands[name].make_context(name, list(args))
+    except UsageError as error:
+        # text that names a command alone leaves out what it works on
+        return "" if type(error).__name__ == "MissingParameter" else str(error)
+    for config in (ROOT / word for word in args if word.endswith(".toml")):
+        if config.exists():
+            given = [value for flag, value in pairwise(args) if flag == "--set"]
+            load_config(TrainingConfig, config, given)
+    return ""
+
+
+def test_every_printed_command_can_be_typed() -> None:
+    lines = [(str(file.relative_to(ROOT)), line) for file in FILES for line in command_lines(file)]
+    assert len(lines) > 200
+    faults = [(file, line, why) for file, line in lines if (why := fault(line))]
+    assert faults == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "configs/README.md", "docs/pages/demo.md"])
+def test_the_command_is_on_the_path_where_a_page_first_prints_it(page: str, tmp_path: Path) -> None:
+    """Type the first block of the page with the command in a shell that knows only `make`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:ba)?sh\n([^`]*)^```$|((?:^ {4}\S[^\n]*\n)+)", text, re.M)
+    first = next(block for pair in blocks if "rolloutmq " in (block := pair[0] or pair[1]))
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "rolloutmq").write_text("#!/bin/sh\n", encoding="utf-8")
+    (tools / "rolloutmq").chmod(0o755)
+    (tools / "activate").write_text(f'PATH="{tools}:$PATH"\n', encoding="utf-8")
+    for folder in ("configs", "consumer"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    done = subprocess.run(
+        ["bash", "-euc", f"make() {{ :; }}\n{first}"],
+        cwd=tmp_path,
+        env={"PATH": os.defpath},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
