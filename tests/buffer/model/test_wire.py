@@ -730,7 +730,7 @@ def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(
 def test_what_msgpack_cannot_hold_is_a_wire_error(thing: object) -> None:
     states = sample().states
     states[0].ground_truth = thing
-    with pytest.raises(WireError, match="sums-0000000007|set is not part of the format"):
+    with pytest.raises(WireError, match=r"sums-0000000007|set is not part of the format"):
         wire.encode_checked(RolloutGroup("sums-0000000007", "sums", states))
 
 
