@@ -94,7 +94,8 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     (job,) = scene.claim()
     group = scene.run.buffer.read(job.payload)
     for state in group.states:
-        state.extra = {"row": 7, "deep": [{"a": None}]}
+        state.extra = {"row": 7, "deep": [{"a": None}], "own": state.index}
+        state.messages = [{"role": "user", "content": f"rollout {state.index}"}]
         state.ground_truth = {"answer": 2}
     weights = PolicyVersion("l0", 1)
     scene.submit(job, weights)
