@@ -69,11 +69,10 @@ def _culprit(loop_thread: int, began_s: float) -> str:
     frame = frames.pop(loop_thread, None)
     if name := _user_call(frame):
         return f"{name} blocks it at {_place(frame)}; let it await, or run in a process"
-    beside = sorted({name for other in frames.values() if (name := _user_call(other))})
+    running = sorted({name for other in frames.values() if (name := _user_call(other))})
     calls = list(LAST_CALLS)
-    beside = [
-        what for what, began, end in calls if end - max(began, began_s) >= BLOCKED_S
-    ] or beside
+    ended = [what for what, began, end in calls if end - max(began, began_s) >= BLOCKED_S]
+    beside = ended or running
     if beside:
         return f"{', '.join(beside[:3])} may hold the interpreter's lock; let it run in a process"
     return f"it is at {_place(frame)}"
