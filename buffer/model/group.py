@@ -40,6 +40,10 @@ def prompt_of(group: RolloutGroup) -> RolloutGroup:
 GROUP_TIME = "group_time_s"
 """Key of `extra`: the seconds that workers have spent on a group, over all its claims."""
 
+OPEN_SESSIONS = "open_sessions"
+SESSIONS_RESTARTED = "sessions_restarted"
+"""Keys of `extra`: the gateway's record of sessions that were interrupted."""
+
 
 class RolloutGroup:
     """The k rollouts of one prompt, as columns over all of them.
