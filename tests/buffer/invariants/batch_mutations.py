@@ -218,9 +218,9 @@ BATCHES = [
     Mutation(
         "I8",
         "refresh",
-        "'(' .. cut",
+        "'(' .. int(step - threshold)",
         batches.expiring_leaves_what_may_still_be_used,
-        new="cut",
+        new="int(step - threshold)",
     ),
     Mutation(
         "I9",
