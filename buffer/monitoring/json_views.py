@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import to_builtins
+
 from buffer.control.fleet import WorkerRecord
 from buffer.control.role_holder import RoleHolder
 from buffer.model.group import RolloutGroup
@@ -69,6 +71,9 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "leases_lost": int(task.number("leases_lost")),
         "failed": int(task.number("failed")),
         "expirations": int(task.number("expirations")),
+        "ended_early": int(task.number("ended_early")),
+        "discarded_tokens": int(task.number("discarded_tokens")),
+        "unmade_tokens": int(task.number("unmade_tokens")),
         "reasserted": int(task.number("reasserted")),
         "regenerated": int(task.number("regenerated")),
     }
@@ -98,7 +103,8 @@ def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) ->
 
     `tokens` adds ids, logprobs and masks.
     """
-    shared = dict(group.shared)
+    shared: dict[str, Any] = to_builtins(group.shared)
+    shared.pop("sample", None)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
     return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}

@@ -68,7 +68,7 @@ def batch_metrics(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, fl
         "prompt_len/mean": float(np.mean([len(group.prompt_ids) for group in batch.groups])),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
-        **_group_times([group.shared["extra"].get(GROUP_TIME) for group in batch.groups]),
+        **_group_times([group.shared.extra.get(GROUP_TIME) for group in batch.groups]),
     }
 
 
@@ -84,6 +84,8 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
         "async/failed_tries": _total(produced, "failed"),
         "async/filtered_groups": _total(produced, "filtered"),
         "async/expirations": _total(produced, "expirations"),
+        "async/ended_early": _total(produced, "ended_early"),
+        "async/discarded_tokens": _total(produced, "discarded_tokens"),
         "async/produced_samples": _total(produced, "produced_samples"),
         "async/produced_tokens": _total(produced, "produced_tokens"),
     }
