@@ -15,8 +15,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from buffer.errors import WireError
 
-_LARGEST = 1.7976931348623157e308
-Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+_LARGEST = 3.4028234663852886e38
+"""Trainers read scores as float32, in which larger ones are infinite."""
+Score = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 Count = Annotated[int, Meta(ge=0)]
 Version = Annotated[int, Meta(ge=0, lt=2**53)]
 
@@ -93,7 +94,7 @@ class Member(_Map):
     status: Literal["init", "completed", "aborted", "expired", "failed", "filtered", "archived"]
     sample: Sample
     response: str = ""
-    reward: dict[str, Finite] | None = None
+    reward: dict[str, Score] | None = None
     finish_reason: str | None = None
     error: str | None = None
     spans: list[tuple[Count, Count, Version, str]] = []

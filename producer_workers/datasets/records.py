@@ -61,6 +61,7 @@ def problem_of(record: Any) -> Problem:
     tools = _take_tools(record)
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
+    _check_depth({"messages": messages, "tools": tools, "truth": truth, "extra": [record, extra]})
     return Problem(
         messages=messages,
         ground_truth=truth,
@@ -69,6 +70,14 @@ def problem_of(record: Any) -> Problem:
         structured=structured,
         extra={**record, **extra},
     )
+
+
+def _check_depth(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        try:
+            check_nesting([value])
+        except WireError as error:
+            raise ValueError(f'"{name}": {error}') from error
 
 
 def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ GOLDEN_FULL = GOLDEN.with_name("group_v1_full.msgpack")
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+SCORES = st.floats(allow_nan=False, allow_infinity=False, width=32)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | NUMBERS | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -120,7 +121,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))]
                 if tokens
                 else [],
-                reward=draw(st.none() | st.dictionaries(TEXT, NUMBERS, max_size=2)),
+                reward=draw(st.none() | st.dictionaries(TEXT, SCORES, max_size=2)),
                 finish_reason=draw(st.none() | TEXT),
                 status=draw(st.sampled_from(Status)),
                 error=draw(st.none() | TEXT),
@@ -431,6 +432,7 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
         (("members", 0, "index"), -1, "members.0.index"),
         (("members", 0, "reward"), {"score": float("nan")}, "members.0.reward"),
         (("members", 0, "reward"), {"score": float("inf")}, "members.0.reward"),
+        (("members", 0, "reward"), {"score": 1e39}, "members.0.reward"),
         (("members", 0, "reward"), {"score": "1"}, "members.0.reward"),
         (("members", 0, "spans"), [[0, 4, 0, "l"]], "outside of 3"),
         (("members", 0, "spans"), [[-1, 1, 0, "l"]], "members.0.spans.0.0"),
