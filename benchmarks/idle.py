@@ -24,6 +24,7 @@ from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
 from buffer.model.distributions import Bimodal, Distribution, LogNormal
 from buffer.model.ids import group_id
+from buffer.model.rollout import PolicyVersion
 from buffer.model.staleness import staleness
 from buffer.run import Run
 from consumer.rollout_consumer import RolloutConsumer
@@ -104,7 +105,7 @@ def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, na
             time.sleep(setting.step_s)
             if step < steps:
                 work.consumer.commit(step, keep=step)
-                _update(work.consumer, setting, step, folder)
+                _update(work.run, work.consumer, setting, step, folder)
         seconds = time.monotonic() - work.started_s
         meter = read_meters(work.fleets)
         wasted = _wasted(work.run, setting, steps, meter, held)
@@ -122,11 +123,12 @@ def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, na
     )
 
 
-def _update(consumer: RolloutConsumer, setting: Setting, step: int, folder: str) -> None:
+def _update(run: Run, consumer: RolloutConsumer, setting: Setting, step: int, folder: str) -> None:
     if step % setting.sync_weights_interval:
         return
     with consumer.paused("abort" if setting.interruption == "partial" else setting.interruption):
-        consumer.publish_weights(step, folder, "")
+        weights = PolicyVersion(consumer.lineage, step)
+        run.control.publish_weights(consumer.nonce, weights, folder, "")
 
 
 def _wasted(run: Run, setting: Setting, steps: int, meter: Meter, held: dict[str, int]) -> int:

@@ -10,6 +10,7 @@
     │   ├── StoreUnsafe                 3  too old, or configured so that it would lose data
     │   └── ScriptError                 1  a script and its caller disagree: a bug
     ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
+    │   └── WeightsRefused              4  no live worker can load the published weights
     ├── RunError                        5  this run cannot be opened like that
     │   ├── RunExists                   5  another run has that name
     │   ├── RunNotFound                 5  no run on this server has that name
@@ -109,6 +110,10 @@ class ModelError(RolloutMQError):
     """A model folder, an engine or a set of weights cannot be loaded."""
 
     exit_code = 4
+
+
+class WeightsRefused(ModelError):
+    """No live worker can load the published weights, so no group is generated."""
 
 
 class RunError(RolloutMQError):

@@ -32,10 +32,13 @@ from buffer.batches.trainer_opening import Opening
 from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
 from buffer.control.roles import HeldRole
+from buffer.errors import ModelError, WireError
 from buffer.model.group import RolloutGroup
 from buffer.model.manifest import Manifest
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.weights.registry import AnyReceiver
+from buffer.weights.transport import PublishedWeights
 from consumer.batches.batch import Batch, Stopped, check_not_abandoned
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.batches.outlook import status_of_taken
@@ -73,6 +76,7 @@ class RolloutConsumer:
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses.histogram,
         )
+        self._receiver = AnyReceiver(run.store, run.keys)
         self._takes = TakeTimes()
         self._stop = threading.Event()
         self._taker = BatchTaker(run, self.role.nonce, self._check)
@@ -162,7 +166,8 @@ class RolloutConsumer:
 
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`; Fenced if
         another trainer was opened; CheckpointNow if memory is full and there is no `checkpoint`;
-        ExpiredBatch, NoBatch, ProducerGone if waiting is useless (see `consumer.batches.outlook`);
+        ExpiredBatch, NoBatch, ProducerGone, WeightsRefused if waiting is useless (see
+        `consumer.batches.outlook`; that workers refuse the weights is logged at once);
         TaskStopped if nothing more is produced of a task that is short.
         """
         # before the take: groups that left the pool would be forgotten as unwanted
@@ -268,9 +273,19 @@ class RolloutConsumer:
     def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
         """Announce the weights after train step `version` as the newest.
 
-        Workers load them before they claim again.
+        Workers load them before they claim again. `path` and `checksum` are what a sender's `write`
+        returned (`FolderSender`; `publish` calls both). Raises ModelError, and announces nothing,
+        unless weights with this checksum are there, as far as file names, sizes and headers show.
         """
         weights = PolicyVersion(self.lineage, version)
+        try:
+            self._receiver.check(PublishedWeights(path, checksum))
+        except (OSError, WireError, ModelError) as error:
+            raise ModelError(
+                f"the weights {weights} in {path!r} are not announced: {error}",
+                hint="let FolderSender.write write the folder, with its manifest, and pass on what "
+                "it returns; or call `publish`",
+            ) from error
         self._run.control.publish_weights(self.nonce, weights, path, checksum)
         return weights
 

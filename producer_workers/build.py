@@ -14,7 +14,7 @@ import orjson
 from buffer.config.config import ProducingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
-from buffer.config.task import NO_JUDGE, JudgingSection
+from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.model.rollout import FIRST_WEIGHTS
@@ -22,7 +22,7 @@ from buffer.monitoring.tracing import Tracer
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
-from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
+from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -89,7 +89,7 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
     return Sampler(
         name,
         dataset,
-        tokenizer,
+        _task_tokenizer(tokenizer, task),
         task.sample.to_params(),
         prompt_repeat_k=task.prompt_repeat_k,
         seed=seed,
@@ -97,7 +97,15 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
         max_prompt_tokens=config.producer.max_prompt_tokens,
         tools=tool_schemas(*tools),
         images=_image_prompts(config, run, name),
+        system_prompt=task.system_prompt,
     )
+
+
+def _task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
+    """Return the tokenizer for prompts, agents and environments of a task."""
+    if not task.chat_template_kwargs and task.system_prompt is None:
+        return tokenizer
+    return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
 
 
 def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
@@ -108,7 +116,8 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
         raise ConfigError(
             "the run has no folder for images", hint="it was started without [run] media"
         )
-    return ImagePrompts(str(model_dir(config)), limits, run.media)
+    kwargs = config.tasks[name].chat_template_kwargs
+    return ImagePrompts(str(model_dir(config)), limits, run.media, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -240,7 +249,7 @@ def _make_runner(
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
         judge=_make_judge(config, run, name, judges),
-        tokenizer=tokenizer,
+        tokenizer=_task_tokenizer(tokenizer, task),
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.agent_loop_options,

@@ -1,4 +1,4 @@
-"""Print tables of 80 columns for people, and JSON for programs.
+"""Print tables for people, and JSON for programs.
 
 Text that a model wrote never reaches the terminal unchanged: its control characters are made
 visible, and it is never parsed as markup.

@@ -260,7 +260,9 @@ class BatchLedger:
     def set_target(self, nonce: str, task: str, target: int) -> None:
         """Request groups of an evaluation task, `target` in total since the run began."""
         reply = self._store.call(
-            "set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target}
+            "set_target",
+            self._keys.slots(task=task),
+            {"nonce": nonce, "task": task, "target": target},
         )
         unfenced(reply, "trainer")
 

@@ -32,6 +32,12 @@ class BuiltInJudge(NamedTuple):
     """it may run forever, or runs what a model wrote: only allowed in a process of its own"""
 
 
+OWNED_BY_PROMPTS = frozenset(
+    {"conversation", "tools", "tokenize", "return_dict", "return_tensors", "chat_template"}
+    | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
+)
+"""Arguments of a chat template that decide what a prompt is."""
+
 _FUNCTIONS = "producer_workers.judges.built_in"
 
 JUDGES = {
@@ -164,12 +170,25 @@ class TaskSection(Section):
     """
     shuffle: bool = True
     """shuffle the prompts anew in every epoch"""
+    system_prompt: str | None = None
+    """system message of every conversation of this task that has none of its own, an agent's
+    included; default: as the data set, or the model's chat template, has it
+    """
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the model's chat template, for example enable_thinking = false for Qwen 3"""
     agent_loop: str | None = None
     """agent loop that generates the groups of this task; default: [worker] agent_loop"""
     agent_loop_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of that loop, for example tools = ["my_tools:search"], max_turns = 4"""
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leave_own_arguments_alone(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(OWNED_BY_PROMPTS & kwargs.keys()):
+            raise ValueError(f"{', '.join(taken)} cannot be set: prompts are made with their own")
+        return kwargs
 
     @field_validator("judge")
     @classmethod

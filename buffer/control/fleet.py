@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from buffer.control.control import STATE_FIELDS, ControlState
+from buffer.control.control import STATE_FIELDS, ControlState, shorten_reason
 from buffer.control.control_line import ControlConnection
 from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram, join_counts, parse_counts
 from buffer.errors import Fenced, RunNotFound, ScriptError
@@ -77,6 +77,8 @@ class HeartbeatReport(HeartbeatNumbers):
     ack: int
     weights: PolicyVersion
     state: WorkerState
+    refusal: str = ""
+    """the newest weights that the engine could not load, and why; "" if it could"""
     known_epoch: int = 0
 
     def arguments(self) -> dict[str, str | int]:
@@ -85,7 +87,8 @@ class HeartbeatReport(HeartbeatNumbers):
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
         numbers["judge_buckets"] = join_counts(self.judge_buckets)
-        return {"ack": self.ack, "weights": str(self.weights), "state": self.state.value, **numbers}
+        texts = {"state": self.state.value, "refusal": shorten_reason(self.refusal)}
+        return {"ack": self.ack, "weights": str(self.weights), **texts, **numbers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,8 @@ class WorkerRecord(HeartbeatNumbers):
     """a `WorkerState`, or any text of a foreign worker"""
     weights: str = ""
     """"lineage:version", or any text of a foreign worker"""
+    refusal: str = ""
+    """"lineage:version reason" of published weights that it could not load"""
     engine: str = ""
     ack: int = 0
     quarantined: int = 0
@@ -197,6 +202,27 @@ class HeartbeatReply:
     known: bool
     control: ControlState | None
     lost: tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """The reasons of live workers for not loading some weights, by worker; `live`: all of them."""
+
+    weights: PolicyVersion
+    live: int
+    reasons: Mapping[str, str]
+
+    @property
+    def are_all(self) -> bool:
+        """Return whether every live worker refuses them."""
+        return len(self.reasons) == self.live
+
+    def __str__(self) -> str:
+        worker, reason = next(iter(self.reasons.items()))
+        return (
+            f"{len(self.reasons)} of {self.live} workers cannot load the weights {self.weights} "
+            f"({worker}: {reason})"
+        )
 
 
 class Fleet:
@@ -312,6 +338,27 @@ class Fleet:
             "admit", self._keys.slots(), {"worker": valid_name("worker", worker)}
         )
         return int(bad_groups)
+
+    def refusals(self, weights: PolicyVersion) -> Refusals:
+        """Return which live workers could not load `weights`, and why, in two round trips."""
+        live, texts = self._store.retrying("refusals", self._refusals)
+        label = f"{weights} "
+        reasons = {
+            worker.decode(): text.decode(errors="replace").removeprefix(label)
+            for worker, text in zip(live, texts, strict=True)
+            if text and text.startswith(label.encode())
+        }
+        return Refusals(weights, len(live), reasons)
+
+    def _refusals(self) -> tuple[list[bytes], list[bytes | None]]:
+        client: Any = self._store.control
+        seconds, micros = client.time()
+        alive_since_ms = seconds * 1000 + micros // 1000 - self._limits.lease_ms
+        live = client.zrangebyscore(self._keys.workers, alive_since_ms, "+inf")
+        with client.pipeline(transaction=False) as pipe:
+            for worker in live:
+                pipe.hget(self._keys.worker(worker.decode()), "refusal")
+            return live, pipe.execute()
 
     def workers(self) -> list[WorkerRecord]:
         """Return the records of all known workers, by their last heartbeat, oldest first."""

@@ -15,7 +15,17 @@ from buffer.model.ids import LANES, POOLS
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
-NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row", "tail_step")
+NO_SUMS = (
+    "target",
+    "running",
+    "cursor",
+    "ahead",
+    "failures_in_row",
+    "filtered_in_row",
+    "tail_step",
+    "draws_to",
+    "stopped",
+)
 """Fields of `TaskProgress` that are not sums: a difference keeps the newer value."""
 
 
@@ -48,23 +58,33 @@ class TaskProgress:
     ahead: int = 0
     """groups submitted beyond the cursor, after the server lost data"""
     failures_in_row: int = 0
+    filtered_in_row: int = 0
     tail_step: int = 0
     """last train step of the newest tail batch"""
+    draws_to: int = 0
+    """draw at which an evaluation ends, however many of its groups failed; 0: none was requested"""
+    stopped: str = ""
+    """why the scripts start nothing more of the task; empty while they do"""
 
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:
         """Return the counts in the fields of `progress:<task>`; missing ones are 0."""
         counts: dict[str, Any] = {
-            f.name: int(float(counters.get(f.name) or 0)) for f in fields(cls)
+            f.name: int(float(counters.get(f.name) or 0))
+            for f in fields(cls)
+            if f.name not in ("raw_rewards_sum", "stopped")
         }
-        return cls(**{**counts, "raw_rewards_sum": float(counters.get("raw_rewards_sum") or 0)})
+        rewards = float(counters.get("raw_rewards_sum") or 0)
+        return cls(**counts, raw_rewards_sum=rewards, stopped=counters.get("stopped", ""))
 
     def since(self, earlier: TaskProgress) -> TaskProgress:
         """Return the difference to an earlier reading; fields in NO_SUMS keep their value."""
         added: dict[str, Any] = {
-            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)
+            f.name: getattr(self, f.name) - getattr(earlier, f.name)
+            for f in fields(self)
+            if f.name not in NO_SUMS
         }
-        return TaskProgress(**{**added, **{name: getattr(self, name) for name in NO_SUMS}})
+        return TaskProgress(**added, **{name: getattr(self, name) for name in NO_SUMS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ waits for it knows why:
     broken   prompts can no longer be drawn: the task is stopped until
              `rolloutmq continue --task TASK`
 
-Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
+    failing  every try fails: the scripts count that themselves, and stop the task likewise
 
 `ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state,
 the train step and the limits. Both sides read these, so they cannot disagree.
@@ -26,7 +26,7 @@ from buffer.store.keys import Keys
 from buffer.store.replies import unfenced
 from buffer.store.store import Store
 
-HaltKind = Literal["", "enough", "broken"]
+HaltKind = Literal["", "enough", "broken", "failing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,11 @@ class TaskStop:
     kind: HaltKind = ""
     step: int = 0
     reason: str = ""
-    failures: int = 0
-    """tries that had failed or were filtered in a row when this was read"""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether the task is stopped until `rolloutmq continue --task`."""
+        return self.kind in ("broken", "failing")
 
     def is_enough_for(self, step: int) -> bool:
         """Return whether the batch of `step` is complete with what there is."""
@@ -56,11 +59,13 @@ class TaskStops:
 
     def of(self, task: str) -> TaskStop:
         """Return the halt of a task; `TaskStop()` if there is none."""
-        names = ("halt", "halt_step", "halt_reason", "failures_in_row")
+        names = ("halt", "halt_step", "halt_reason", "stopped")
         command = ("HMGET", self._keys.progress(task), *names)
         (fields,) = self._store.each("halt", [command], "control")
-        kind, step, reason, failures = (field.decode() if field else "" for field in fields)
-        return TaskStop(cast(HaltKind, kind), int(step or 0), reason, int(failures or 0))
+        kind, step, reason, stopped = (field.decode() if field else "" for field in fields)
+        if stopped:
+            return TaskStop("failing", 0, stopped)
+        return TaskStop(cast(HaltKind, kind), int(step or 0), reason)
 
     def publish(self, nonce: str, task: str, halt: TaskStop) -> None:
         """Publish, as the producer `nonce`, why a task stopped; `TaskStop()` ends it.

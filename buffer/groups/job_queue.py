@@ -150,7 +150,7 @@ class JobQueue:
                 "target": "" if target is None else target,
                 "threshold": limits.threshold(task),
                 "mark": limits.low_bytes if lane == "fresh" else limits.high_bytes,
-                **self._bounds(task),
+                "most": limits.of(task).max_in_flight or "",
             },
             keys.in_slot(payloads),
             [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
@@ -187,26 +187,13 @@ class JobQueue:
                 "tail": tail_step or "",
                 "limit": limit,
                 "mark": self._limits.high_bytes,
-                **self._bounds(task),
+                "most": self._limits.of(task).max_in_flight or "",
             },
         )
         return reissued(unfenced(reply, "producer"))
 
-    def _bounds(self, task: str) -> dict[str, int | str]:
-        own = self._limits.of(task)
-        return {"most": own.max_in_flight or "", "patience": own.max_consecutive_failures or ""}
-
-    def failures(self, task: str) -> tuple[int, bool]:
-        """Return how many tries in a row failed or were filtered, and whether the task stopped."""
-        key = self._keys.progress(task)
-        raw = self._store.retrying(
-            "failures", lambda: self._store.control.hget(key, "failures_in_row")
-        )
-        failures = int(raw or 0)
-        return failures, self._limits.is_too_many_failures(task, failures)
-
     def forgive(self, task: str) -> None:
-        """Reset the failures in a row of a task, so that it is started again."""
+        """Start groups of a stopped task again, and count its failures from 0."""
         self._store.call("forgive", self._keys.slots(task=task), {"task": task})
 
     # -- for workers ---------------------------------------------------------
@@ -256,6 +243,7 @@ class JobQueue:
         # half a surrogate pair, say, in the message of a foreign exception
         text = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
+        patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
             "release",
             self._keys.slots(task=task, worker=worker),
@@ -267,6 +255,12 @@ class JobQueue:
                 "max_tries": self._limits.max_tries,
                 "tail": self._limits.tail_tries(task) or "",
                 "lag": self._limits.token_lag(task),
+                "task": task,
+                "worker": worker,
+                "lease_ms": self._limits.lease_ms,
+                "message": " ".join(text[:200].split()),
+                "patience": patience,
+                "first": first,
             },
         )
         return released(reply, job)

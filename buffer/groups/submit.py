@@ -132,6 +132,8 @@ class Submission:
             "reward_count": len(counted),
             "order": "" if status is Status.FILTERED else self._order(group),
             "lag": self._limits.token_lag(group.task),
+            "task": group.task,
+            "patience": self._limits.of(group.task).max_consecutive_filtered or "",
             "chunks": ref.chunks,
         }
 

@@ -22,7 +22,7 @@
 -- ARGV lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
 --       | FULL 6 x control held mark (groups wait, but none may be started) | BARRED 6 x control bad (see quarantine)
--- keeps I2 (the token fences), I10 (checked here, even if the worker missed a message), I11 (a try counts now; a barred worker gets none), I12, I13 (token)
+-- keeps I2 (the token fences), I10 (checked here, even if the worker missed a message), I11 (a try counts now; a barred worker gets none, and nobody a group of a stopped task), I12, I13 (token)
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end
@@ -53,10 +53,10 @@ end
 
 -- the groups of every pair are read before anything is written
 local now, claimed, given, refused = now_ms(), {}, {}, nil
-for n, jobs, _, lane in each_unit do
+for n, jobs, progress, lane in each_unit do
   if #claimed >= limit then break end
   local mark = lane == 'fresh' and low_bytes or high_bytes
-  local is_open = lane_is_open(control, lane)
+  local is_open = lane_is_open(control, lane) and redis.call('HEXISTS', progress, 'stopped') == 0
   if is_open and is_full(bytes, mark) and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
     if redis.call('XLEN', jobs) > 0 then refused = mark end
   elseif is_open then

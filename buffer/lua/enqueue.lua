@@ -29,10 +29,9 @@
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
 -- ARGV mark      0..            payload bytes of the run from which no group is started; 0 = no bound
 -- ARGV most      ''|1..         largest number of groups of the task in flight; '' = no bound
--- ARGV patience  ''|1..         consecutive failures after which no group is started; '' = no bound
 -- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used: count it
 --                   as dropped; bytes of its INIT payload, if that key is not given
--- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held mark | STOPPED failures | NO_PAYLOAD gid
+-- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held mark | STOPPED | NO_PAYLOAD gid
 -- keeps I1, I3 (compare-and-set in the step that enqueues), I12 (new prompts only below the low mark), I13 (operation)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
@@ -46,8 +45,7 @@ for _, stream in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do waiting = waiti
 if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledger)) then
   return {'FULL', int(held), int(mark)}
 end
-local failures = too_many_failures(progress, patience)
-if failures then return {'STOPPED', int(failures)} end
+if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, ledger, target, threshold, most)
 local function prompt_bytes(n, size)

@@ -15,6 +15,7 @@
 -- ARGV ack            0..            control epoch that it has carried out
 -- ARGV weights        weights        "lineage:version" that its engine acknowledged
 -- ARGV state          name           for people: starting, idle, working, paused, draining
+-- ARGV refusal        ''|text..2000  "lineage:version reason" of published weights that it could not load; '' = none
 -- ARGV tokens_per_s   number         for people
 -- ARGV done           0..            groups finished since it started
 -- ARGV concurrency    0..            groups that it runs at a time; 0 = unknown
@@ -48,7 +49,7 @@ end
 tick(clock, now, lease_ms)
 if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
 redis.call('ZADD', workers, int(now), worker)
-redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'tokens_per_s', tokens_per_s, 'done', int(done),
+redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'refusal', refusal or '', 'tokens_per_s', tokens_per_s, 'done', int(done),
   'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
   'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
   'judge_buckets', judge_buckets, 'judging', int(judging), 'seen_ms', int(now))

@@ -23,8 +23,7 @@
 -- ARGV limit     1..500       largest number of groups
 -- ARGV mark      0..          payload bytes of the run from which no group is started; 0 = no bound
 -- ARGV most      ''|1..       largest number of groups of the task in flight; '' = no bound
--- ARGV patience  ''|1..       consecutive failures after which no group is started; '' = no bound
--- replies OK reissued left | FENCED | CLOSED mode | FULL held mark | STOPPED failures
+-- replies OK reissued left | FENCED | CLOSED mode | FULL held mark | STOPPED
 -- keeps I1, I12 (started groups up to the high mark); bounded by the room, so that a repeated call cannot overshoot (I13)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
@@ -33,8 +32,7 @@ local held = redis.call('ZCARD', pool)
 if held == 0 or held < at_least then return {'OK', 0, held} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
 if is_refused(bytes, mark, leases, ledger) then return {'FULL', int(held_bytes(bytes)), int(mark)} end
-local failures = too_many_failures(progress, patience)
-if failures then return {'STOPPED', int(failures)} end
+if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, ledger, target, threshold, most)
 local count = math.min(free, limit, held)
 if count <= 0 then return {'OK', 0, held} end

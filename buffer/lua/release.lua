@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: bells, events, retries, staleness, waiting
+-- include: bells, brakes, events, numbers, retries, staleness, waiting
 -- KEYS leases        ZSET
 -- KEYS holds         SET     gids that the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
@@ -15,6 +15,8 @@
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
 -- KEYS expired       ZSET    pool of the task
+-- KEYS workers       ZSET
+-- KEYS bell_trainer  LIST
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|failed|lost  waits again | to the pool of aborted groups | a try is used up |
@@ -24,8 +26,14 @@
 -- ARGV lag       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV tail      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
 --                                            in the pool of expired groups; '' = none does
+-- ARGV task      name
+-- ARGV worker    name
+-- ARGV lease_ms  1..86_400_000
+-- ARGV message   text..1000                    the reason in one line, for screens
+-- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
+-- ARGV first     ''|1..                        the same while no try of the task has succeeded
 -- replies OK place | FENCED
--- keeps I1, I2, I8, I11 (a clean release gives the try back), I13 (token)
+-- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
 local record = groups .. gid
 local held = redis.call('HMGET', record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage',
@@ -40,8 +48,10 @@ redis.call('HSET', record, 'released', token)
 local place
 if kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
-    redis.call('HINCRBY', progress, 'failed', 1)
-    redis.call('HINCRBY', progress, 'failures_in_row', 1)
+    local failures = note_failure(progress, workers, worker, lease_ms, message, patience, first)
+    if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
+      stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
+    end
   end
   place = retry_or_bury({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
     dead_letters = dead_letters, progress = progress}, gid, max_tries, reason)

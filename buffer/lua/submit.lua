@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
--- include: bells, byte_count, clock, events, numbers, order_index, payloads, staleness
+-- include: bells, brakes, byte_count, clock, events, numbers, order_index, payloads, staleness
 -- KEYS leases        ZSET
 -- KEYS holds         SET      gids that the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
@@ -28,6 +28,8 @@
 -- ARGV reward_count 0..4096                     number of these scores
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV task         name
+-- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
 -- ARGV chunks       1..1024
 -- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of each lineage in the group: its oldest version; of the
 --                      rollouts whose last trained token it made, the least newest version. none = no token was generated
@@ -53,13 +55,15 @@ redis.call('ZREM', leases, gid)
 redis.call('SREM', holds, gid)
 -- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
-  'raw_rewards_count', 'arrivals', 'failures_in_row')
+  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row')
 local arrival = string.format('%010d', num(counts[6]) + 1)
 redis.call('HSET', progress, 'running', int(num(counts[1]) - 1), 'produced_samples', int(num(counts[2]) + samples),
   'produced_tokens', int(num(counts[3]) + tokens),
   'raw_rewards_sum', string.format('%.17g', num(counts[4]) + num(reward_sum)),
   'raw_rewards_count', int(num(counts[5]) + reward_count), 'arrivals', int(num(counts[6]) + 1))
-if status == 'completed' and num(counts[7]) > 0 then redis.call('HSET', progress, 'failures_in_row', 0) end
+-- a filtered group was generated and judged: its task works
+if status ~= 'aborted' and num(counts[7]) > 0 then redis.call('HSET', progress, 'failures_in_row', 0) end
+if status == 'completed' and num(counts[8]) > 0 then redis.call('HSET', progress, 'filtered_in_row', 0) end
 if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[2]) end
 local went = payload ~= 'init' and num(held[10]) or 0
 
@@ -67,7 +71,10 @@ if status == 'filtered' then
   redis.call('SADD', garbage, gid .. ' init 1', gid .. ' ' .. token .. ' ' .. chunks)
   redis.call('SETBIT', filtered, held[5], 1)
   redis.call('HINCRBY', progress, 'filtered', 1)
-  redis.call('HINCRBY', progress, 'failures_in_row', 1)
+  local in_row = redis.call('HINCRBY', progress, 'filtered_in_row', 1)
+  if patience and in_row >= patience and redis.call('HEXISTS', progress, 'stopped') == 0 then
+    stop_task(progress, task, in_row .. ' groups in a row were filtered', bell_trainer, events)
+  end
   count_bytes(bytes, 0, went + num(held[11]))
   redis.call('UNLINK', record)
 else

@@ -21,7 +21,7 @@ from pydantic import (
 
 from buffer.model.byte_size import Bytes
 from buffer.model.compression import Compression
-from buffer.model.task_mix import Reweighting, TaskMix
+from buffer.model.task_mix import Reweighting, TaskMix, allocate
 
 SCHEMA = "1"
 """Version of keys and scripts; a client refuses a run of another one."""
@@ -32,6 +32,9 @@ LOADING = "loading"
 REMOVING = "removing"
 """In place of the schema version while a run is removed: it cannot be opened."""
 
+
+LEAST_FAILURES = 8
+"""Failures in a row that never stop a task: a batch of one group must not end with one bad row."""
 
 DAY_MS = 86_400_000
 """The longest time in milliseconds that the scripts accept."""
@@ -65,9 +68,15 @@ class TaskSettings(BaseModel):
     """
     max_in_flight: int | None = Field(None, ge=1, le=1_000_000)
     """largest number of groups that wait or run; default: as many as the strategy needs"""
-    max_consecutive_failures: int | None = Field(None, ge=1, le=1_000_000)
-    """consecutive tries that failed or were filtered after which the task is stopped, with its
-    reason, until `rolloutmq continue --task TASK`; default: no limit
+    max_consecutive_failures: int | None = Field(None, ge=0, le=100_000)
+    """consecutive failed tries after which the task is stopped, with its reason, until `rolloutmq
+    continue --task TASK`. The failures of one worker alone count for its share of the live workers.
+    0: no limit; default: three times the groups of the task in a batch, and once while no try has
+    succeeded, but at least 8
+    """
+    max_consecutive_filtered: int | None = Field(None, ge=1, le=1_000_000)
+    """consecutive groups that is_valid_sample_fn filtered after which the task is stopped in the
+    same way; default: no limit, since a hard task may filter for long
     """
 
 
@@ -207,10 +216,18 @@ class RunLimits(LiveLimits):
         """
         return self.of(task).tail_batch_max_tries if self.tasks[task].eval_of is None else None
 
-    def is_too_many_failures(self, task: str, failures: int) -> bool:
-        """Return whether that many consecutive failures stop the task (I11)."""
+    def failures_in_row(self, task: str) -> tuple[int | str, int | str]:
+        """Return the failures in a row that stop a task, and those while none succeeded (I11).
+
+        "": no limit.
+        """
         most = self.of(task).max_consecutive_failures
-        return most is not None and failures >= most
+        if most is not None:
+            return most or "", most or ""
+        is_eval = self.tasks[task].eval_of is not None
+        shares = allocate(self.batch_size, self.newest_weights())
+        batch = max(LEAST_FAILURES, self.batch_size if is_eval else shares[task])
+        return 3 * batch, batch
 
     def adopt(self, newer: RunLimits) -> None:
         """Take over the values of `newer` in place."""

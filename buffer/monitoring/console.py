@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+UNBOUNDED = 10_000
+"""A width that no line reaches."""
 
 
 class PlainConsole(Console):
@@ -23,8 +28,15 @@ class PlainConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Open a console without guessed colours; rich itself respects NO_COLOR and pipes."""
-    return PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
+    """Open a console without guessed colours; rich itself respects NO_COLOR.
+
+    Where the output is no terminal, lines are as wide as their content, unless COLUMNS is set.
+    """
+    opened = PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
+    if os.environ.get("COLUMNS", "0").strip("0") == "":
+        size = shutil.get_terminal_size()
+        opened.width = size.columns if opened.is_terminal else UNBOUNDED
+    return opened
 
 
 def plain(text: str) -> str:

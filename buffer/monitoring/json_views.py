@@ -28,7 +28,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "trainer": _role_json(snap.trainer),
         "producer": _role_json(snap.producer),
         "curriculum_error": snap.control.get("curriculum_error") or None,
-        "tasks": {task.account.task: _task_json(task) for task in snap.tasks},
+        "tasks": {task.account.task: _task_json(task, snap.now_ms) for task in snap.tasks},
         "workers": [_worker_json(worker) for worker in snap.workers],
         "tokens_per_s": snap.tokens_per_s,
         "leases": snap.leases,
@@ -46,7 +46,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
     }
 
 
-def _task_json(task: TaskView) -> dict[str, Any]:
+def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
     return {
         "places": task.account.places,
         "enqueued": task.account.enqueued,
@@ -60,6 +60,7 @@ def _task_json(task: TaskView) -> dict[str, Any]:
         "backlog": task.backlog,
         "ready": task.ready,
         "too_old": task.too_old,
+        "trouble": task.trouble(now_ms),
         "stale_threshold": None if task.is_eval else task.stale_threshold,
         "staleness": task.staleness,
         "produced_samples": int(task.number("produced_samples")),

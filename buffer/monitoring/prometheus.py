@@ -247,7 +247,9 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _of_task("groups_ahead", "Groups between data set and trainer.", lambda t: t.started),
     _of_task("groups_ahead_limit", "Most groups that may be there.", lambda t: t.may_start),
     _of_task("batch_groups", "Groups of a task in a batch.", lambda t: t.asked),
-    _of_task("task_stopped", "1 after too many failed tries in a row.", lambda t: t.is_stopped),
+    _of_task(
+        "task_stopped", "1 after too many failed tries in a row.", lambda t: bool(t.stop_reason)
+    ),
     _Family("reward_mean", "Mean score of all groups, before any filter.", ("task",), _rewards),
     _task_counter("groups_enqueued", "Groups that were drawn and started.", "enqueued"),
     _task_counter("groups_consumed", "Groups that were handed out in batches.", "consumed"),

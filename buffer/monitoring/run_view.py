@@ -22,6 +22,9 @@ from buffer.run import Run
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
 
+RECENT_MS = 60_000
+"""An error is shown for this time, and for as long as every try fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
@@ -40,8 +43,32 @@ class TaskView:
     asked: int
     stale_threshold: int
     """staleness from which its groups are expired"""
-    is_stopped: bool = False
-    """too many tries have failed in a row"""
+
+    @property
+    def stop_reason(self) -> str:
+        """Why nothing more of it is started until `rolloutmq continue --task`; "" while it runs."""
+        is_broken = self.progress.get("halt") == "broken"
+        reason = self.progress.get("halt_reason", "") if is_broken else ""
+        return self.progress.get("stopped", "") or reason
+
+    def trouble(self, now_ms: int) -> str:
+        """Return in one line what goes wrong with the task now; "" if nothing does."""
+        if self.stop_reason:
+            return f"stopped: {self.stop_reason}"
+        is_recent = now_ms - self.number("error_ms") < RECENT_MS
+        if self.error and (is_recent or self.number("failures_in_row")):
+            return f"{self.number('failed'):.0f} failed: {self.error}"
+        return ""
+
+    @property
+    def error(self) -> str:
+        """The newest error of a failed try; "" if none failed, or the task was continued since."""
+        return self.progress.get("error", "")
+
+    @property
+    def has_never_succeeded(self) -> bool:
+        """Return whether tries have failed, and no group was ever completed or filtered."""
+        return self.number("failed") > 0 and not self.number("raw_rewards_count")
 
     @property
     def started(self) -> int:
@@ -151,6 +178,12 @@ class Snapshot:
     def training(self) -> list[TaskView]:
         """Tasks that a train step takes from."""
         return [task for task in self.tasks if not task.is_eval]
+
+    @property
+    def troubles(self) -> list[str]:
+        """What goes wrong now, one line for each task of which something does."""
+        troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
+        return [f"{task}: {trouble}" for task, trouble in troubles.items() if trouble]
 
     @property
     def tokens_per_s(self) -> float:
@@ -273,7 +306,6 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         staleness={} if is_eval else counts,
         asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
-        is_stopped=run.limits.is_too_many_failures(name, int(progress.get("failures_in_row", 0))),
     )
 
 

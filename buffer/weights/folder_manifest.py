@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from buffer.errors import WireError
+from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
 
@@ -39,14 +41,39 @@ def verify(folder: Path, checksum: str) -> None:
             raise WireError(f"{name} differs from its checksum in the manifest")
 
 
-def check_sizes(folder: Path, checksum: str) -> None:
-    """Check the manifest and the sizes of the files, but do not read them. Raises as `verify`."""
+def check_sizes(folder: Path, checksum: str) -> list[str]:
+    """Check the manifest and the sizes of its files, but do not read them; return their names.
+
+    Raises as `verify`.
+    """
     data = (folder / NAME).read_bytes()
     check(data, checksum)
-    for name, facts in orjson.loads(data)["files"].items():
+    files: dict[str, dict[str, Any]] = orjson.loads(data)["files"]
+    for name, facts in files.items():
         size = (folder / name).stat().st_size
         if size != facts["bytes"]:
             raise WireError(f"{name} has {size} bytes, expected {facts['bytes']}")
+    return list(files)
+
+
+def check_files(folder: Path, checksum: str) -> None:
+    """Check all that an engine checks before it reads tensors: also the headers of weight files.
+
+    Raises as `verify`, and ModelError for a folder without weights.
+    """
+    listed = check_sizes(folder, checksum)
+    for file in weight_files(folder):
+        if file.name not in listed:
+            raise WireError(f"{file.name} is not in the manifest: write that last")
+        with file.open("rb") as stream:
+            try:
+                needed = read_header(stream).file_bytes
+            except ValueError as error:
+                raise WireError(f"{file.name} is not a safetensors file: {error}") from error
+        if file.stat().st_size != needed:
+            raise WireError(
+                f"{file.name} has {file.stat().st_size} bytes, its header needs {needed}"
+            )
 
 
 def digest(manifest: bytes) -> str:

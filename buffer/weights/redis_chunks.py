@@ -176,6 +176,9 @@ class RedisReceiver(WeightsReceiver):
         self._versions = VersionStore(store, keys)
         self._downloads: TemporaryDirectory[str] | None = None
 
+    def check(self, published: PublishedWeights) -> None:
+        self._versions.record(published.address.removeprefix(SCHEME), published.checksum)
+
     def fetch(self, published: PublishedWeights) -> Path:
         label = published.address.removeprefix(SCHEME)
         if self._downloads is None:

@@ -55,6 +55,9 @@ class AnyReceiver(WeightsReceiver):
     def __init__(self, store: Store, keys: Keys) -> None:
         self._receivers = {scheme: open_(store, keys) for scheme, open_ in _RECEIVERS.items()}
 
+    def check(self, published: PublishedWeights) -> None:
+        self._receiver_of(published).check(published)
+
     def announcement(self, published: PublishedWeights) -> Announcement | None:
         return self._receiver_of(published).announcement(published)
 

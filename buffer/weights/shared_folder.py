@@ -84,6 +84,9 @@ class FolderSender:
 class FolderReceiver(WeightsReceiver):
     """Reads a version where it is."""
 
+    def check(self, published: PublishedWeights) -> None:
+        manifest.check_files(Path(published.address), published.checksum)
+
     def fetch(self, published: PublishedWeights) -> Path:
         folder = Path(published.address)
         if published.checksum:

@@ -133,6 +133,9 @@ class TransferReceiver(WeightsReceiver):
         self._versions = VersionStore(store, keys)
         self._folder = FolderReceiver()
 
+    def check(self, published: PublishedWeights) -> None:
+        self.announcement(published)
+
     def announcement(self, published: PublishedWeights) -> Announcement:
         """Return the announcement. Raises WireError if it is missing or not the published one."""
         label = published.address.removeprefix(SCHEME)

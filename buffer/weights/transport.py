@@ -46,7 +46,11 @@ class WeightsSender(Protocol):
 
 
 class WeightsReceiver(ABC):
-    """A worker's side. `announcement`, `fetch` raise OSError, WireError, StoreUnavailable."""
+    """A worker's side. Its methods raise OSError, WireError, ModelError, StoreUnavailable."""
+
+    @abstractmethod
+    def check(self, published: PublishedWeights) -> None:
+        """Check what a worker will find there, without reading the tensors."""
 
     @abstractmethod
     def fetch(self, published: PublishedWeights) -> Path:

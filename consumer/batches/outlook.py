@@ -10,6 +10,7 @@ producer and trainer cannot disagree.
        │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
        │        ├── groups are waiting or running ─────▶ waits
        │        ├── its task was stopped ──────────────▶ TaskStopped
+       │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
        │        ├── no producer for producer_timeout_s ▶ ProducerGone (unless a standby takes over)
        │        └── none waits or runs, and the producer has had a whole round:
        │              newer weights exist (M < T - 1) ─▶ ExpiredBatch
@@ -30,6 +31,7 @@ from typing import Any
 
 from buffer.batches.account import TaskAccount
 from buffer.control.control import ControlState, Mode
+from buffer.control.fleet import Refusals
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
@@ -39,6 +41,7 @@ from buffer.model.staleness import staleness
 from buffer.run import Run
 from buffer.store.retry import OutageClock
 from consumer.batches.batch import Stopped
+from consumer.batches.refused_weights import RefusalWatch
 
 log = logging.getLogger("rolloutmq.consumer")
 
@@ -74,6 +77,8 @@ class WaitReason(NotReady):
     """(waiting, running) groups of each missing task"""
     workers: int = 0
     """live workers, each of which could claim such a group"""
+    refusals: Refusals | None = None
+    """live workers that cannot load the newest weights, and claim nothing"""
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
 
     def __str__(self) -> str:
@@ -84,16 +89,19 @@ class WaitReason(NotReady):
             for task, (waiting, running) in self.started.items()
         ]
         parts.append(f"{self.workers} live workers" if self.workers else "there is no live worker")
+        if self.refusals and self.refusals.reasons:
+            parts.append(str(self.refusals))
         if self.status in _STATUS_REASONS:
             parts.append(_STATUS_REASONS[self.status])
         return "; ".join(parts)
 
 
 def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
-    """Return why step `step` is not ready. Two round trips; changes nothing."""
+    """Return why step `step` is not ready. Four round trips; changes nothing."""
     short = _short_tasks(answer)
     state = run.control.state()
-    workers, *numbers = run.store.retrying("wait reason", lambda: _read_progress(run, short))
+    refusals = run.fleet.refusals(state.weights)
+    numbers = run.store.retrying("wait reason", lambda: _read_progress(run, short))
     width = len(LANES) + 1
     rows = [numbers[i * width : (i + 1) * width] for i in range(len(short))]
     started = {
@@ -105,7 +113,8 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
         answer.recovering,
         answer.checkpoint_now,
         started=started,
-        workers=workers,
+        workers=refusals.live,
+        refusals=refusals,
         status=batch_status(state, step, run.limits),
     )
 
@@ -115,12 +124,9 @@ def _short_tasks(answer: NotReady) -> list[str]:
 
 
 def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
-    """Read the live workers; then for each task the lengths of its lanes and its running groups."""
+    """Read for each task the lengths of its lanes and its running groups."""
     client: Any = run.store.control
-    seconds, micros = client.time()
-    alive_since_ms = seconds * 1000 + micros // 1000 - run.limits.lease_ms
     with client.pipeline(transaction=False) as pipe:
-        pipe.zcount(run.keys.workers, alive_since_ms, "+inf")
         for task in tasks:
             for lane in LANES:
                 pipe.xlen(run.keys.jobs(task, lane))
@@ -142,6 +148,7 @@ class BatchOutlook:
         self._step = step
         self._trains = trains
         self._timeout_s = producer_timeout_s
+        self._refusals = RefusalWatch(run)
         self._clock = OutageClock()
         self._waited_s = 0.0
         self._next_check_s = time.monotonic() + POLL_S
@@ -160,17 +167,14 @@ class BatchOutlook:
             if ready >= counts[task]:
                 continue
             halt = self._run.task_stops.of(task)
-            has_failed = self._run.limits.is_too_many_failures(task, halt.failures)
             if halt.is_enough_for(self._step):
                 wanted[task] = ready
-            if has_failed or halt.kind == "broken" or not any(wanted.values()):
-                failures = f"{halt.failures} tries failed or were filtered one after the other"
-                reason = failures if has_failed else halt.reason
+            if halt.is_stopped or not any(wanted.values()):
                 raise TaskStopped(
-                    f"task {task} is stopped: {reason}, and the batch needs {counts[task]} groups "
-                    f"of it ({ready} are ready)",
+                    f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
+                    f"of it, {ready} are ready",
                     hint="`rolloutmq dead` shows the reasons; fix the cause, then run "
-                    f"`rolloutmq continue --task {task}`",
+                    f"`rolloutmq continue --task {task}`, or start `rolloutmq run` again",
                 )
         return wanted
 
@@ -187,6 +191,7 @@ class BatchOutlook:
             return
         holder = self._run.control.holder("producer")
         self._raise_if_gone(holder)
+        self._refusals.check(state)
         if self._trains:
             self._raise_if_expired(state, answer)
             self._raise_if_exhausted(state, answer, holder)

@@ -1,9 +1,9 @@
-"""Load a Hugging Face tokenizer and use it in one thread."""
+"""Load a Hugging Face tokenizer, use it in one thread, and write the chats of a task with it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -24,12 +24,49 @@ async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.
     )
 
 
+SYSTEM_ROLES = ("system", "developer")
+
+
 class Tokenizer(Protocol):
     """What a sampler and an agent loop call; any Hugging Face tokenizer has these methods."""
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
     def decode(self, token_ids: Any, /, **options: Any) -> Any: ...
+
+
+class TaskTokenizer:
+    """A tokenizer that writes chats with a task's template arguments and its system prompt.
+
+    A conversation with a system message of its own keeps that. Everything else is the tokenizer's.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], system_prompt: str | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs)
+        self._system_prompt = system_prompt
+
+    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any:
+        messages = with_system_prompt(conversation, self._system_prompt)
+        return self._tokenizer.apply_chat_template(messages, **{**self._template_kwargs, **options})
+
+    def decode(self, token_ids: Any, /, **options: Any) -> Any:
+        return self._tokenizer.decode(token_ids, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def with_system_prompt(
+    messages: Sequence[dict[str, Any]], system_prompt: str | None
+) -> list[dict[str, Any]]:
+    """Return the messages behind the system prompt, unless they begin with their own."""
+    has_own = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
+    if system_prompt is None or has_own:
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def load_tokenizer(model: str) -> Tokenizer:

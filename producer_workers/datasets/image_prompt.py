@@ -7,6 +7,7 @@ trainers check that their own count agrees.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -52,8 +53,15 @@ class ImagePrompt:
 class ImagePrompts:
     """Makes the prompts of one task and keeps their images as files of their groups."""
 
-    def __init__(self, model: str, limits: ImagesSection, media: MediaFolder) -> None:
+    def __init__(
+        self,
+        model: str,
+        limits: ImagesSection,
+        media: MediaFolder,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._processor = load_processor(model)
+        self._template_kwargs = template_kwargs or {}
         self._limits = limits
         self._media = media
 
@@ -64,7 +72,11 @@ class ImagePrompts:
         """
         files = [load_image(source, self._limits) for source in problem.images]
         text = self._processor.apply_chat_template(
-            problem.messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+            problem.messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_kwargs,
         )
         pixels = [file.pixels for file in files]
         # The template has already written the special tokens.

@@ -81,7 +81,7 @@ class AgentLoopManager:
         }
         self._memory = MemoryUse(0, 0, 0)
         self._refusal = LogOnce(log, "no new groups for now")
-        self._stopped: set[str] = set()
+        self._stops: dict[str, TaskStop] = {}
         self._halts: dict[str, TaskStop] = {}
         self._sweep_at = 0.0
         self.role = HeldRole(run.control, "producer")
@@ -147,10 +147,8 @@ class AgentLoopManager:
 
     def _raise_if_stopped(self, step: int) -> None:
         for task, share in self._run.limits.mix().shares(step).items():
-            halt = self._halt(task)
-            if share and (task in self._stopped or halt.kind == "broken"):
-                reason = halt.reason or "too many tries failed or were filtered in a row"
-                raise TaskStopped(f"task {task} is stopped: {reason}", hint=_how_to_fix(task))
+            if share and (stop := self._stops.get(task)):
+                raise TaskStopped(f"task {task} is stopped: {stop.reason}", hint=_how_to_fix(task))
 
     # -- rounds --------------------------------------------------------------
 
@@ -214,28 +212,24 @@ class AgentLoopManager:
             return self._samplers[task].start(self.nonce, plan, context, self._memory)
         except ConfigError as error:
             self._publish(task, TaskStop("broken", 0, str(error)))
-            log.error("task %s is stopped: %s; %s", task, error, _how_to_fix(task))
+            self._is_stopped(context)
             return 0
 
     def _is_stopped(self, context: ProduceContext) -> bool:
         """Return whether a task is stopped, and log when it becomes so."""
         # the scripts would refuse anyway
         task = context.task
-        failures = context.progress.failures_in_row
-        stopped = self._run.limits.is_too_many_failures(task, failures)
-        if stopped and task not in self._stopped:
-            log.error(
-                "task %s is stopped: %d tries failed or were filtered in a row; %s",
-                task,
-                failures,
-                _how_to_fix(task),
-            )
-        if stopped:
-            self._stopped.add(task)
+        stop = TaskStop("failing" if context.progress.stopped else "", 0, context.progress.stopped)
+        # until an operator continues the task; a new producer tries again
+        if self._halt(task).kind == "broken":
+            stop = self._run.task_stops.of(task)
+        if stop.is_stopped:
+            if task not in self._stops:
+                log.error("task %s is stopped: %s; %s", task, stop.reason, _how_to_fix(task))
+            self._stops[task] = stop
             return True
-        self._stopped.discard(task)
-        # what was found broken stays so until an operator continues the task
-        return self._halt(task).kind == "broken" and self._run.task_stops.of(task).kind == "broken"
+        self._stops.pop(task, None)
+        return False
 
     def _halt(self, task: str) -> TaskStop:
         return self._halts.get(task, TaskStop())

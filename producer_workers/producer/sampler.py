@@ -16,7 +16,7 @@ from buffer.errors import DatasetError, MediaError
 from buffer.model.group import GROUP_TIME
 from buffer.model.ids import group_id
 from buffer.model.rollout import RolloutState, SampleParams, derived_seed
-from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
 
@@ -40,7 +40,7 @@ class Sampler:
 
     `tools`: JSON schemas for the chat template of every prompt that has none of its own. `images`:
     for a data set whose rows may have images; each draw writes them into the run's folder, and
-    drawn again, writes the same.
+    drawn again, writes the same. `system_prompt`: of conversations that have none of their own.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Sampler:
         max_prompt_tokens: int | None = None,
         tools: list[dict[str, Any]] | None = None,
         images: ImagePrompts | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         self.task = task
         self._dataset = dataset
@@ -67,6 +68,7 @@ class Sampler:
         self._max_prompt_tokens = max_prompt_tokens
         self._tools = tools or None
         self._images = images
+        self._system_prompt = system_prompt
 
     def gid(self, draw: int) -> str:
         """Return the group id of a draw."""
@@ -106,7 +108,9 @@ class Sampler:
 
     def _read(self, place: Place) -> Problem:
         try:
-            return self._dataset.row(place.row, place.epoch)
+            problem = self._dataset.row(place.row, place.epoch)
+            messages = with_system_prompt(problem.messages, self._system_prompt)
+            return problem.model_copy(update={"messages": messages})
         except DatasetError:
             raise
         except Exception as error:  # a data set may be the user's code

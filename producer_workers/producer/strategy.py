@@ -9,6 +9,7 @@ fails for good does not count, and is replaced. The limits are the run's own obj
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -57,6 +58,12 @@ class ProduceContext:
         """
         begun = self.leftovers.waiting + self.progress.running
         return (self.progress.target if target is None else target) - self.available - begun
+
+    @property
+    def draws_left(self) -> int:
+        """Return how many prompts may still be drawn; for an evaluation, twice what it needs."""
+        progress = self.progress
+        return progress.draws_to - progress.cursor if progress.draws_to else sys.maxsize
 
     @property
     def shortfall(self) -> int:

@@ -81,6 +81,8 @@ class ControlledEngine:
         self._engine = engine
         self._source = source
         self.is_paused = self.is_asleep = False
+        self.refusal = ""
+        """the weights that could not be loaded, and why; "" once newer ones are loaded"""
         self._refused: PolicyVersion | None = None
         self._retry_at = 0.0
         self._refusals = 0
@@ -153,6 +155,7 @@ class ControlledEngine:
             self._refuse(state.weights, error)
             return False
         self._refused = None
+        self.refusal = ""
         await asyncio.to_thread(self._source.keep_only, path)
         seconds = time.monotonic() - started
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
@@ -181,6 +184,7 @@ class ControlledEngine:
 
     def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
         """Log a refusal, once for every version, and plan the next try."""
+        self.refusal = f"{weights} {error}"
         if self._refused != weights:
             self._refused = weights
             self._refusals = 0

@@ -38,6 +38,7 @@ from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.judges.user_function import describe
+from producer_workers.worker.failure_backoff import FailureBackoff
 from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
 from producer_workers.worker.restarts import restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
@@ -115,6 +116,7 @@ class GroupRunner:
         self._worker = worker
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
+        self.failures = FailureBackoff()
         self.submitting: set[Job] = set()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
         self._members: dict[Job, list[RolloutState]] = {}
@@ -240,11 +242,14 @@ class GroupRunner:
             await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
             self.done += status is Status.COMPLETED
+            self.failures.succeeded()
 
     async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
         try:
             await self._insist(self._run.jobs.release, self._worker, job, kind, reason)
-            self.failed += kind == "failed"
+            if kind == "failed":
+                self.failed += 1
+                self.failures.failed(time.monotonic())
         except Fenced as error:
             log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
 

@@ -59,6 +59,7 @@ class Reporter:
             ack=self._control.ack,
             weights=weights,
             state=state,
+            refusal=self._engine.refusal,
             tokens_per_s=self._rate(),
             done=self._runner.done,
             known_epoch=known_epoch,

@@ -302,6 +302,7 @@ class Worker:
 
     async def _follow(self, state: ControlState) -> None:
         control = self._control
+        refusal = self._engine.refusal
         if not control.is_carried_out and await self._reach(state) and control.state is state:
             control.ack = state.epoch
             if not self._client.send_receipt():
@@ -310,6 +311,8 @@ class Worker:
         if control.ack == state.epoch and is_pause and not self._engine.is_asleep:
             # after the receipt, which must not wait for weights that may never load
             await self._engine.update(state)
+        if self._engine.refusal != refusal:
+            self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
         """Do what the mode asks for. Return whether it is done, and may be acknowledged."""
@@ -352,6 +355,9 @@ class Worker:
         if state.mode is not Mode.RUN and self._control.receipt != state.epoch:
             return None
         if not self._engine.has_weights_of(state):
+            return None
+        if self._runner.failures.must_pause(time.monotonic()):
+            self._no_claim.report("every try of this worker fails, so it pauses between claims")
             return None
         return self._capacity.vacancy(self._shares())
 

@@ -17,6 +17,10 @@ PATIENCE_MS = 30_000
 """A pause of the trainer, or a wait, that is shorter is normal."""
 
 
+MANY_FILTERED = 64
+"""Groups in a row that were all filtered: a hard task may do so, but it is worth a note."""
+
+
 @dataclass(frozen=True, slots=True)
 class Symptom:
     """One finding: what is the case, for how many milliseconds (None: unknown), and what to do."""
@@ -28,7 +32,10 @@ class Symptom:
 
 
 def diagnose(snap: Snapshot) -> list[Symptom]:
-    """Return what stops the run, or soon will, the worst first; empty if nothing does."""
+    """Return what stops the run, or soon will, the worst first; empty if nothing does.
+
+    During a pause nobody loads weights or starts groups, so only the pause itself is reported.
+    """
     if snap.mode == "finish":
         over = Symptom("note", "the run is finished: its last step is done", snap.paused_ms, "")
         return [*_account(snap), over, *_dead(snap)]
@@ -43,13 +50,14 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
             "`rolloutmq producer CONFIG` or `rolloutmq run CONFIG`",
         ),
         *_workers(snap),
-        *_weights(snap),
+        *(() if snap.paused_by else _weights(snap)),
         *_unclaimed(snap),
         *_leases(snap),
         *_memory(snap),
         *_stopped(snap),
+        *_failing(snap),
         *_curriculum(snap),
-        *_supply(snap),
+        *(() if snap.paused_by else _supply(snap)),
         *_recovery(snap),
         *_dead(snap),
     ]
@@ -127,7 +135,8 @@ def _workers(snap: Snapshot) -> Iterator[Symptom]:
             f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
         )
         since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
-        yield Symptom("stuck", what, since, "`rolloutmq worker CONFIG`")
+        fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
+        yield Symptom("stuck", what, since, fix)
     for worker in snap.workers:
         if worker.is_barred:
             yield _barred(worker, snap)
@@ -157,6 +166,8 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing"
+    refusal = next((worker.refusal for worker in behind if worker.refusal.startswith(newest)), "")
+    what += refusal and f"; {refusal.removeprefix(newest).strip():.300}"
     since = (
         max(0, snap.now_ms - int(snap.control["weights_ms"]))
         if "weights_ms" in snap.control
@@ -238,26 +249,46 @@ def _memory(snap: Snapshot) -> Iterator[Symptom]:
 
 def _stopped(snap: Snapshot) -> Iterator[Symptom]:
     for task in snap.tasks:
-        if task.is_stopped:
-            failures = int(task.number("failures_in_row"))
-            what = (
-                f"task {task.account.task} is stopped: {failures} tries in a row "
-                "failed or were filtered"
-            )
-            fix = (
-                "`rolloutmq dead` gives the reason; fix it, then run `rolloutmq "
-                f"continue --task {task.account.task}`"
-            )
-            yield Symptom("stuck", what, None, fix)
-        halt = task.progress.get("halt", "")
-        reason = task.progress.get("halt_reason", "")
-        if halt == "broken":
-            fix = f"fix the cause, then run `rolloutmq continue --task {task.account.task}`"
-            yield Symptom("stuck", f"task {task.account.task} is stopped: {reason}", None, fix)
-        elif halt == "enough":
+        if task.stop_reason:
+            what = f"task {task.account.task} is stopped: {task.stop_reason}"
+            yield Symptom("stuck", what, _error_age_ms(task, snap), _fix_of_errors(task))
+        elif task.progress.get("halt") == "enough":
             last = task.progress["halt_step"]
+            reason = task.progress.get("halt_reason", "")
             what = f"task {task.account.task} has enough groups up to step {last} ({reason})"
             yield Symptom("note", what, None, "the batch of that step is what is ready")
+
+
+def _failing(snap: Snapshot) -> Iterator[Symptom]:
+    """Report tasks of which nothing succeeds, before they are stopped."""
+    for task in snap.tasks:
+        failures = int(task.number("failures_in_row"))
+        if failures and not task.stop_reason:
+            scope = "every try so far" if task.has_never_succeeded else "in a row"
+            level: Level = "stuck" if task.has_never_succeeded else "note"
+            what = f"task {task.account.task}: {failures} failed, {scope}: {task.error}"
+            yield Symptom(level, what, _error_age_ms(task, snap), _fix_of_errors(task))
+        filtered = int(task.number("filtered_in_row"))
+        if filtered >= MANY_FILTERED:
+            what = f"task {task.account.task}: the last {filtered} groups were all filtered"
+            fix = (
+                "`rolloutmq tail` shows their rewards: if they are all alike, check the judge, or "
+                "change the difficulty of the prompts"
+            )
+            yield Symptom("note", what, None, fix)
+
+
+def _error_age_ms(task: TaskView, snap: Snapshot) -> int | None:
+    """Return how long ago the newest error was; None without one."""
+    error_ms = int(task.number("error_ms"))
+    return max(0, snap.now_ms - error_ms) if error_ms else None
+
+
+def _fix_of_errors(task: TaskView) -> str:
+    return (
+        "the workers' logs have a traceback, and `rolloutmq dead` the reasons; fix the cause, "
+        f"restart the workers, then run `rolloutmq continue --task {task.account.task}`"
+    )
 
 
 def _curriculum(snap: Snapshot) -> Iterator[Symptom]:

@@ -11,8 +11,9 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError, QueryError
-from buffer.model.ids import POOLS, split_group_id
+from buffer.model.ids import POOLS
 from buffer.monitoring.console import console, plain
+from buffer.monitoring.found_group import locate
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
@@ -168,37 +169,6 @@ def dead(
         screen.print(Text(f"only the newest {limit} are shown; --limit shows more", style="dim"))
 
 
-def describe_place(run: Run, gid: str) -> str:
-    """Return where a group is, in words: "running on host7-1", "completed, made by weights 12".
-
-    Raises ConfigError if there is no such group.
-    """
-    task, draw = split_group_id(gid)
-    if task not in run.limits.tasks:
-        raise ConfigError(
-            f"run {run.name!r} has no task {task!r}",
-            hint=f"its tasks: {', '.join(run.limits.tasks)}",
-        )
-    record = run.record(gid)
-    match record.get("stage"):
-        case None:
-            places = run.account.places(task, draw)
-            if not places:
-                raise ConfigError(f"{gid} has not been started", hint="see rolloutmq ls")
-            return places[0]
-        case "running":
-            return f"running on {record['owner']}"
-        case "taken":
-            return f"in batch {record['batch']}"
-        case "pool":
-            made_by = f", made by weights {record['version']}" if record.get("version") else ""
-            return record["status"] + made_by
-        case "dead":
-            return f"dead: {run.dead_letters.reason(gid)['reason']}"
-        case stage:
-            return str(stage)
-
-
 REQUEUE_EPILOG = "Example: rolloutmq requeue math-0000000042 --yes"
 
 
@@ -239,7 +209,7 @@ def requeue(
 def _plan(run: Run, gid: str | None) -> str:
     if gid is None:
         return f"this would requeue {plural(len(run.dead_letters), 'dead group')}"
-    return f"this would requeue {gid}, which is {describe_place(run, gid)}"
+    return f"this would requeue {gid}, which is {locate(run, gid).where}"
 
 
 DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
@@ -269,7 +239,7 @@ def drop(
     group is refused unless its worker is named with --revoke; one in a batch is always refused.
     """
     with open_target(redis_url, run_dir, run) as target:
-        where = describe_place(target.run, gid)
+        where = locate(target.run, gid).where
         if not yes:
             raise ConfigError(
                 f"this would end {gid}, which is {where}; nothing was changed",

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from buffer.errors import AccountError, ConfigError
+from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
-from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
-from buffer.model.job import PayloadRef
+from buffer.model.ids import split_group_id
 from buffer.model.rollout import RolloutState
 from buffer.monitoring.console import console, plain
-from buffer.monitoring.json_views import group_json
-from buffer.monitoring.tracing import trace_id
-from buffer.run import Run
+from buffer.monitoring.found_group import FoundGroup, find_group
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, facts, state, version_style
 
@@ -27,12 +23,6 @@ EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
 _BAR = 40
 _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples",
           "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
-
-_WHY_GONE = {
-    "archived": "trained and committed",
-    "filtered": "filtered out before training",
-    "dropped": "too old, unusable, or dropped by hand",
-}
 
 
 def register(app: typer.Typer) -> None:
@@ -62,98 +52,15 @@ def show(
     split_group_id(gid)
     with open_target(redis_url, run_dir, run) as target:
         found = find_group(target.run, gid)
-    if not as_json:
-        print_group(console(), found, member, tokens)
-    elif found.group is None:
-        emit(
-            {
-                "gid": gid,
-                "places": found.places,
-                "record": None,
-                "members": [],
-                "trace_id": found.trace,
-            }
-        )
+    if as_json:
+        states = _chosen(found.group, member) if found.group else []
+        emit(found.document(states, tokens=tokens))
     else:
-        about = {
-            "gid": gid,
-            "places": found.places,
-            "record": found.record,
-            "dead_letter": found.letter,
-        }
-        emit(
-            about
-            | {"trace_id": found.trace}
-            | group_json(found.group, _chosen(found.group, member), tokens)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class FoundGroup:
-    """All that is known of a group; `group` is None for one that has ended."""
-
-    gid: str
-    trace: str
-    places: list[str]
-    record: dict[str, str]
-    letter: Any = None
-    group: RolloutGroup | None = None
-
-
-def find_group(run: Run, gid: str) -> FoundGroup:
-    """Read a group. Raises ConfigError for one that never existed, AccountError for a lost one."""
-    task, draw = split_group_id(gid)
-    _check_known(run, task)
-    places = run.account.places(task, draw)
-    record = run.record(gid)
-    trace = trace_id(run.nonce, gid)
-    if not record:
-        return FoundGroup(gid, trace, [_end(run, gid, places)], {})
-    letter = run.dead_letters.reason(gid)
-    return FoundGroup(gid, trace, places, record, letter, run.buffer.read(_payload(gid, record)))
+        print_group(console(), found, member, tokens)
 
 
 def _chosen(group: RolloutGroup, member: int | None) -> list[RolloutState]:
     return group.states if member is None else [_member(group, member)]
-
-
-def _check_known(run: Run, task: str) -> None:
-    if task not in run.limits.tasks:
-        raise ConfigError(
-            f"run {run.name!r} has no task {task!r}",
-            hint=f"its tasks: {', '.join(run.limits.tasks)}",
-        )
-
-
-def _end(run: Run, gid: str, places: list[str]) -> str:
-    """Return how a group without a record ended.
-
-    Raises ConfigError if it never existed, AccountError if it is lost.
-    """
-    task, draw = split_group_id(gid)
-    if end := next((place for place in places if place in ENDS), None):
-        return end
-    counters = run.progress(task)
-    if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
-        raise ConfigError(
-            f"{gid} has not been imported: draws from {IMPORTED_FROM} on are imported groups"
-        )
-    if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
-        raise ConfigError(
-            f"{gid} has not been started yet: the next draw of {task} is {cursor}",
-            hint="see rolloutmq ls",
-        )
-    raise AccountError(
-        f"{gid} was started, but is in no place: it is lost",
-        hint="rolloutmq fsck lists all such groups",
-    )
-
-
-def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
-    crc = "" if record["payload"] == "init" else record.get("crc", "")
-    return PayloadRef(
-        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
-    )
 
 
 def _member(group: RolloutGroup, index: int) -> RolloutState:
@@ -174,11 +81,7 @@ def print_group(
     record = found.record
     if found.group is None:
         (end,) = found.places
-        screen.print(
-            Text.assemble(
-                (gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its payload is freed"
-            )
-        )
+        screen.print(Text.assemble((gid, "bold"), "  ", state(end), f" {found.gone}"))
         screen.print(facts([("trace", found.trace)]))
         return
     states = _chosen(found.group, member)

@@ -84,6 +84,8 @@ def show(screen: Console, snap: Snapshot) -> None:
     screen.print()
     screen.print(places_table(snap))
     screen.print(account_text(snap))
+    for trouble in snap.troubles:
+        screen.print(Text(plain(trouble), style="red"))
     for task in snap.training:
         screen.print()
         screen.print(task_text(task))

@@ -142,6 +142,7 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
         say(
@@ -149,6 +150,13 @@ class Launcher:
             highlight=False,
         )
         return run
+
+    def _continue_tasks(self, run: Run) -> None:
+        """Start tasks again that were stopped: who starts the run again has fixed the cause."""
+        for task in run.limits.tasks:
+            if run.task_stops.of(task).is_stopped:
+                run.jobs.forgive(task)
+                self._console.print(f"task     {task} was stopped, and is tried again")
 
     def _start(self, run: Run) -> None:
         config = self._config

@@ -15,9 +15,10 @@ from rich.console import Console
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
+from buffer.monitoring.found_group import find_group
 from buffer.run import Run
 from rolloutmq.commands.pause import hold
-from rolloutmq.commands.show import find_group, print_group
+from rolloutmq.commands.show import print_group
 from rolloutmq.top.live_view import LiveView
 
 _MOST_BYTES = 64

@@ -32,6 +32,8 @@ from rolloutmq.output import age, bar, count, sparkline, state, table, worker_st
 
 EVENTS = 5
 MOST_WORKERS = 8
+MOST_TROUBLE = 120
+"""Characters of an error in one line of output."""
 
 _WIDTH = 36
 _COLUMNS = {
@@ -70,6 +72,7 @@ class LiveView:
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:
             parts += [_ahead(task), staleness_text(task)]
+        parts += [_fit(Text(plain(trouble), style="red")) for trouble in snap.troubles]
         parts += [
             account_text(snap),
             "",
@@ -100,6 +103,7 @@ class LiveView:
         ]
         words += [snap.mode] if snap.mode != "run" else []
         words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+        words += [plain(trouble)[:MOST_TROUBLE] for trouble in snap.troubles]
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
 

@@ -37,12 +37,9 @@ from buffer.errors import (
     RunNotFound,
     StoreUnavailable,
 )
-from buffer.model.ids import split_group_id
-from buffer.model.job import PayloadRef
+from buffer.monitoring.found_group import find_group
 from buffer.monitoring.history import History
 from buffer.monitoring.http_endpoint import carries
-from buffer.monitoring.json_views import group_json
-from buffer.monitoring.tracing import trace_id
 from buffer.run import Run
 from rolloutmq.web.watcher import TokenTexts, Watcher
 
@@ -92,36 +89,12 @@ class RunView:
 
     def group(self, request: Request) -> Response:
         self._admit(request, acts=False)
-        gid = request.path_params["gid"]
-        task, draw = split_group_id(gid)
-        if task not in self._run.limits.tasks:
-            raise ConfigError(
-                f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}"
-            )
-        record = self._run.record(gid)
-        places = self._run.account.places(task, draw)
-        document = {
-            "gid": gid,
-            "places": places,
-            "record": record,
-            "dead_letter": self._run.dead_letters.reason(gid),
-            "trace_id": trace_id(self._run.nonce, gid),
-            "members": [],
-        }
-        if record:
-            document |= self._members(gid, record)
-        return _answer(document)
-
-    def _members(self, gid: str, record: dict[str, str]) -> dict[str, Any]:
-        crc = "" if record["payload"] == "init" else record.get("crc", "")
-        size = int(record.get("size") or 0) if crc else 0
-        group = self._run.buffer.read(
-            PayloadRef(gid, record["payload"], int(record["chunks"]), size, crc)
-        )
-        document = group_json(group, group.states, tokens=True)
+        found = find_group(self._run, request.path_params["gid"])
+        states = found.group.states if found.group else []
+        document = found.document(states, tokens=True)
         for member in document["members"]:
             member["token_texts"] = self._texts.of(member["response_ids"])
-        return document
+        return _answer(document)
 
     def dead(self, request: Request) -> Response:
         self._admit(request, acts=False)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from buffer.batches.ledger import BAD_GROUPS
 from buffer.control.control import Mode
@@ -16,6 +20,7 @@ from buffer.errors import (
     Fenced,
     LedgerError,
     LostRun,
+    ModelError,
     PayloadMissing,
     RoleHeld,
     StoreError,
@@ -23,13 +28,30 @@ from buffer.errors import (
 from buffer.model import wire
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
+from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
+from buffer.weights.shared_folder import FolderSender
+from buffer.weights.transport import PublishedWeights
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import Trainers, die
 from tests.consumer.crew import at_work, wait_until
 from tests.servers import Server, on_both
+
+
+def write_weights(folder: Path, consumer: RolloutConsumer, step: int) -> PublishedWeights:
+    """Write a version of weights as a trainer does."""
+
+    def save(part: Path) -> None:
+        save_file({"w": np.full(4, step, np.float32)}, part / "model.safetensors")
+
+    return FolderSender(folder).write(PolicyVersion(consumer.lineage, step), save)
+
+
+def publish_first(consumer: RolloutConsumer) -> None:
+    with TemporaryDirectory() as folder:
+        consumer.publish_weights(1, *write_weights(Path(folder), consumer, 1))
 
 
 def content(batch: Batch) -> list[bytes]:
@@ -272,7 +294,7 @@ OPERATIONS: dict[str, Callable[[RolloutConsumer], Any]] = {
     "commit": lambda c: c.commit(0, keep=0),
     "pause": lambda c: c.pause("keep"),
     "continue": lambda c: c.continue_(),
-    "publish": lambda c: c.publish_weights(1, "/weights/1", ""),
+    "publish": publish_first,
     "evaluate": lambda c: c.evaluate("quiz", 1),
     "finish": lambda c: c.finish(),
     "check": lambda c: c.check_role(),
@@ -337,17 +359,66 @@ def test_heartbeat_reports_a_server_that_refuses(
 # -- pause, publish, continue ------------------------------------------------------------
 
 
-@on_both
-def test_pause_waits_for_the_receipt_of_every_worker(run: Run, trainer: Trainers) -> None:
+def torn(published: PublishedWeights) -> PublishedWeights:
+    with Path(published.address, "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    return published
+
+
+def unlisted(published: PublishedWeights) -> PublishedWeights:
+    save_file({"w": np.zeros(4)}, Path(published.address, "new.safetensors"))
+    return published
+
+
+def without(name: str) -> Callable[[PublishedWeights], PublishedWeights]:
+    def remove(published: PublishedWeights) -> PublishedWeights:
+        Path(published.address, name).unlink()
+        return published
+
+    return remove
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (torn, "model.safetensors has .* bytes, expected"),
+        (unlisted, "new.safetensors is not in the manifest"),
+        (without("manifest.json"), "manifest.json"),
+        (without("model.safetensors"), "model.safetensors"),
+        (lambda published: published._replace(checksum=""), " was published"),
+        (lambda published: published._replace(address="/nowhere"), "/nowhere"),
+        (lambda published: published._replace(address="redis:l1:4"), "no weights l1:4"),
+    ],
+)
+def test_weights_that_no_worker_could_load_are_not_announced(
+    run: Run,
+    trainer: Trainers,
+    tmp_path: Path,
+    spoil: Callable[[PublishedWeights], PublishedWeights],
+    reason: str,
+) -> None:
     consumer = trainer(run)
+    published = spoil(write_weights(tmp_path, consumer, 4))
+    with pytest.raises(ModelError, match=reason) as refused:
+        consumer.publish_weights(4, *published)
+    assert "FolderSender" in refused.value.hint
+    assert run.control.state().weights == FIRST_WEIGHTS
+
+
+@on_both
+def test_pause_waits_for_the_receipt_of_every_worker(
+    run: Run, trainer: Trainers, tmp_path: Path
+) -> None:
+    consumer = trainer(run)
+    published = write_weights(tmp_path, consumer, 4)
     with at_work(run, math=0) as crew:
         with consumer.paused("keep") as seconds:
             assert (run.control.state().epoch, Mode.KEEP) in crew.epochs
             assert run.control.state().mode is Mode.KEEP
-            weights = consumer.publish_weights(4, "/weights/4", "abc")
+            weights = consumer.publish_weights(4, *published)
         state = run.control.state()
     assert seconds >= 0
-    assert (state.mode, state.weights, state.weights_path) == (Mode.RUN, weights, "/weights/4")
+    assert (state.mode, state.weights, state.weights_path) == (Mode.RUN, weights, published.address)
     assert weights == (consumer.lineage, 4)
 
 
@@ -431,7 +502,7 @@ def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_sam
 
 
 def test_evaluate_discards_what_older_weights_or_another_task_left(
-    run: Run, trainer: Trainers
+    run: Run, trainer: Trainers, tmp_path: Path
 ) -> None:
     consumer = trainer(run)
     with at_work(run, math=0):
@@ -440,7 +511,7 @@ def test_evaluate_discards_what_older_weights_or_another_task_left(
         wait_until(lambda: run.buffer.count("quiz") + run.buffer.count("exam") == 5, "all groups")
         run.evaluations.take(consumer.nonce, 1, {"exam": 2})
         with consumer.paused("keep"):
-            consumer.publish_weights(7, "/weights/7", "")
+            consumer.publish_weights(7, *write_weights(tmp_path, consumer, 7))
         groups = consumer.evaluate("quiz", 4)
     assert len(groups) == 4
     assert {group.oldest().version for group in groups} == {7}  # type: ignore[union-attr]

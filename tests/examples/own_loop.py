@@ -14,6 +14,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,12 @@ from buffer.model.distributions import Fixed
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, SampleParams
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from buffer.weights.shared_folder import FolderSender
+from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
@@ -43,7 +46,6 @@ from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 
 PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
-FIRST = PolicyVersion("initial", 0)
 
 
 def judge(*, response: str, ground_truth: str, state: RolloutState) -> float:
@@ -55,10 +57,8 @@ def train(weights: np.ndarray, groups: Sequence[RolloutGroup]) -> np.ndarray:
     return weights + np.float32(np.mean([group.scores.mean() for group in groups]))
 
 
-def save_weights(folder: Path, weights: np.ndarray) -> str:
-    folder.mkdir()
+def save_weights(weights: np.ndarray, folder: Path) -> None:
     save_file({"w": weights}, folder / "model.safetensors")
-    return str(folder)
 
 
 def main(folder: Path, steps: int = 4) -> list[str]:
@@ -68,7 +68,7 @@ def main(folder: Path, steps: int = 4) -> list[str]:
         limits = RunLimits(
             steps=steps, batch_size=4, stale_threshold=2, tasks={"sums": TaskLimits()}
         )
-        run = Run.create(store, "own-loop", new_nonce(), limits, FIRST, "")
+        run = Run.create(store, "own-loop", new_nonce(), limits)
         with serving(run):
             lines = loop(run, folder, steps)
         store.close()
@@ -80,6 +80,7 @@ def loop(run: Run, folder: Path, steps: int) -> list[str]:
     sampler = Sampler("sums", dataset, Characters(), SampleParams(max_tokens=16), prompt_repeat_k=2)
     producer = AgentLoopManager(run, {"sums": sampler}, strategies_of(run.limits))
     consumer, weights, lines = RolloutConsumer(run), np.zeros(1, dtype=np.float32), []
+    sender = FolderSender(folder / "weights")
     consumer.open()  # or at the position of your checkpoint
     with producer.opened():
         for step in range(1, steps + 1):
@@ -89,9 +90,8 @@ def loop(run: Run, folder: Path, steps: int) -> list[str]:
             weights = train(weights, batch.groups)
             np.save(folder / "checkpoint.npy", weights)  # your checkpoint, on disk; only then:
             consumer.commit(step, keep=step)
-            path = save_weights(folder / f"weights-{step}", weights)
-            with consumer.paused("keep"):  # workers freeze, switch, and go on
-                consumer.publish_weights(step, path, "")
+            # workers freeze, load them and continue
+            publish(consumer, sender, step, partial(save_weights, weights), pause="keep")
             lines.append(
                 f"step {step}: {len(batch.groups)} groups, made {made.made['sums'].produced_tokens} tokens"
             )
@@ -125,7 +125,7 @@ class serving:
             vocab_size=95,
             eos_token_id=0,
         )
-        engine = SimulatedEngine(config, FIRST)
+        engine = SimulatedEngine(config, FIRST_WEIGHTS)
         await engine.start()
         agent_loop = SingleTurnAgentLoop(
             judge=FunctionJudge("judge", judge), tokenizer=Characters(), eos_ids={0}

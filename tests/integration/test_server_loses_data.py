@@ -121,7 +121,8 @@ class Site:
         steps: int,
     ) -> None:
         for _ in range(steps):
-            consumer.publish_weights(position.step, "/w", "")
+            weights = PolicyVersion(consumer.lineage, position.step)
+            run.control.publish_weights(consumer.nonce, weights, "/w", "")
             batch = consumer.take_batch(position.step + 1, {"math": GROUPS}, deadline_s=20.0)
             position.add(batch.manifest)
             history.append(batch.manifest)

@@ -94,7 +94,9 @@ class Mixture:
         return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=60.0)
 
     def publish(self, step: int) -> PolicyVersion:
-        return self.consumer.publish_weights(step, "/w", "")
+        weights = PolicyVersion(self.consumer.lineage, step)
+        self.run.control.publish_weights(self.consumer.nonce, weights, "/w", "")
+        return weights
 
     # -- sights --------------------------------------------------------------
 

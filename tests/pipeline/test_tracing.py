@@ -15,6 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
+from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
@@ -95,7 +96,8 @@ def test_one_trace_holds_a_groups_life_in_three_processes(
         batch = consumer.take_batch(step, run.limits.mix().shares(step))
         taken += batch.manifest.gids
         consumer.commit(step, keep=step)
-        consumer.publish_weights(step, str(site.model), "")
+        weights = PolicyVersion(consumer.lineage, step)
+        run.control.publish_weights(consumer.nonce, weights, str(site.model), "")
     consumer.finish()
     assert [process.wait() for process in processes] == [0, 0], site.words()
     assert [logged_by(process) for process in processes] == [

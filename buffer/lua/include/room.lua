@@ -1,4 +1,4 @@
--- room: room and too_many_failures, whether more groups of a task may be started.
+-- room: room, how many more groups of a task may be started.
 -- include: numbers
 
 -- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
@@ -11,10 +11,4 @@ local function room(progress, jobs, completed, ledger, target, threshold, most)
   if threshold then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold) end
   local free = target - num(counts[1]) - in_flight - redis.call('ZCOUNT', completed, cut, '+inf')
   return most and math.min(free, most - in_flight) or free
-end
-
--- I11: return the consecutive tries of a task that failed or were filtered; nil while they are not too many.
-local function too_many_failures(progress, patience)
-  local failures = num(redis.call('HGET', progress, 'failures_in_row'))
-  return patience and failures >= patience and failures or nil
 end

@@ -58,7 +58,7 @@ REFUSED = {
     "guided_choice": "use response_format",
     "structured_outputs": "use response_format",
     "chat_template": "the policy has its own",
-    "chat_template_kwargs": "the policy's template is used as it is",
+    "chat_template_kwargs": "set chat_template_kwargs of the task",
     "continue_final_message": "ask /v1/completions",
     "logit_bias": "the logprobs would not be the policy's",
 }

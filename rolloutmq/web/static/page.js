@@ -5,6 +5,7 @@ import { showGroup } from "./rollout.js";
 import { ask, follow, hasToken } from "./server.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
+const GID = /^[\w.-]+-\d{10}$/;
 const view = document.getElementById("view");
 let snapshot = null, colour = "version";
 
@@ -42,7 +43,8 @@ function showRun() {
     parts.push(panel(name, `mean score ${number(task.mean_reward, 3)}`,
       bar("ahead", task.started, task.may_start || task.started, `${task.started} / ${task.may_start}`, task.may_start && task.started >= task.may_start ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
-      task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null));
+      task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
+      task.trouble ? el("p", { class: "bad" }, task.trouble) : null));
   }
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
@@ -55,10 +57,17 @@ async function showGroups(parameters) {
   const where = parameters.get("where") || "", order = parameters.get("order") || "";
   const form = el("form", { class: "query", onsubmit: (event) => {
     event.preventDefault();
-    location.hash = `#/groups?${new URLSearchParams({ where: form.elements.where.value, order: form.elements.order.value })}`;
-  } }, el("input", { name: "where", value: where, "aria-label": "query as JSON", placeholder: '{"status": "completed", "staleness": {"$gte": 1}}' }),
+    const asked = form.elements.where.value.trim();
+    if (GID.test(asked)) location.hash = `#/groups/${asked}`;
+    else location.hash = `#/groups?${new URLSearchParams({ where: form.elements.where.value, order: form.elements.order.value })}`;
+  } }, el("input", { name: "where", value: where, "aria-label": "query as JSON", placeholder: '{"status": "completed", "staleness": {"$gte": 1}}, or the id of a group' }),
   el("input", { name: "order", value: order, "aria-label": "order", placeholder: "order: -tokens", style: null }), el("button", {}, "Find"));
-  const rows = await ask(`groups?${new URLSearchParams({ where: where || "{}", order, limit: 200 })}`);
+  let rows;
+  try {
+    rows = await ask(`groups?${new URLSearchParams({ where: where || "{}", order, limit: 200 })}`);
+  } catch (error) {
+    return [form, el("p", { class: "bad", role: "alert" }, error.message)];
+  }
   const found = table([
     ["group", (r) => groupLink(r.gid)], ["stage", (r) => r.stage], ["status", (r) => r.status], ["version", (r) => r.version ?? "–", true],
     ["staleness", (r) => r.staleness ?? "–", true], ["tries", (r) => r.tries, true], ["tokens", (r) => number(r.tokens), true],
@@ -70,7 +79,7 @@ async function showGroups(parameters) {
 async function showOneGroup(gid) {
   const group = await ask(`groups/${encodeURIComponent(gid)}`);
   const choose = (wanted) => { colour = wanted; render(); };
-  return showGroup(group, colour, choose, hasToken() ? el("p", {}, act(`groups/${gid}/requeue`, "Requeue"), " ", act(`groups/${gid}/drop`, "Drop")) : null);
+  return showGroup(group, colour, choose, hasToken() && group.may.length ? el("p", {}, group.may.flatMap((verb) => [act(`groups/${gid}/${verb}`, verb === "drop" ? "Drop" : "Requeue"), " "])) : null);
 }
 
 function showWorkers() {

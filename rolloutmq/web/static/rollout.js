@@ -21,7 +21,7 @@ export function showGroup(group, colour, choose, acts) {
   }
   if (group.ground_truth !== null && group.ground_truth !== undefined) parts.push(el("p", {}, el("span", { class: "dim" }, "ground truth "), text(group.ground_truth)));
   const members = group.members.filter((member) => member.tokens);
-  if (!members.length) parts.push(el("p", { class: "dim" }, group.places.includes("archived") ? "its payload has been freed" : "nothing has been generated yet"));
+  if (!members.length) parts.push(el("p", { class: "dim" }, group.gone || "nothing has been generated yet"));
   else parts.push(colourChoice(colour, choose), key(colour, members), el("div", { class: "siblings" }, members.map((member) => showMember(member, members, colour))));
   return parts.filter(Boolean);
 }

@@ -50,6 +50,8 @@ response_tokens = { shape = "lognormal", median = 3.0 }
 [producer]
 [judges]
 [trainer]
+[learner]
+accept_cut_distribution = true
 [learner.loss]
 [critic]
 [tiny_model]

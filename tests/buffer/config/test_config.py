@@ -284,6 +284,15 @@ def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
     load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
 
 
+def test_template_arguments_may_not_change_what_a_prompt_is(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, GOOD + HELD_OUT, "tasks.math.chat_template_kwargs={enable_thinking=false}"
+    )
+    assert config.tasks["math_eval"].chat_template_kwargs == {"enable_thinking": False}
+    told = problems(tmp_path, GOOD, "tasks.math.chat_template_kwargs={tokenize=false}")
+    assert "tokenize cannot be set" in told
+
+
 def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
     context = ("engine.kind=vllm", "engine.max_model_len=128")
     assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.model.job import Job
 from buffer.model.limits import TaskLimits
 from tests.buffer.scene import Scene
 
@@ -39,36 +39,140 @@ def test_begun_groups_wait_in_their_pool_when_too_many_are_in_flight(make_scene:
     scene.check()
 
 
-@pytest.mark.parametrize("filtered", [False, True])
+def failures(scene: Scene, task: str = "math") -> tuple[int, bool]:
+    """The failures in a row, and whether the task is stopped."""
+    counters = scene.run.progress(task)
+    return int(counters.get("failures_in_row", 0)), scene.run.task_stops.of(task).is_stopped
+
+
+def fail(scene: Scene, job: Job, worker: str = "w0", reason: str = "KeyError: 'solution'") -> None:
+    scene.run.jobs.release(worker, job, "failed", reason)
+
+
 def test_a_task_is_stopped_after_failures_in_a_row_and_forgiven_by_hand(
-    make_scene: MakeScene, filtered: bool
+    make_scene: MakeScene,
 ) -> None:
     scene = bounded(make_scene, max_consecutive_failures=3)
-    scene.enqueue(4)
+    scene.enqueue(5)
     for count, job in enumerate(scene.claim(3), start=1):
         assert scene.enqueue(0).refusal == ""
-        if filtered:
-            scene.submit(job, filtered=True)
-        else:
-            scene.run.jobs.release("w0", job, "failed", "broken")
-        assert scene.run.jobs.failures("math") == (count, count == 3)
+        fail(scene, job)
+        assert failures(scene) == (count, count == 3)
+    reason = "3 tries in a row failed: KeyError: 'solution'"
+    assert scene.run.task_stops.of("math").reason == reason
     assert scene.enqueue(1).refusal == "STOPPED"
     assert scene.enqueue(2, task="code").count == 2
+    # what waits keeps its tries until the cause is fixed
+    assert [job.task for job in scene.claim(4)] == ["code", "code"]
     scene.run.jobs.forgive("math")
-    assert scene.run.jobs.failures("math") == (0, False)
+    assert failures(scene) == (0, False)
     assert scene.enqueue(1).count == 1
+    assert [job.task for job in scene.claim(4)] == ["math"] * 3
+    scene.check()
+
+
+def test_filtered_groups_stop_a_task_only_where_that_is_asked_for(make_scene: MakeScene) -> None:
+    """Their code works: a hard task may filter for long, and is healthy."""
+    scene = bounded(make_scene)
+    scene.enqueue(60)
+    for job in scene.claim(60):
+        scene.submit(job, filtered=True)
+    assert failures(scene) == (0, False)
+    scene.run.set(LiveSettings(tasks={"math": LiveTaskSettings(max_consecutive_filtered=62)}))
+    scene.enqueue(3)
+    good, *others = scene.claim(3)
+    for job in others:
+        scene.submit(job, filtered=True)
+    assert scene.run.task_stops.of("math").reason == "62 groups in a row were filtered"
+    scene.submit(good)
+    scene.run.jobs.forgive("math")
+    assert failures(scene) == (0, False)
     scene.check()
 
 
 def test_a_success_begins_the_count_anew(make_scene: MakeScene) -> None:
     scene = bounded(make_scene, max_consecutive_failures=2)
-    scene.enqueue(5)
-    bad, good, worse, worst, aborted = scene.claim(5)
-    scene.run.jobs.release("w0", bad, "failed")
+    scene.enqueue(6)
+    bad, good, worse, useless, worst, aborted = scene.claim(6)
+    fail(scene, bad)
     scene.submit(good)
-    scene.run.jobs.release("w0", worse, "failed")
+    fail(scene, worse)
+    scene.submit(useless, filtered=True)
+    assert failures(scene) == (0, False)
+    fail(scene, worst)
     scene.run.jobs.release("w0", aborted, "aborted")
-    assert scene.run.jobs.failures("math") == (1, False)
-    scene.run.jobs.release("w0", worst, "failed")
-    assert scene.run.jobs.failures("math") == (2, True)
+    assert failures(scene) == (1, False)
+    scene.enqueue(1)
+    fail(scene, scene.claim()[0])
+    assert failures(scene) == (2, True)
     assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 0
+
+
+def test_by_default_a_task_ends_after_one_batch_or_three(make_scene: MakeScene) -> None:
+    tasks = {"math": TaskLimits(), "code": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
+    scene = make_scene(tasks=tasks, max_tries=1, batch_size=20)
+    scene.enqueue(10)
+    for count, job in enumerate(scene.claim(10), start=1):
+        fail(scene, job)
+        assert failures(scene) == (count, count == 10)
+    scene.run.jobs.forgive("math")
+    scene.ready(0)
+    scene.enqueue(30)
+    for count, job in enumerate(scene.claim(30), start=1):
+        fail(scene, job)
+        assert failures(scene) == (count, count == 30)
+    # the share shrinks, but no batch is so small that a single bad row ends it
+    scene.run.jobs.forgive("math")
+    change = {"math": LiveTaskSettings(weight=0.1), "code": LiveTaskSettings(weight=9)}
+    scene.run.set(LiveSettings(tasks=change))
+    scene.enqueue(24)
+    for count, job in enumerate(scene.claim(24), start=1):
+        fail(scene, job)
+        assert failures(scene) == (count, count == 24)
+    scene.run.jobs.forgive("math")
+    scene.run.set(LiveSettings(tasks={"math": LiveTaskSettings(max_consecutive_failures=0)}))
+    scene.enqueue(90)
+    for job in scene.claim(90):
+        fail(scene, job)
+    assert failures(scene) == (90, False)
+
+
+def test_a_worker_that_alone_is_broken_counts_for_its_share_of_the_fleet(
+    make_scene: MakeScene,
+) -> None:
+    scene = bounded(make_scene, max_consecutive_failures=3)
+    for name in ("w0", "w1"):
+        scene.worker(name)
+    scene.enqueue(9)
+    jobs = scene.claim(6)
+    for job in jobs[:5]:
+        fail(scene, job)
+    assert failures(scene) == (5, False)
+    (healthy,) = scene.claim(1, worker="w1")
+    scene.submit(healthy, worker="w1")
+    fail(scene, jobs[5])
+    # but what fails everywhere is not the fault of a worker
+    for job in scene.claim(2, worker="w1"):
+        fail(scene, job, "w1")
+    assert failures(scene) == (3, True)
+
+
+def test_an_evaluation_draws_its_problems_twice_at_most(make_scene: MakeScene) -> None:
+    """The bound is absolute: it outlives the trainer that asks again, and each producer."""
+    scene = bounded(make_scene)
+    scene.open_trainer()
+    ledger = scene.run.evaluations
+    scene.enqueue(5, task="quiz", target=5)
+    ledger.set_target(scene.trainer, "quiz", 6)
+    ledger.set_target(scene.trainer, "quiz", 6)
+    assert int(scene.run.progress("quiz")["draws_to"]) == 5 + 12
+    scene.open_trainer(take_over=True)
+    ledger.set_target(scene.trainer, "quiz", 6)
+    assert int(scene.run.progress("quiz")["draws_to"]) == 5 + 12
+    scene.enqueue(1, task="quiz", target=6)
+    for job in scene.claim(6):
+        scene.submit(job)
+    assert scene.run.evaluations.take(scene.trainer, 1, {"quiz": 6})
+    ledger.set_target(scene.trainer, "quiz", 12)
+    assert int(scene.run.progress("quiz")["draws_to"]) == 6 + 12
+    scene.check()

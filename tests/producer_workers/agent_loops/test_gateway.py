@@ -21,6 +21,7 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
+from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
@@ -206,6 +207,36 @@ def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> Non
     engine.check([state])
     assert (state.status, state.reward) == (Status.COMPLETED, {"score": 0.0})
     assert sum(len(made.token_ids) for made in engine.said) == 40
+
+
+@pytest.mark.parametrize("own", [[], [{"role": "system", "content": "mine"}]])
+def test_a_system_prompt_and_template_arguments_of_the_task_reach_agents(
+    chat: Any, own: list[dict[str, str]]
+) -> None:
+    chat.chat_template = chat.chat_template.replace(
+        "<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if calm %}Well, {% endif %}{%"
+    )
+
+    async def asks_twice(task: AgentTask) -> None:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            messages: list[Any] = [*own, *task.messages]
+            reply = await client.chat.completions.create(model="any", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "sure?"}]
+            await client.chat.completions.create(model="any", messages=messages)
+
+    engine = Recorder(chat, ["one", "two"])
+    tokenizer = TaskTokenizer(chat, {"calm": True}, "be brief")
+    (state,) = run(loop_of(tokenizer, agent=asks_twice), engine, questions("x"))
+    engine.check([state])
+    first = chat.decode(engine.read[0])
+    system = own[0]["content"] if own else "be brief"
+    assert first == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
+        "<|im_start|>assistant\nWell, "
+    )
+    second = chat.decode(engine.read[1])
+    assert second.startswith(first), "one segment"
+    assert second.endswith("sure?<|im_end|>\n<|im_start|>assistant\nWell, ")
 
 
 @pytest.mark.parametrize("judge", [None, FunctionJudge("j", lambda **_: 0.5)])

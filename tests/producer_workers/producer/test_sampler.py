@@ -13,6 +13,7 @@ from buffer.errors import DatasetError
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState, SampleParams, Status, StructuredOutput
 from buffer.model.wire import decode, encode
+from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.sampler import Sampler, TooLong
 
@@ -54,6 +55,17 @@ def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any)
         row,
         0,
     )
+
+
+def test_draw_has_the_system_prompt_of_the_task_and_its_template_arguments(
+    rows: JsonlDataset, tokenizer: Any
+) -> None:
+    told = TaskTokenizer(tokenizer, {"add_special_tokens": False}, "be brief")
+    state = drawn(make(rows, told, system_prompt="be brief"), 0)[0]
+    assert [message["role"] for message in state.messages] == ["system", "user"]
+    text = tokenizer.decode(state.prompt_ids)
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n7")
+    assert text.count("be brief") == 1
 
 
 def test_draw_uses_the_chat_template_up_to_the_turn_of_the_model(

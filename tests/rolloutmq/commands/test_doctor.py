@@ -12,6 +12,7 @@ from rq import Worker
 from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
+from buffer.control.control import Mode
 from buffer.model.rollout import PolicyVersion
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
@@ -108,6 +109,20 @@ def test_who_was_never_there_is_missed_since_the_run_was_made(
     missed = {symptom["what"]: symptom for symptom in symptoms(command)}
     assert {"no trainer has been started", "no producer has been started"} <= set(missed)
     assert all(symptom["since_ms"] is not None and symptom["fix"] for symptom in missed.values())
+
+
+@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
+def test_in_a_pause_only_the_pause_stops_the_run(
+    scene: Scene, command: Command, mode: Mode
+) -> None:
+    for waiting in scene.run.groups.find({"stage": "waiting"}):
+        scene.run.jobs.drop(waiting.gid)
+    scene.run.jobs.drop(scene.running.gid, revoke="w0")
+    weights_that_nobody_has(scene, Path())
+    scene.run.control.set_mode("operator", mode)
+    found = json_of(command("doctor", "--json"))["runs"]["demo"]
+    stuck = [symptom["what"] for symptom in found if symptom["level"] != "note"]
+    assert stuck == [f"paused by an operator ({mode})"]
 
 
 def test_a_run_of_another_version_does_not_hide_the_others(scene: Scene, command: Command) -> None:

@@ -77,6 +77,21 @@ def test_status_fits_80_columns_and_has_no_colours_in_a_pipe(
     assert "adds up" in done.stdout
 
 
+@pytest.mark.parametrize("columns", [None, "0"])
+def test_rows_in_a_pipe_are_as_long_as_they_need(
+    scene: Scene, command: Command, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    reason = "ValueError: " + "a long reason " * 30 + "ends here"
+    scene.run.jobs.release("w0", scene.running, "failed", reason)
+    rows = [line for line in command("dead").stdout.splitlines() if line.startswith("math-")]
+    assert len(rows) == 2
+    assert "ends here" in rows[0]
+    assert len(max(command("status").stdout.splitlines(), key=len)) < 200
+
+
 def test_status_is_loud_when_the_sum_is_wrong(scene: Scene, store: Store, command: Command) -> None:
     store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     assert "DOES NOT ADD UP" in command("status").stdout

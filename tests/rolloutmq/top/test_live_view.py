@@ -12,10 +12,12 @@ from rich.console import Console
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.monitoring.json_views import describe
+from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from rolloutmq.commands.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
 from tests.rolloutmq.populate import Scene, write_steps
@@ -121,3 +123,24 @@ def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     assert len(lines) == 5
     assert "no server listens there" in lines[1]
     assert "step 0" in lines[-1]
+
+
+def test_the_first_error_of_a_task_is_on_every_screen_at_once(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(3)
+    scene.join("w0")
+    for job in scene.claim("w0", 2):
+        scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'\n  in line 3")
+    view = LiveView()
+    snap = view.snapshot(scene.run)
+    said = "math: 2 failed: KeyError: 'solution' in line 3"
+    assert said in view.line(snap, view.history())
+    assert said in drawn(view, snap, view.history())
+    assert describe(snap)["tasks"]["math"]["trouble"] == said.removeprefix("math: ")
+    (stuck,) = [symptom for symptom in diagnose(snap) if "KeyError" in symptom.what]
+    assert (stuck.level, stuck.since_ms is not None) == ("stuck", True)
+    assert "every try so far" in stuck.what
+    scene.submit("w0", scene.claim("w0", 1)[0])
+    later = dataclasses.replace(view.snapshot(scene.run), now_ms=snap.now_ms + RECENT_MS)
+    assert later.troubles == []
+    assert [symptom for symptom in diagnose(later) if "KeyError" in symptom.what] == []

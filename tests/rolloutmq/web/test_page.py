@@ -12,6 +12,7 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from buffer.model.ids import group_id
 from tests.rolloutmq.populate import Scene
 
 PATIENCE_S = 60.0
@@ -59,6 +60,33 @@ def test_groups_are_found_by_a_question_and_a_bad_one_is_told(
     assert "math-0000000005" in until(chromium, "math-0000000005")
     chromium.find_element(By.NAME, "where").send_keys(" nonsense", Keys.ENTER)
     assert "not valid JSON" in until(chromium, "not valid JSON")
+    # the form is still there, and takes the id of a group as well
+    question = chromium.find_element(By.NAME, "where")
+    question.clear()
+    question.send_keys(" math-0000000003 ", Keys.ENTER)
+    until(chromium, "What is 1 + 1?")
+
+
+def test_a_group_offers_what_may_be_done_with_it(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    gids = [group_id("math", draw) for draw in range(12)]
+    places = scene.run.account.places_of(gids)
+    go(chromium, address, "groups")
+    for stage, words, buttons in (
+        ("waiting", "", ["Drop"]),
+        ("running", "", []),
+        ("taken", "", []),
+        ("pool", "", ["Requeue", "Drop"]),
+        ("dead", "the judge said no", ["Requeue", "Drop"]),
+        ("archived", "trained and committed; its payload is freed", []),
+    ):
+        gid = next(gid for gid, place in zip(gids, places, strict=True) if place == [stage])
+        chromium.execute_script(f"location.hash = '#/groups/{gid}'")
+        until(chromium, gid)
+        until(chromium, words)
+        shown = [button.text for button in chromium.find_elements(By.CSS_SELECTOR, "main button")]
+        assert shown == buttons, stage
 
 
 def test_a_rollout_with_its_tokens(
