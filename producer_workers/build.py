@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import orjson
 from buffer.config.config import ProducingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
+from buffer.config.strategy import FILTERS
 from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
@@ -38,7 +40,9 @@ from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.load import load_judge, make_judge
+from producer_workers.judges.load import load_judge, load_worker_judge, make_judge, runs_inline
+from producer_workers.judges.process_function import ProcessFunction
+from producer_workers.judges.user_function import UserFunction
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
@@ -265,8 +269,15 @@ def _make_runner(
 
 
 def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
+    what = f"is_valid_sample_fn {spec!r}"
+    function = load_sample_filter(spec)
     within = partial(judges.run, judging.grace_s)
-    return GroupFilter(spec, load_sample_filter(spec), judging.timeout_s, within)
+    if runs_inline(function, judging, is_safe=spec in FILTERS):
+        return GroupFilter(what, UserFunction(what, function, "filter", judging.timeout_s), within)
+    is_coroutine = inspect.iscoroutinefunction(function)
+    call = ProcessFunction(spec, "filter", what, what, judging, is_coroutine=is_coroutine)
+    judges.close_at_end(call)
+    return GroupFilter(what, call, within)
 
 
 def _make_judge(
@@ -276,10 +287,12 @@ def _make_judge(
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
-    if task.judging.kind == "inline":
+    if task.judging.kind != "rq":
         return make_judge(
             task.judge,
-            lambda judge: judges.watch(load_judge(judge, task.judging), task.judging.grace_s),
+            lambda judge: judges.watch(
+                load_worker_judge(judge, task.judging), task.judging.grace_s
+            ),
         )
     from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
     from producer_workers.judges.rq_worker import judge_url

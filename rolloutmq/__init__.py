@@ -45,6 +45,7 @@ from producer_workers.agent_loops.multi_turn import Answer, Environment, MultiTu
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.engines.base import Engine
+from producer_workers.judges.cheap import cheap
 from producer_workers.judges.judge import GroupJudge, Judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.worker.worker import Worker
@@ -108,6 +109,7 @@ __all__ = [
     "ToolCall",
     "VersionSpan",
     "Worker",
+    "cheap",
     "padded_tensors",
     "publish",
     "rehearse",

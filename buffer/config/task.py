@@ -124,21 +124,33 @@ class SampleParamsSection(Section):
 class JudgingSection(Section):
     """[tasks.<name>.judging]: where the judge runs, and its limits.
 
-    All limits apply to kind rq; timeout_s and retries also apply to a judge at a URL. Any other
-    judge of kind inline has no limits.
+    They also apply to a function of yours in `is_valid_sample_fn`, but kind rq. A judge at a URL is
+    called from the rollout worker.
     """
 
-    kind: Literal["inline", "rq"] = "inline"
-    """inline: in the rollout worker. rq: in a forked process of `rolloutmq judge`, for slow or
-    unsafe judges
+    kind: Literal["auto", "inline", "process", "rq"] = "auto"
+    """inline: in the rollout worker, for what is cheap and cannot hang. process: in processes of
+    the rollout worker, which are killed if they hang or crash. rq: in a forked process of
+    `rolloutmq judge`, for slow or unsafe judges, on other machines too. auto: inline for built-in
+    judges that are safe there and for functions declared with @rolloutmq.cheap, else process
+    """
+    processes: int = Field(4, ge=1, le=1024)
+    """kind process: largest number of processes of one judge in one worker, started when they are
+    needed; each makes one call at a time, or 64 of a coroutine function
     """
     timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
-    """time after which a judge is killed"""
+    """time after which a judge is killed, without the time that it waits for its turn; its group
+    counts as a failed try
+    """
     memory_mb: int = Field(4096, ge=256, le=1 << 24)
-    """address space of the process that judges; Python raises MemoryError beyond it"""
+    """kinds process and rq: address space of the process that judges; Python raises MemoryError
+    beyond it. One that uses a GPU needs some 100,000
+    """
     retries: int = Field(2, ge=0, le=1000)
-    """further attempts after a judge failed, was killed or was lost, before the rollout fails"""
-    grace_s: float = Field(10.0, ge=0)
+    """kind rq and judges at a URL: further attempts after a judge failed, was killed or was lost,
+    before the rollout fails
+    """
+    grace_s: float = Field(10.0, ge=0, le=YEAR_S)
     """time that a judge has to finish when an abort pause begins; then it is cancelled, and its
     rollout keeps its tokens and is judged when its group is claimed again
     """
@@ -217,7 +229,7 @@ class TaskSection(Section):
         if unsafe and self.judging.kind == "inline":
             yield (
                 f"judge {', '.join(unsafe)} needs a process of its own: "
-                'set judging = { kind = "rq" }'
+                'set judging = { kind = "process" }'
             )
         if (size := self.group_bytes(None)) > MAX_BYTES:
             yield (

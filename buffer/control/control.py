@@ -17,7 +17,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from buffer.control.histogram import Histogram, join_counts
-from buffer.control.role_holder import Role, RoleHolder
+from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
+from buffer.control.work import Work
 from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
@@ -199,12 +200,14 @@ class RunControl:
         closing: bool = False,
         waited_s: float = 0.0,
         pauses: Histogram | None = None,
+        work: Work | None = None,
     ) -> ControlState:
         """Renew the hold on a role, or give it up if `closing`; return the control state.
 
         `waited_s` and `pauses` are the trainer's statistics since it was opened. Raises Fenced;
         LostRun if the server came back empty and has never seen a holder of that role.
         """
+        what, busy_s = work.now() if work else ("", 0.0)
         reply = self._store.call(
             "beat",
             self._keys.slots(),
@@ -215,6 +218,9 @@ class RunControl:
                 "waited_ms": int(waited_s * 1000),
                 "pause_ms": int(pauses.total_s * 1000) if pauses else 0,
                 "pause_buckets": join_counts(pauses.counts) if pauses else "",
+                "turns": work.turns if work else 0,
+                "doing": what,
+                "doing_ms": int(busy_s * 1000),
             },
         )
         with self.explaining_loss(role):
@@ -243,7 +249,7 @@ class RunControl:
 
     def holder(self, role: Role) -> RoleHolder:
         """Return who holds `role`, in one round trip."""
-        names = (role, f"{role}_seen_ms", f"{role}_name")
+        names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))
 
         def read() -> list[Any]:
             with self._store.control.pipeline(transaction=False) as pipe:

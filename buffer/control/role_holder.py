@@ -8,6 +8,9 @@ from typing import Literal
 
 Role = Literal["trainer", "producer"]
 
+OF_A_HOLDER = ("seen_ms", "name", "turns", "doing", "doing_ms")
+"""Fields of the control hash about the holder of a role, after "trainer_" or "producer_"."""
+
 
 def silence_ms(now_ms: int, seen_ms: int) -> int:
     """Return how long the holder of a role has been silent.
@@ -32,6 +35,12 @@ class RoleHolder:
     timeout_ms: int
     name: str = ""
     """where a producer runs"""
+    turns: int = 0
+    """turns of the loop of the process"""
+    doing: str = ""
+    """what its loop is busy with; empty if with nothing for long"""
+    doing_ms: int = 0
+    """for how long, at its last heartbeat"""
 
     @classmethod
     def parse(
@@ -45,6 +54,9 @@ class RoleHolder:
             now_ms=now_ms,
             timeout_ms=timeout_ms,
             name=control.get(f"{role}_name", ""),
+            turns=int(control.get(f"{role}_turns", 0)),
+            doing=control.get(f"{role}_doing", ""),
+            doing_ms=int(control.get(f"{role}_doing_ms", 0)),
         )
 
     @property

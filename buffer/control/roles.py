@@ -17,14 +17,18 @@ from collections.abc import Callable
 from buffer.control.control import ControlState, Mode, RunControl
 from buffer.control.histogram import Histogram
 from buffer.control.role_holder import Role
+from buffer.control.work import Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.store.retry import OutageClock
+from buffer.store.retry import LogOnce, OutageClock
 
 log = logging.getLogger("rolloutmq.control")
 
 VACANCY_POLL_S = 0.5
 """Between two reads of who holds the role, while a process stands by."""
+
+HUNG_S = 600.0
+"""A loop that is busy with one thing for longer hangs: its thread sends no heartbeats for it."""
 
 
 def _no_wait() -> float:
@@ -41,7 +45,9 @@ class HeldRole:
         role.renew_in_background(lambda: 1.0)   # from a thread; then `check` raises what lost it
         role.close()
 
-    `waited_s` and `pauses` are the trainer's statistics, sent with every heartbeat.
+    `waited_s` and `pauses` are the trainer's statistics, `work` is what the producer's loop does;
+    they are sent with every heartbeat. While one piece of work takes longer than HUNG_S, the thread
+    sends none: the loop hangs, and another process may take the role.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class HeldRole:
         nonce: str | None = None,
         waited_s: Callable[[], float] = _no_wait,
         pauses: Histogram | None = None,
+        work: Work | None = None,
     ) -> None:
         self.nonce = nonce or new_nonce()
         self.ended = threading.Event()
@@ -63,6 +70,7 @@ class HeldRole:
         self._role: Role = role
         self._waited_s = waited_s
         self._pauses = pauses
+        self._work = work or Work()
 
     def wait_until_vacant(self, stop: threading.Event) -> bool:
         """Wait until no process holds the role; return False if `stop` is set or the run finished.
@@ -83,13 +91,18 @@ class HeldRole:
         return False
 
     def renew(self) -> ControlState:
-        """Send a heartbeat; return the control state. Raises Fenced, LostRun."""
+        """Send a heartbeat of the process's own loop; return the control state.
+
+        Raises Fenced, LostRun.
+        """
+        self._work.turns += 1
         return self._beat(closing=False)
 
     def renew_in_background(
         self, every_s: Callable[[], float], on_loss: Callable[[], object]
     ) -> None:
         """Send heartbeats from a thread until `close`; call `on_loss` on it if the role is lost."""
+        self.ended.clear()
         self.thread = threading.Thread(
             target=self._renew_repeatedly,
             args=(every_s, on_loss),
@@ -125,14 +138,20 @@ class HeldRole:
             closing=closing,
             waited_s=self._waited_s(),
             pauses=self._pauses,
+            work=self._work,
         )
 
     def _renew_repeatedly(
         self, every_s: Callable[[], float], on_loss: Callable[[], object]
     ) -> None:
+        hung = LogOnce(log, "no more heartbeats: this process hangs")
         while not self.ended.wait(every_s()):
+            what, busy_s = self._work.now()
+            hung.report(what if busy_s > HUNG_S else "")
+            if busy_s > HUNG_S:
+                continue
             try:
-                self.renew()
+                self._beat(closing=False)
             except StoreUnavailable as error:
                 log.warning("no heartbeat of the %s: %s", self._role, error)
             except RolloutMQError as error:  # raised by `check`, at the next operation

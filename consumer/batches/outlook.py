@@ -48,8 +48,8 @@ log = logging.getLogger("rolloutmq.consumer")
 POLL_S = 0.5
 """Seconds before the first check, and between two: every submitted group wakes the trainer."""
 
-HEARTBEATS = 3
-"""A producer sends one heartbeat a round: three different ones enclose a whole round."""
+TURNS = 3
+"""The producer counts its rounds: three different numbers enclose a whole round."""
 
 _STATUS_REASONS = {
     ProduceBatchStatus.FINISH: "the run is finished: nothing more is produced",
@@ -153,7 +153,7 @@ class BatchOutlook:
         self._waited_s = 0.0
         self._next_check_s = time.monotonic() + POLL_S
         self._accounts: list[TaskAccount] = []
-        self._heartbeats: set[int] = set()
+        self._turns: set[tuple[str, int]] = set()
         self._has_warned = False
 
     def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
@@ -236,10 +236,10 @@ class BatchOutlook:
             or self._run.memory.use().refuses_fresh
         ):
             self._accounts = accounts
-            self._heartbeats = {holder.seen_ms}
+            self._turns = {(holder.nonce, holder.turns)}
             return
-        self._heartbeats.add(holder.seen_ms)
-        if len(self._heartbeats) < HEARTBEATS:
+        self._turns.add((holder.nonce, holder.turns))
+        if len(self._turns) < TURNS:
             return
         if state.weights.version < self._step - 1:
             reason = "all groups that they may generate are generated"

@@ -67,14 +67,16 @@ class Environment(Protocol):
 class ToolEnvironment:
     """Runs the calls of a turn at the same time; a turn without calls is the last."""
 
-    def __init__(self, toolbox: Toolbox, parse: ToolParser) -> None:
+    def __init__(self, toolbox: Toolbox, parser: ToolParser) -> None:
         self._toolbox = toolbox
-        self._parse = parse
+        self._parser = parser
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        if state.tool_choice == "none":
+            return Answer()
         calls = [
             call.model_copy(update={"id": f"call_{turn.number}_{number}"})
-            for number, call in enumerate(self._parse(turn.text))
+            for number, call in enumerate(self._parser.parse(turn.text, state.tools).calls)
         ]
         results = await self._toolbox.call_all(calls)
         messages = [
@@ -209,7 +211,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         **common: Any,
     ) -> None:
         toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s)
-        environment = ToolEnvironment(toolbox, tool_parser(parser))
+        environment = ToolEnvironment(toolbox, tool_parser(parser, common["tokenizer"]))
         super().__init__(environment=environment, max_turns=max_turns, **common)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import JudgeError, JudgeInterrupted, WireError
+from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
 from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine
@@ -54,6 +54,7 @@ class SingleTurnAgentLoop:
 
         An error of one rollout cancels the others of the group, then is raised.
         """
+        _check_tool_choice(states[0], gid)
         open_ones = [state for state in states if state.status is not Status.COMPLETED]
         await run_all(self._run(state, engine, gid) for state in open_ones)
         if isinstance(self._judge, GroupJudge):
@@ -154,6 +155,14 @@ class SingleTurnAgentLoop:
 
     def _text(self, state: RolloutState) -> str:
         return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
+
+
+def _check_tool_choice(state: RolloutState, gid: str) -> None:
+    if state.tool_choice not in (None, "auto", "none"):
+        raise ConfigError(
+            f"{gid} has tool_choice {state.tool_choice!r}, which this agent loop cannot enforce",
+            hint="leave it out, or let an agent ask for it over the gateway",
+        )
 
 
 def _no_token(state: RolloutState, reason: str) -> str:

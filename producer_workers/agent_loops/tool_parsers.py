@@ -10,22 +10,46 @@
 What a model thinks before its answer (up to </think> or [/THINK]) calls nothing. Marks within the
 texts of a call's arguments are text. A parser never raises: what looks like a call and cannot be
 parsed becomes one whose `arguments` are None, so that the model gets an error and may try again.
+
+Any other name is a parser of vLLM (`vllm_tool_parser.py`). The three above are the same with and
+without vLLM, so that all workers of a run read a turn alike.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from buffer.errors import ConfigError, WireError
-from buffer.model.rollout import ToolCall
+from buffer.errors import WireError
+from buffer.model.rollout import StructuredOutput, ToolCall
 from buffer.model.wire import check_nesting
 
-ToolParser = Callable[[str], list[ToolCall]]
+Tools = Sequence[dict[str, Any]] | None
+"""Functions that a model may call, as JSON schemas in OpenAI's form."""
+
+
+class ParsedTurn(NamedTuple):
+    """A turn: its text before the first call, its thought included, and its calls."""
+
+    content: str
+    calls: list[ToolCall]
+
+
+class ToolParser(Protocol):
+    """Parses the turns of a model."""
+
+    def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
+        """Parse one turn of a model that was offered `tools`. Never raises."""
+        ...
+
+    def structure(self, names: Sequence[str]) -> StructuredOutput | None:
+        """Return the form of a turn that calls one of these functions; None if not expressible."""
+        ...
+
 
 _THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 
@@ -129,29 +153,60 @@ def _end_of_json(text: str, start: int) -> int | None:
         return None
 
 
-def _without_thought(name: str, parse: ToolParser) -> ToolParser:
+def _without_thought(
+    name: str, parse: Callable[[str], list[ToolCall]]
+) -> Callable[[str], list[ToolCall]]:
     return lambda text: parse(split_thought(text, name)[1])
 
 
-PARSERS: dict[str, ToolParser] = {
+PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {
     "hermes": _without_thought("hermes", parse_hermes),
     "llama": _without_thought("llama", parse_llama),
     "mistral": _without_thought("mistral", parse_mistral),
 }
 
 
-def tool_parser(name: str) -> ToolParser:
-    """Return a parser by name. Raises ConfigError."""
-    if name not in PARSERS:
-        raise ConfigError(f"there is no tool parser {name!r}", hint=f"known: {', '.join(PARSERS)}")
-    return PARSERS[name]
+_FORMS = {
+    "hermes": '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</tool_call>',
+    "llama": '\\{{"name": "({})", "parameters": \\{{[^\\n]*\\}}\\}}',
+}
+"""Regular expressions of one call; Mistral's mark is a special token, which has no text."""
+
+
+class OwnToolParser:
+    """One of PARSERS."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
+        """See `ToolParser`."""
+        calls = PARSERS[self._name](text)
+        return ParsedTurn(before_calls(text, self._name) if calls else text, calls)
+
+    def structure(self, names: Sequence[str]) -> StructuredOutput | None:
+        """See `ToolParser`."""
+        form = _FORMS.get(self._name)
+        return (
+            StructuredOutput(regex=form.format("|".join(map(re.escape, names)))) if form else None
+        )
+
+
+def tool_parser(name: str, tokenizer: Any) -> ToolParser:
+    """Return a parser by name: one of PARSERS, or one of vLLM's. Raises ConfigError."""
+    if name in PARSERS:
+        return OwnToolParser(name)
+    from producer_workers.agent_loops.vllm_tool_parser import VllmToolParser
+
+    return VllmToolParser(name, tokenizer)
 
 
 def _number(calls: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> list[ToolCall]:
-    return [_tool_call(number, name, arguments) for number, (name, arguments) in enumerate(calls)]
+    return [tool_call(number, name, arguments) for number, (name, arguments) in enumerate(calls)]
 
 
-def _tool_call(number: int, name: str, raw: str) -> ToolCall:
+def tool_call(number: int, name: str, raw: str) -> ToolCall:
+    """Return a call whose arguments are JSON in `raw`."""
     arguments = _loads(raw) if name else None
     return ToolCall(
         id=f"call_{number}",

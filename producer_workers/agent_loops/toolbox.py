@@ -21,6 +21,7 @@ from buffer.model.dotted_path import load_object
 from buffer.model.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.judges.sandbox import Limits, run_python
+from producer_workers.judges.user_function import USER_ERRORS, attempt
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
@@ -90,7 +91,7 @@ class Toolbox:
                 for fault in error.errors(include_url=False)
             ]
             return f"error: the arguments of {call.name} do not fit: {'; '.join(faults)}"
-        except Exception as error:  # the model gets the tool's failure as its result
+        except USER_ERRORS as error:  # the model gets the tool's failure as its result
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
         text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
         return text[:LONGEST_RESULT]
@@ -101,9 +102,10 @@ class Toolbox:
         function = self._checked[name]
         if inspect.iscoroutinefunction(self._functions[name]):
             return await function(**arguments)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(function, **arguments)
+        outcome = await asyncio.get_running_loop().run_in_executor(
+            self._threads, attempt, partial(function, **arguments)
         )
+        return outcome.get()
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from buffer.config.task import JudgingSection
-from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
-from producer_workers.judges.judge import check_reward
-from producer_workers.judges.user_function import UserFunction
+from producer_workers.judges.judge import check_reward, check_rewards
+from producer_workers.judges.process_function import ProcessFunction
+from producer_workers.judges.user_function import Shape, UserFunction
 
 LIMIT_S: float = JudgingSection().timeout_s
 
@@ -22,35 +22,67 @@ Call = Callable[[Sequence[RolloutState]], Awaitable[Any]]
 """Calls a user's function for rollouts, here or in another process. Raises JudgeError only."""
 
 
-def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
-    """Return `results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
-    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
-    if not is_list or len(results) != count:
-        raise JudgeError(
-            f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
-        )
-    return [check_reward(name, result) for result in results]
-
-
-class FunctionJudge:
-    """Judges single rollouts with `function`, in this process; `limit_s` limits each call."""
-
-    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
+class _Single:
+    def __init__(self, name: str, call: Call) -> None:
         self.name = name
-        self._call: Call = UserFunction(f"judge {name!r}", function, "rollout", limit_s)
+        self._call = call
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the checked reward. Raises JudgeError with the judge's name and what it raised."""
         return check_reward(self.name, await self._call([state]))
 
 
-class GroupFunctionJudge:
-    """Judges whole groups with `function`, in this process; `limit_s` limits each call."""
-
-    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
+class _Group:
+    def __init__(self, name: str, call: Call) -> None:
         self.name = name
-        self._call: Call = UserFunction(f"judge {name!r}", function, "group", limit_s)
+        self._call = call
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """See `GroupJudge`."""
         return check_rewards(self.name, await self._call(states), len(states))
+
+
+class FunctionJudge(_Single):
+    """Judges single rollouts with `function`, in this process; `limit_s` limits each call."""
+
+    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
+        super().__init__(name, UserFunction(_what(name), function, "rollout", limit_s))
+
+
+class GroupFunctionJudge(_Group):
+    """Judges whole groups with `function`, in this process; `limit_s` limits each call."""
+
+    def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
+        super().__init__(name, UserFunction(_what(name), function, "group", limit_s))
+
+
+class ProcessJudge(_Single):
+    """Judges single rollouts with the function at `path`, in processes of its own."""
+
+    def __init__(
+        self, name: str, path: str, judging: JudgingSection, *, is_coroutine: bool
+    ) -> None:
+        function = _in_processes(name, path, "rollout", judging, is_coroutine)
+        super().__init__(name, function)
+        self.close = function.close
+
+
+class GroupProcessJudge(_Group):
+    """Judges whole groups with the function at `path`, in processes of its own."""
+
+    def __init__(
+        self, name: str, path: str, judging: JudgingSection, *, is_coroutine: bool
+    ) -> None:
+        function = _in_processes(name, path, "group", judging, is_coroutine)
+        super().__init__(name, function)
+        self.close = function.close
+
+
+def _what(name: str) -> str:
+    return f"judge {name!r}"
+
+
+def _in_processes(
+    name: str, path: str, shape: Shape, judging: JudgingSection, is_coroutine: bool
+) -> ProcessFunction:
+    return ProcessFunction(path, shape, _what(name), name, judging, is_coroutine=is_coroutine)

@@ -15,6 +15,7 @@ import numpy as np
 
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
+from producer_workers.judges.user_function import Shape
 
 
 class Judge(Protocol):
@@ -87,6 +88,13 @@ def _fits(value: Real) -> bool:
         return False
 
 
+def check_verdict(what: str, result: Any) -> bool:
+    """Return `result` of a filter of groups as a bool. Raises JudgeError."""
+    if not isinstance(result, Real | np.bool_):
+        raise JudgeError(f"{what} returned {type(result).__name__}", hint="return True or False")
+    return bool(result)
+
+
 def check_reward(name: str, result: Any) -> dict[str, float]:
     """Return `result` of judge `name` as a reward; a number is its score. Raises JudgeError."""
     reward = {"score": result} if isinstance(result, Real) else result
@@ -103,3 +111,23 @@ def check_reward(name: str, result: Any) -> dict[str, float]:
                 "(.item() makes one of a tensor)",
             )
     return {key: float(value) for key, value in reward.items()}
+
+
+def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
+    """Return `results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
+    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
+    if not is_list or len(results) != count:
+        raise JudgeError(
+            f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
+        )
+    return [check_reward(name, result) for result in results]
+
+
+def checked(shape: Shape, name: str, result: Any, count: int) -> Any:
+    """Return what a function returned for `count` rollouts, as its shape demands it.
+
+    Raises JudgeError.
+    """
+    if shape == "filter":
+        return check_verdict(name, result)
+    return check_rewards(name, result, count) if shape == "group" else check_reward(name, result)

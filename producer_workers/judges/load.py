@@ -9,33 +9,78 @@ from typing import Any
 from buffer.config.task import JUDGES, JudgeSpec, JudgingSection, is_url
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from producer_workers.judges.cheap import is_cheap
 from producer_workers.judges.composed_judge import compose
-from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
+from producer_workers.judges.function_judge import (
+    LIMIT_S,
+    FunctionJudge,
+    GroupFunctionJudge,
+    GroupProcessJudge,
+    ProcessJudge,
+)
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
-    """Make a judge from a built-in name, the URL of a service, or "module:function".
+    """Make a judge of this process from a built-in name, a service's URL, or "module:function".
 
     A function with a parameter `states` gets whole groups. Raises ConfigError.
     """
+    judging = judging or JudgingSection()
     if is_url(spec):
-        return HttpJudge(spec, judging or JudgingSection())
-    path = JUDGES[spec].path if spec in JUDGES else spec
-    function = load_object(path, kind="judge", built_in=JUDGES)
+        return HttpJudge(spec, judging)
+    return judge_from_function(spec, _function(spec), judging.timeout_s)
+
+
+def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
+    """Make a judge as a rollout worker calls it, in processes of its own unless it is cheap.
+
+    Raises ConfigError.
+    """
+    if is_url(spec):
+        return HttpJudge(spec, judging)
+    function = _function(spec)
+    is_safe = spec in JUDGES and not JUDGES[spec].is_unsafe
+    if runs_inline(function, judging, is_safe=is_safe):
+        return judge_from_function(spec, function, judging.timeout_s)
+    kind = GroupProcessJudge if _sees_group(function) else ProcessJudge
+    is_coroutine = inspect.iscoroutinefunction(function)
+    return kind(spec, _path(spec), judging, is_coroutine=is_coroutine)
+
+
+def runs_inline(function: Callable[..., Any], judging: JudgingSection, *, is_safe: bool) -> bool:
+    """Return whether a worker calls a function in its own process; `is_safe`: a built-in one."""
+    if judging.kind in ("inline", "process"):
+        return judging.kind == "inline"
+    return is_safe or is_cheap(function)
+
+
+def judge_from_function(
+    name: str, function: Callable[..., Any], limit_s: float = LIMIT_S
+) -> AnyJudge:
+    """Make a judge of this process from a function; `limit_s` limits each call."""
+    kind = GroupFunctionJudge if _sees_group(function) else FunctionJudge
+    return kind(name, function, limit_s)
+
+
+def _path(spec: str) -> str:
+    return JUDGES[spec].path if spec in JUDGES else spec
+
+
+def _function(spec: str) -> Callable[..., Any]:
+    function = load_object(_path(spec), kind="judge", built_in=JUDGES)
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
-    return judge_from_function(spec, function)
+    chosen: Callable[..., Any] = function
+    return chosen
 
 
-def judge_from_function(name: str, function: Callable[..., Any]) -> AnyJudge:
-    """Make a judge from a function."""
+def _sees_group(function: Callable[..., Any]) -> bool:
     try:
-        sees_group = "states" in inspect.signature(function).parameters
+        return "states" in inspect.signature(function).parameters
     except ValueError:  # a function in C, without a signature
-        sees_group = False
-    return GroupFunctionJudge(name, function) if sees_group else FunctionJudge(name, function)
+        return False
 
 
 def make_judge(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:

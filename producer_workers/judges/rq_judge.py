@@ -26,8 +26,7 @@ from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.model.rollout import RolloutState
 from buffer.store.store import Store
-from producer_workers.judges.function_judge import check_rewards
-from producer_workers.judges.judge import rollout_fields
+from producer_workers.judges.judge import check_rewards, rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 
 T = TypeVar("T")

@@ -35,6 +35,7 @@ from buffer.store.store import Store
 from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
+from producer_workers.judges.process_limits import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
 
@@ -95,16 +96,9 @@ def _limit(timeout_s: float, memory_mb: int) -> None:
 
     rq's own time limit is a signal that Python must get to handle.
     """
-    _lower(resource.RLIMIT_AS, memory_mb * 2**20)
+    limit_memory(memory_mb)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
-    _lower(resource.RLIMIT_CORE, 0)
-
-
-def _lower(limit: int, value: int) -> None:
-    _, hard = resource.getrlimit(limit)
-    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(limit, (most, most))
+    lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
 
 
 class JudgeJob(Job):

@@ -12,7 +12,9 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import JudgeError
@@ -26,6 +28,9 @@ MOST_ABANDONED = 8
 
 LONGEST_REASON = 300
 """Characters of an exception's text in the reason of a failed group."""
+
+USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What a user's code may raise of its own: sys.exit, too, must not end the worker."""
 
 Shape = Literal["rollout", "group", "filter"]
 """How a function is called: with one rollout, with `states`, or with the group as its argument."""
@@ -47,6 +52,12 @@ class Outcome(NamedTuple):
     result: Any = None
     error: BaseException | None = None
 
+    def get(self) -> Any:
+        """Return the result, or raise the error. For coroutines: it may be StopIteration."""
+        if self.error is not None:
+            raise self.error
+        return self.result
+
     def unwrap(self, what: str) -> Any:
         """Return the result. Raises JudgeError that names `what` for an error."""
         if self.error is None:
@@ -60,7 +71,7 @@ class Outcome(NamedTuple):
 
 def describe(error: BaseException) -> str:
     """Return an error in one line: its type and the start of its text."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).encode(errors="replace").decode()
     name = type(error).__name__
     return f"{name}: {text[:LONGEST_REASON]}" if text else name
 
@@ -68,6 +79,8 @@ def describe(error: BaseException) -> str:
 def _hint(error: BaseException) -> str:
     if isinstance(error, StopIteration):
         return "next(...) found nothing: give it a default"
+    if isinstance(error, MemoryError):
+        return "see [tasks.<name>.judging] memory_mb"
     return "see the rollout that it got in the dead letter"
 
 
@@ -79,34 +92,44 @@ def over_limit(what: str, limit_s: float) -> JudgeError:
     )
 
 
-async def in_thread(name: str, call: Callable[[], Any]) -> Outcome:
-    """Return how `call` ended in a thread of its own, which does not outlive the process."""
-    outcome, _ = start_thread(name, call)
-    return await outcome
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """Return how `call` ended."""
+    try:
+        return Outcome(call())
+    except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
+        return Outcome(error=error)
 
 
-def start_thread(
-    name: str, call: Callable[[], Any]
-) -> tuple[asyncio.Future[Outcome], threading.Thread]:
-    """Start `call` in a thread, and return the future of its outcome with that thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Outcome] = loop.create_future()
+class _Caller:
+    """A thread that makes one call after the other. It does not keep its process from ending."""
 
-    def resolve(outcome: Outcome) -> None:
-        if not future.done():
-            future.set_result(outcome)
+    def __init__(self, name: str) -> None:
+        self._work = SimpleQueue[Callable[[], None]]()
+        threading.Thread(target=self._make_calls, name=name, daemon=True).start()
 
-    def work() -> None:
-        try:
-            outcome = Outcome(call())
-        except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
-            outcome = Outcome(error=error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(resolve, outcome)
+    def start(
+        self, call: Callable[[], Any], then: Callable[[_Caller], None]
+    ) -> asyncio.Future[Outcome]:
+        """Return the future of the outcome of `call`. `then` gets this thread once it is free."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
 
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
-    return future, thread
+        def resolve(outcome: Outcome) -> None:
+            then(self)
+            if not future.done():
+                future.set_result(outcome)
+
+        self._work.put(lambda: _post(loop, partial(resolve, attempt(call))))
+        return future
+
+    def _make_calls(self) -> None:
+        while True:
+            self._work.get()()
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody waits for the call any more
+        loop.call_soon_threadsafe(callback)
 
 
 async def outcome_of(call: Callable[[], Awaitable[Any]]) -> Outcome:
@@ -128,7 +151,8 @@ class UserFunction:
         self._shape = shape
         self._limit_s = limit_s
         self._turns = asyncio.Semaphore(TURNS)
-        self._threads: list[threading.Thread] = []
+        self._threads = 0
+        self._idle: list[_Caller] = []
 
     async def __call__(self, states: Sequence[RolloutState]) -> Any:
         """Return its result. Raises JudgeError for anything that it raises, and after its limit."""
@@ -156,15 +180,16 @@ class UserFunction:
             work.exception()  # retrieved, also if nobody waits for it
 
     async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        if len(self._threads) >= TURNS + MOST_ABANDONED:
-            raise JudgeError(
-                f"{self._what} still runs in {len(self._threads)} threads, which cannot be ended",
-                hint='set [tasks.<name>.judging] kind = "process", which ends what hangs',
-            )
-        future, thread = start_thread(self._what, call)
-        self._threads.append(thread)
-        return await self._limited(future)
+        if not self._idle:
+            if self._threads >= TURNS + MOST_ABANDONED:
+                raise JudgeError(
+                    f"{self._what} still runs in {self._threads} threads, which cannot be ended",
+                    hint='set [tasks.<name>.judging] kind = "process", which ends what hangs',
+                )
+            self._idle.append(_Caller(self._what))
+            self._threads += 1
+        # a thread that is over the limit comes back once its call ends
+        return await self._limited(self._idle.pop().start(call, self._idle.append))
 
     async def _limited(self, work: asyncio.Future[Outcome]) -> Outcome:
         try:

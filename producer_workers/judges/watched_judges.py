@@ -27,7 +27,7 @@ Run = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 @runtime_checkable
 class Closes(Protocol):
-    """A judge that holds processes or connections until `close`."""
+    """A judge or a filter that holds processes until `close`."""
 
     def close(self) -> None: ...
 
@@ -60,11 +60,15 @@ class WatchedJudges:
     def watch(self, judge: AnyJudge, grace_s: float) -> AnyJudge:
         """Return `judge`, watched. A pause waits `grace_s` seconds for it."""
         if isinstance(judge, Closes):
-            self._closed_at_end.append(judge)
+            self.close_at_end(judge)
         run = partial(self._timed, f"judge {judge.name!r}", grace_s)
         if isinstance(judge, GroupJudge):
             return _WatchedGroupJudge(judge, run)
         return _WatchedJudge(judge, run)
+
+    def close_at_end(self, judge: Closes) -> None:
+        """Close `judge` when the worker ends."""
+        self._closed_at_end.append(judge)
 
     async def _timed(self, what: str, grace_s: float, call: Callable[[], Awaitable[T]]) -> T:
         with self.times.measure():

@@ -22,6 +22,7 @@ from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
+from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.run import Run
 from buffer.store.retry import LogOnce
@@ -75,8 +76,9 @@ class AgentLoopManager:
         self._run = run
         self._strategies = strategies
         self._curriculum = curriculum
+        work = Work()
         self._samplers = {
-            task: SamplerWithReplayBuffer(run, sampler, slice_size=slice_size)
+            task: SamplerWithReplayBuffer(run, sampler, slice_size=slice_size, work=work)
             for task, sampler in samplers.items()
         }
         self._memory = MemoryUse(0, 0, 0)
@@ -84,18 +86,25 @@ class AgentLoopManager:
         self._stops: dict[str, TaskStop] = {}
         self._halts: dict[str, TaskStop] = {}
         self._sweep_at = 0.0
-        self.role = HeldRole(run.control, "producer")
+        self.role = HeldRole(run.control, "producer", work=work)
         self.nonce = self.role.nonce
 
     @contextmanager
     def opened(self, *, take_over: bool = False) -> Iterator[None]:
         """Be the producer of the run during the block.
 
-        Raises RoleHeld while another one is alive, LostRun.
+        A thread sends heartbeats, since a data set may take long for a row. Raises RoleHeld while
+        another one is alive, LostRun.
         """
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
         log.info("producing", extra={"run": self._run.name, "tasks": list(self._samplers)})
-        yield
+        limits = self._run.limits
+        self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, lambda: None)
+        try:
+            yield
+        except BaseException:
+            self.role.ended.set()  # the role times out, as if the process had died
+            raise
         self.role.close()
 
     def produce_loop(self, stop: threading.Event, *, take_over: bool = False) -> None:

@@ -8,10 +8,12 @@ themselves (I3, I12).
 from __future__ import annotations
 
 import logging
+import time
 from itertools import islice
 
 from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
+from buffer.control.work import Work
 from buffer.errors import ConfigError, DatasetError, PayloadMissing, WireError
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
@@ -27,6 +29,9 @@ log = logging.getLogger("rolloutmq.producer")
 Prompt = tuple[str, int, bytes]
 """Gid, rollouts, INIT payload."""
 
+DRAW_S = 1.0
+"""Groups of a slow data set start after this time, with the prompts that are drawn until then."""
+
 PREPARED = 16
 """Prompts that are drawn ahead between two polls of the control state."""
 
@@ -37,10 +42,13 @@ class SamplerWithReplayBuffer:
     `slice_size`: new prompts in one enqueue, at most.
     """
 
-    def __init__(self, run: Run, sampler: Sampler, *, slice_size: int = 64) -> None:
+    def __init__(
+        self, run: Run, sampler: Sampler, *, slice_size: int = 64, work: Work | None = None
+    ) -> None:
         self._run = run
         self._sampler = sampler
         self._slice_size = slice_size
+        self._work = work or Work()
         self.task = sampler.task
         self._cursor: int | None = None
         self._ahead: dict[int, Prompt] = {}
@@ -94,7 +102,7 @@ class SamplerWithReplayBuffer:
             # the script decides; but it would refuse most of what is drawn and stored for it
             room = 1
         cursor = self._run.jobs.next_draw(nonce, self.task) if progress.ahead else progress.cursor
-        prompts = [self._prompt(cursor + i) for i in range(room)]
+        prompts = self._prompts(cursor, room)
         if payloads := {gid: data for gid, _, data in prompts if data}:
             self._run.payloads.write_prompts(payloads)
         samples = [count for _, count, _ in prompts]
@@ -109,11 +117,20 @@ class SamplerWithReplayBuffer:
             log.warning("skipped %d prompts that are too large", skipped, extra={"task": self.task})
         return done.count
 
+    def _prompts(self, cursor: int, room: int) -> list[Prompt]:
+        """Return the next prompts, `room` of them or as many as are drawn within DRAW_S."""
+        until_s = time.monotonic() + DRAW_S
+        prompts = [self._prompt(cursor)]
+        while len(prompts) < room and time.monotonic() < until_s:
+            prompts.append(self._prompt(cursor + len(prompts)))
+        return prompts
+
     def _prompt(self, draw: int) -> Prompt:
         """Return a prompt that is ready to be stored; one that is too large has no rollouts."""
         if draw not in self._ahead:
             gid = self._sampler.gid(draw)
-            states = self._sampler.draw(draw)
+            with self._work.on(f"draws prompt {draw} of task {self.task}"):
+                states = self._sampler.draw(draw)
             if isinstance(states, TooLong):
                 self._ahead[draw] = (gid, 0, b"")
             else:
@@ -153,8 +170,11 @@ class SamplerWithReplayBuffer:
         wanted = range(self._cursor, self._cursor + self._slice_size)
         missing = (draw for draw in wanted if draw not in self._ahead)
         try:
+            until_s = time.monotonic() + DRAW_S
             for draw in islice(missing, PREPARED):
                 self._prompt(draw)
+                if time.monotonic() > until_s:
+                    break
         except ConfigError as error:
             # raised again when this prompt is due, if it ever is
             log.debug("not drawn ahead: %s", error)

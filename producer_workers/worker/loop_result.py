@@ -10,18 +10,17 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.strategy import FILTERS
-from buffer.config.task import JudgingSection
-from buffer.errors import ConfigError, JudgeError, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import PolicyVersion, RolloutState, Status
-from producer_workers.judges.user_function import UserFunction
+from producer_workers.judges.function_judge import Call
+from producer_workers.judges.judge import check_verdict
 
 
 class LoopError(RolloutMQError):
@@ -142,20 +141,14 @@ the producer starts another group in its stead.
 
 
 class GroupFilter:
-    """Asks a filter of the user, or `not_all_equal`, in this process; `limit_s` limits each call.
+    """Asks the filter `what`, of the user or built in, by `call`.
 
     `within`: runs the call, as `WatchedJudges.run` does.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: SampleFilter,
-        limit_s: float = JudgingSection().timeout_s,
-        within: Within | None = None,
-    ) -> None:
-        self._what = f"is_valid_sample_fn {name!r}"
-        self._call = UserFunction(self._what, function, "filter", limit_s)
+    def __init__(self, what: str, call: Call, within: Within) -> None:
+        self._what = what
+        self._call = call
         self._within = within
 
     async def keeps(self, states: Sequence[RolloutState]) -> bool:
@@ -163,13 +156,8 @@ class GroupFilter:
 
         Raises JudgeError, and what `within` raises.
         """
-        ask = partial(self._call, states)
-        result = await (self._within(self._what, ask) if self._within else ask())
-        if not isinstance(result, Real | np.bool_):
-            raise JudgeError(
-                f"{self._what} returned {type(result).__name__}", hint="return True or False"
-            )
-        return bool(result)
+        result = await self._within(self._what, partial(self._call, states))
+        return check_verdict(self._what, result)
 
 
 def not_all_equal(states: Sequence[RolloutState]) -> bool:

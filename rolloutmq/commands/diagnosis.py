@@ -49,6 +49,7 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
             "producer",
             "`rolloutmq producer CONFIG` or `rolloutmq run CONFIG`",
         ),
+        *_slow_data_set(snap),
         *_workers(snap),
         *(() if snap.paused_by else _weights(snap)),
         *_unclaimed(snap),
@@ -122,6 +123,17 @@ def _role(snap: Snapshot, role: RoleHolder, name: str, start: str) -> Iterator[S
     fix = f"start it again, and it continues where it was: {start}"
     standby = "; a standby takes over by itself" if name == "producer" else ""
     yield Symptom("stuck", what, role.silent_ms, fix + standby)
+
+
+def _slow_data_set(snap: Snapshot) -> Iterator[Symptom]:
+    producer = snap.producer
+    if producer.is_alive and producer.doing:
+        level: Level = "stuck" if producer.doing_ms > PATIENCE_MS else "note"
+        fix = (
+            "the data set of that task is slow: make its rows cheaper to read, or prepare them in "
+            "a file; see the producer's log"
+        )
+        yield Symptom(level, f"the producer {producer.doing}", producer.doing_ms, fix)
 
 
 def _age_ms(snap: Snapshot) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from zlib import crc32
 
 from buffer.model.rollout import RolloutState
+from producer_workers.judges.cheap import cheap
 
 
+@cheap
 def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> float:
     """Return 1 or 0, by the tokens of the response alone.
 

@@ -16,12 +16,20 @@ from typing import Any
 import orjson
 import pytest
 
+from buffer.control import roles, work
 from buffer.control.control import Mode
-from buffer.errors import Fenced, RoleHeld
-from buffer.model.ids import group_id
+from buffer.control.role_holder import RoleHolder
+from buffer.errors import Fenced, RoleHeld, RolloutMQError
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.rollout import SampleParams
+from buffer.monitoring.run_view import take_snapshot
+from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import AsyncProduceStrategy
+from rolloutmq.commands.diagnosis import diagnose
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import TASK, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -223,4 +231,71 @@ def test_full_run_draws_no_prompts_logs_it_once_and_continues_when_there_is_room
     play(producer, yard)
     assert yard.places()["waiting"] == 40
     assert "new prompts again" in caplog.text
+    yard.check()
+
+
+class SlowRow:
+    """A data set that gives no row before it is told to."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
+
+    def row(self, row: int, epoch: int = 0) -> Problem:
+        self.is_asked.set()
+        assert self.may_answer.wait(60)
+        return Problem(messages=[{"role": "user", "content": f"{row}"}])
+
+    def __len__(self) -> int:
+        return 100
+
+
+def wait_for(fact: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
+    make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "SHORT_S", 0.0)
+    yard = make_yard(role_timeout_ms=300, heartbeat_ms=50)
+    data = SlowRow()
+    sampler = Sampler(TASK, data, Letters(), SampleParams())
+    strategies = {TASK: AsyncProduceStrategy(TASK, yard.run.limits)}
+    producer = AgentLoopManager(yard.run, {TASK: sampler}, strategies)
+    ended: list[BaseException] = []
+
+    def produce() -> None:
+        try:
+            producer.produce_loop(threading.Event(), take_over=True)
+        except RolloutMQError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    assert data.is_asked.wait(60)
+    control = yard.run.control
+    first = control.holder("producer")
+    seen: list[RoleHolder] = []
+    while not seen or seen[-1].now_ms < first.now_ms + 3 * first.timeout_ms:
+        seen.append(control.holder("producer"))
+        with pytest.raises(RoleHeld):
+            control.open_producer(new_nonce())
+    assert all(holder.is_alive for holder in seen)
+    # no round was finished meanwhile, and the reason is known
+    assert {holder.turns for holder in seen} == {first.turns}
+    assert seen[-1].doing == f"draws prompt 0 of task {TASK}"
+    assert any(
+        f"draws prompt 0 of task {TASK}" in s.what for s in diagnose(take_snapshot(yard.run))
+    )
+    monkeypatch.setattr(roles, "HUNG_S", 0.0)
+    wait_for(lambda: not control.holder("producer").is_alive)
+    control.open_producer(new_nonce())
+    data.may_answer.set()
+    thread.join(60)
+    assert [type(error) for error in ended] == [Fenced]
+    assert "waiting" not in yard.places()
     yard.check()

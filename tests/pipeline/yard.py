@@ -29,6 +29,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.user_function import UserFunction
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.loop_result import GroupFilter
@@ -177,7 +178,9 @@ class Yard:
             if key in options
         }
         if function := chosen.get("is_valid_sample"):
-            chosen["is_valid_sample"] = GroupFilter("test", function, within=within)
+            what = "is_valid_sample_fn 'test'"
+            call = UserFunction(what, function, "filter", 60.0)
+            chosen["is_valid_sample"] = GroupFilter(what, call, within)
         loop = SingleTurnAgentLoop(
             judge=judges.watch(judge, grace_s),
             tokenizer=Letters(),

@@ -17,12 +17,14 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
 
 from buffer.errors import RolloutMQError
 from producer_workers.judges.judge import check_reward
+from producer_workers.judges.user_function import USER_ERRORS, attempt, describe
 
 _THREADS = 256
 """Plain functions that run at the same time; more wait."""
@@ -90,13 +92,12 @@ class FunctionAgent:
             if inspect.iscoroutinefunction(self._function):
                 result = await self._function(task)
             else:
-                result = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._function, task
+                outcome = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, attempt, partial(self._function, task)
                 )
-        except Exception as error:  # an agent may raise anything; it fails its rollout alone
-            raise AgentError(
-                f"agent {self._name} raised {type(error).__name__}: {error}"
-            ) from error
+                result = outcome.get()
+        except USER_ERRORS as error:  # an agent may raise anything; it fails its rollout alone
+            raise AgentError(f"agent {self._name} raised {describe(error)}") from error
         return None if result is None else check_reward(self._name, result)
 
 

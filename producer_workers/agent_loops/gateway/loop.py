@@ -69,14 +69,12 @@ class GatewayAgentLoop:
                 "the gateway needs an agent or a command, not both",
                 hint='set agent = "module:function", or command = [...]',
             )
-        if parser:
-            tool_parser(parser)
         self._agent = ProgramAgent(command) if command else _function(agent)
         self._judge = judge
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._delta = ChatDelta(tokenizer, eos_ids)
-        self._parser = parser
+        self._parser = tool_parser(parser, tokenizer) if parser else None
         self._time_limit_s = time_limit_s
 
     async def generate_group(

@@ -3,7 +3,7 @@
     POST /v1/chat/completions    messages in, a message out
     POST /v1/completions         a text or token ids in, their continuation out
 
-Fields that would make the recorded logprobs untrue (several choices, forced tools, biases), or
+Fields that would make the recorded logprobs untrue (several choices, biases), or
 change what the model reads, are refused. Temperature and top_p are those of the task, not of
 the request, since the trainer relies on them. Unknown fields are ignored, as servers have
 fields of their own.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Protocol
 
@@ -157,12 +158,18 @@ def refusal(
     return {"error": {"message": message, "type": kind, "code": code, "param": field}}
 
 
+def _name(tool: Json) -> str:
+    """Return the name of the function that a tool, or a choice of one, names; "" for none."""
+    function = tool.get("function")
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
 class ChatRequest(Request):
     """A request to /v1/chat/completions."""
 
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Json | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -176,10 +183,27 @@ class ChatRequest(Request):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
+    @model_validator(mode="after")
+    def _choice_is_offered(self) -> ChatRequest:
+        wants_call = self.tool_choice not in (None, "auto", "none")
+        if wants_call and not self._forced:
+            raise ValueError("tool_choice: the function that is to be called is not among tools")
+        return self
+
+    @property
+    def _forced(self) -> list[str]:
+        """Return the functions of which one must be called; none where the model decides."""
+        offered = [_name(tool) for tool in self.tools or ()]
+        if isinstance(self.tool_choice, dict):
+            return [name for name in offered if name and name == _name(self.tool_choice)]
+        return list(filter(None, offered)) if self.tool_choice == "required" else []
+
     async def ask(self, session: Session) -> Turn:
         tools = None if self.tool_choice == "none" else self.tools or None
         overrides = self.overrides(self.max_completion_tokens or self.max_tokens)
-        return await session.chat(self.messages, tools, overrides)
+        return await session.chat(
+            self.messages, tools, replace(overrides, call_one_of=self._forced)
+        )
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = {

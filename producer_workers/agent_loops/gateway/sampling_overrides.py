@@ -6,11 +6,12 @@ The trainer relies on the task's temperature and top_p.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import ConfigError
 from buffer.model.rollout import SampleParams, StructuredOutput, derived_seed
+from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, structures
 
 
@@ -19,12 +20,25 @@ class SamplingOverrides:
     """What a request chooses.
 
     `max_tokens` is None for all that the session has left; `structured` is what `response_format`
-    asks for.
+    asks for; `call_one_of` are the functions of which `tool_choice` demands a call.
     """
 
     max_tokens: int | None = None
     stops: Sequence[str] = ()
     structured: StructuredOutput | None = None
+    call_one_of: Sequence[str] = ()
+
+    def forcing_a_call(self, parser: ToolParser | None) -> SamplingOverrides:
+        """Return these with the structure of a call. Raises ConfigError where there is none."""
+        structure = parser.structure(self.call_one_of) if parser else None
+        if structure is None:
+            raise ConfigError(
+                "tool_choice: this task's tool parser has no form in which a call can be enforced; "
+                "ask with tool_choice auto, or use the parser hermes or llama"
+            )
+        if self.structured is not None:
+            raise ConfigError("tool_choice: a call and response_format cannot both be enforced")
+        return replace(self, structured=structure)
 
     def check(self, params: SampleParams, engine: Engine) -> None:
         """Raise ConfigError where the task, or its engine, does not allow them."""
@@ -32,11 +46,13 @@ class SamplingOverrides:
             return
         if not structures(engine):
             raise ConfigError(
-                f"response_format: the engine {engine.name} cannot produce structured output"
+                "response_format, tool_choice: "
+                f"the engine {engine.name} cannot produce structured output"
             )
         if params.structured is not None:
             raise ConfigError(
-                "response_format: the task already sets a structure (sample.structured)"
+                "response_format, tool_choice: "
+                "the task already sets a structure (sample.structured)"
             )
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:

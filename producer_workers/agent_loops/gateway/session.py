@@ -27,7 +27,7 @@ from producer_workers.agent_loops.gateway.sampling_overrides import SamplingOver
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
 from producer_workers.agent_loops.gateway.token_budget import TokenBudget
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
-from producer_workers.agent_loops.tool_parsers import PARSERS, before_calls
+from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
 
 log = logging.getLogger("rolloutmq.worker")
@@ -76,7 +76,7 @@ class Session:
         delta: ChatDelta,
         eos_ids: Collection[int],
         params: SampleParams,
-        parser: str,
+        parser: ToolParser | None,
     ) -> None:
         self.name = name
         self._engine = engine
@@ -103,11 +103,13 @@ class Session:
         Raises SessionClosed, ContextFull, ConfigError (an unsupported request), GenerationError.
         Nothing of a cancelled call is trained.
         """
+        if overrides.call_one_of:
+            overrides = overrides.forcing_a_call(self._parser)
         with self._request(overrides) as number:
             parent, context = await in_tokenizer_thread(self._context, messages, tools)
             made = await self._generate(number, parent, context, overrides)
             message, text, calls = await in_tokenizer_thread(
-                self._message, number, made, overrides.stops, bool(tools)
+                self._message, number, made, overrides.stops, tools
             )
             self._keep(parent, context, made, [*messages, message], text, calls)
             return Turn(message, made, len(context.ids))
@@ -250,25 +252,24 @@ class Session:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _message(
-        self, number: int, made: Generation, stops: Sequence[str], has_tools: bool
+        self, number: int, made: Generation, stops: Sequence[str], tools: Any
     ) -> tuple[dict[str, Any], str, list[ToolCall]]:
         """Return the agent's message, the whole text, and the calls.
 
         Without offered tools, calls are text.
         """
         raw = self._text(made, skip_special_tokens=False)
-        found = PARSERS[self._parser](raw) if self._parser and has_tools else []
+        parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
         calls = [
             call.model_copy(update={"id": f"call_{number}_{position}"})
-            for position, call in enumerate(found)
+            for position, call in enumerate(parsed.calls)
         ]
         text = self._text(made, skip_special_tokens=True)
         if not calls:
             return {"role": "assistant", "content": _before(text, stops)}, text, []
-        content = before_calls(raw, self._parser).strip()
         message = {
             "role": "assistant",
-            "content": content,
+            "content": parsed.content.strip(),
             "tool_calls": [_as_openai(call) for call in calls],
         }
         return message, text, calls

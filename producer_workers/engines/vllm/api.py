@@ -1,8 +1,9 @@
 """Translate between this project and vLLM: its names, environment, arguments and results.
 
-Invariant: no other file imports vLLM into the rollout worker, so a new version is judged by reading
-this one and running `tests/producer_workers/engines`. The names are imported late, checked once,
-and untyped on purpose: the CPU and the CUDA build are two distributions.
+Invariant: no other file imports vLLM's engine into the rollout worker (only its tool parsers are
+elsewhere, in `agent_loops/vllm_tool_parser.py`), so a new version is judged by reading this one and
+running `tests/producer_workers/engines`. The names are imported late, checked once, and untyped on
+purpose: the CPU and the CUDA build are two distributions.
 """
 
 from __future__ import annotations

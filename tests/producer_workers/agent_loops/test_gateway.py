@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
-from tests.producer_workers.agents import PROGRAM
+from tests.producer_workers.agents import PROGRAM, TOOL
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -209,6 +210,34 @@ def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> Non
     assert sum(len(made.token_ids) for made in engine.said) == 40
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_an_agent_demands_is_enforced_or_refused(chat: Any, choice: Any) -> None:
+    async def demands(task: AgentTask) -> None:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+            ask = partial(client.chat.completions.create, model="any", messages=messages)
+            reply = await ask(tools=[TOOL], tool_choice=choice)
+            assert reply.choices[0].finish_reason == "tool_calls"
+            reply = await ask(tools=[TOOL], tool_choice="none")
+            assert str(reply.choices[0].message.content).endswith(CALL)
+
+    class Enforcing(Recorder):
+        structures_output = True
+
+    line = CALL.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>")
+    engine = Enforcing(chat, [line, CALL])
+    (state,) = run(loop_of(chat, agent=demands), engine, questions("x"))[:1]
+    assert state.status is Status.COMPLETED
+    structures = [params.structured for *_, params in engine.requests]
+    assert structures[0] is not None
+    assert re.fullmatch(str(structures[0].regex), line)
+    assert structures[1] is None
+    for parser, kind in (("mistral", Enforcing), ("hermes", Recorder)):
+        (state,) = run(loop_of(chat, agent=demands, parser=parser), kind(chat), questions("x"))
+        assert state.status is Status.FAILED
+        assert "tool_choice" in str(state.error)
+
+
 @pytest.mark.parametrize("own", [[], [{"role": "system", "content": "mine"}]])
 def test_a_system_prompt_and_template_arguments_of_the_task_reach_agents(
     chat: Any, own: list[dict[str, str]]
@@ -292,7 +321,10 @@ def test_a_dead_engine_is_the_workers_matter(chat: Any) -> None:
         run(loop_of(chat), engine, questions("x"))
 
 
-def test_options_are_checked_when_the_loop_is_made(chat: Any) -> None:
+def test_options_are_checked_when_the_loop_is_made(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.tool_parsers", None)  # as where it is not installed
     given: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [2]}
     for told, options in {
         "an agent or a command": {},

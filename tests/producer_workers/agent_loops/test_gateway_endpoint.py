@@ -25,6 +25,7 @@ from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.gateway.token_budget import TokenBudget
+from producer_workers.agent_loops.tool_parsers import OwnToolParser
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]
@@ -71,7 +72,9 @@ def at_desk(
     async def open_desk() -> AsyncIterator[Desk]:
         delta = ChatDelta(chat, [chat.eos_token_id])
         sampling = SampleParams(**params)
-        made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, "hermes")
+        made = Session(
+            "g/0", engine, chat, delta, [chat.eos_token_id], sampling, OwnToolParser("hermes")
+        )
         async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
             yield Desk(endpoint, made, http)
 
@@ -122,7 +125,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: "),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions: offer tools"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
-        (CHAT, {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}}, "as it is"),
+        (
+            CHAT,
+            {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}},
+            "of the task",
+        ),
         (CHAT, {"messages": USER, "response_format": {"type": "grammar"}}, "response_format: "),
         (
             CHAT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -335,6 +336,7 @@ def test_load_makes_the_loop_of_a_config(
         "def search(query: str) -> str:\n    '''Look it up.'''\n    return query\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "vllm.tool_parsers", None)  # as where it is not installed
     given: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [2]}
     loop = load_agent_loop("tools", options={"tools": ["my_tools:search"], "max_turns": 3}, **given)
     assert isinstance(loop, ToolAgentLoop)

@@ -229,13 +229,14 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     [
         ("exact", "expected reasoning_gym"),
         ({"a": {"exact": 1.0}}, "not 'exact'"),
-        ("math_verify", 'judging = { kind = "rq" }'),
+        ("math_verify", 'judging = { kind = "process" }'),
         ({"a": "gsm8k", "b": {"python_tests": 1.0}}, "needs a process of its own"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_with_the_config(judge: Any, said: str) -> None:
+    given = {"judge": judge, "dataset": {"kind": "jsonl", "path": "none"}}
     with pytest.raises(ValueError, match=said):
-        TaskSection.model_validate({"judge": judge, "dataset": {"kind": "jsonl", "path": "none"}})
+        TaskSection.model_validate({**given, "judging": {"kind": "inline"}})
 
 
 # -- mathematics -------------------------------------------------------------

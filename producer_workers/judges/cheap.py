@@ -1,0 +1,29 @@
+"""Declare a function cheap, so that a worker calls it without a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "rolloutmq_cheap"
+
+
+def cheap(function: F) -> F:
+    """Declare a judge or a filter of groups cheap: it answers in milliseconds, and never hangs.
+
+    A worker calls it in a thread of its own process, or in its event loop if it is a coroutine
+    function, which must not block.
+
+    Usage:
+        @rolloutmq.cheap
+        def score(response, ground_truth, state): ...
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_cheap(function: Callable[..., Any]) -> bool:
+    """Return whether a function was declared cheap."""
+    return bool(getattr(function, _MARK, False))

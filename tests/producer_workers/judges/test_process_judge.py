@@ -1,0 +1,201 @@
+"""Judges in processes of a worker: what they see, what ends them, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.config.task import JudgingSection
+from buffer.errors import JudgeError
+from buffer.model.rollout import RolloutState, Status
+from producer_workers.judges import cheap
+from producer_workers.judges.function_judge import (
+    FunctionJudge,
+    GroupProcessJudge,
+    ProcessJudge,
+)
+from producer_workers.judges.judge import AnyJudge, judge_all
+from producer_workers.judges.load import load_worker_judge
+from producer_workers.judges.process_function import ProcessFunction
+
+HOSTILE = "tests.producer_workers.judges.hostile"
+
+
+def rollout(truth: str, index: int = 0) -> RolloutState:
+    return RolloutState(
+        index=index,
+        status=Status.INIT,
+        messages=[{"role": "user", "content": "?"}],
+        prompt_ids=np.arange(3, dtype="<i4"),
+        response="abc"[: index + 1],
+        response_ids=np.array([10, 20], "<i4"),
+        logprobs=np.array([-1.0, -2.0], "<f4"),
+        finish_reason="stop",
+        ground_truth=truth,
+    )
+
+
+@asynccontextmanager
+async def judging(name: str = "score", **section: Any) -> AsyncIterator[Any]:
+    chosen = load_worker_judge(f"{HOSTILE}:{name}", JudgingSection(**section))
+    try:
+        yield chosen
+    finally:
+        chosen.close()  # type: ignore[union-attr]
+
+
+async def ask(judge: AnyJudge, *truths: str) -> list[Any]:
+    """Ask for several rollouts at once; errors in their place."""
+    states = [rollout(truth) for truth in truths]
+    asked = (judge_all(judge, [state]) for state in states)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    return [each if isinstance(each, BaseException) else each[0]["score"] for each in answers]
+
+
+def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
+    async def scenario() -> None:
+        async with judging() as one, judging("rank") as group:
+            assert isinstance(one, ProcessJudge)
+            assert isinstance(group, GroupProcessJudge)
+            assert await ask(one, "tokens") == [31.0]
+            states = [rollout("", index) for index in range(3)]
+            rewards = await group.judge_group(states)
+            assert [reward["score"] for reward in rewards] == [1.0, 2.0, 3.0]
+
+    asyncio.run(scenario())
+
+
+def test_a_filter_runs_in_a_process_too() -> None:
+    async def scenario() -> list[Any]:
+        section = JudgingSection(processes=1)
+        call = ProcessFunction(f"{HOSTILE}:keep", "filter", "f", "f", section, is_coroutine=False)
+        states = [rollout("", index) for index in range(2)]
+        for state in states:
+            state.reward = {"score": float(state.index)}
+        try:
+            return [await call(states), await call(states[:1])]
+        finally:
+            call.close()
+
+    assert asyncio.run(scenario()) == [True, False]
+
+
+REASONS = {
+    "hang": "exceeded its limit of 0.5 s .*timeout_s",
+    "sys.exit": "raised SystemExit: 2",
+    "exit": "ended its process: exit code 3",
+    "lock": "exceeded its limit of 0.5 s",
+    "crash": "ended its process: SIGSEGV",
+    "StopIteration": "StopIteration",
+    "memory": "raised MemoryError .*memory_mb",
+    "nan": "returned 'score' = nan",
+}
+
+
+@pytest.mark.parametrize(("name", "faults"), [("score", 8), ("score_later", 3)])
+def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
+    name: str, faults: int
+) -> None:
+    reasons = dict(list(REASONS.items())[:faults])
+
+    async def scenario() -> None:
+        async with judging(name, processes=2, timeout_s=0.5) as judge:
+            answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
+            for answer, reason in zip(answers[::2], reasons.values(), strict=True):
+                with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
+                    raise answer
+            assert answers[1::2] == [1.0] * len(reasons)
+
+    asyncio.run(scenario())
+
+
+def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
+    async def scenario() -> None:
+        async with judging("score_later", processes=1, timeout_s=1.0) as judge:
+            before = await ask(judge, "pid")
+            waits, *others = await ask(judge, "wait", *["soon"] * 20)
+            assert "exceeded its limit" in str(waits)
+            assert set(others) == {*before}, "one process for all, and it was not replaced"
+            assert await ask(judge, "pid") == before
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_not_wanted_any_more_gives_its_process_free() -> None:
+    async def scenario() -> None:
+        for name, truth in (("score", "hang"), ("score_later", "wait")):
+            async with judging(name, processes=1) as judge:
+                (before,) = await ask(judge, "pid")
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ask(judge, truth), 0.5)
+                (after,) = await ask(judge, "pid")
+                assert (before == after) is (name == "score_later")
+
+    asyncio.run(scenario())
+
+
+def test_functions_are_called_in_processes_unless_they_are_cheap() -> None:
+    auto = JudgingSection()
+    assert isinstance(load_worker_judge("gsm8k", auto), FunctionJudge)
+    assert isinstance(load_worker_judge("python_tests", auto), ProcessJudge)
+    assert isinstance(load_worker_judge("gsm8k", JudgingSection(kind="process")), ProcessJudge)
+    path = f"{HOSTILE}:score"
+    assert isinstance(load_worker_judge(path, JudgingSection(kind="inline")), FunctionJudge)
+    assert isinstance(load_worker_judge(f"{__name__}:declared", auto), FunctionJudge)
+
+
+@cheap.cheap
+def declared(**_: Any) -> float:
+    return 1.0
+
+
+WORKER = f"""
+import asyncio, sys
+from buffer.config.task import JudgingSection
+from producer_workers.judges.load import load_worker_judge
+from tests.producer_workers.judges.test_process_judge import ask
+
+async def main():
+    judge = load_worker_judge("{HOSTILE}:score", JudgingSection())
+    print(*map(int, await ask(judge, "pid")), flush=True)
+    await ask(judge, "hang", "hang")
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_judge_started_ends_with_its_process() -> None:
+    async def scenario() -> int:
+        async with judging() as judge:
+            return int((await ask(judge, "child"))[0])
+
+    child = asyncio.run(scenario())
+    while is_alive(child):
+        time.sleep(0.01)
+
+
+def test_no_process_outlives_a_worker_that_is_killed() -> None:
+    command = [sys.executable, "-c", WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout
+        judge = int(worker.stdout.readline())
+        assert is_alive(judge)
+        worker.kill()
+    while is_alive(judge):
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
