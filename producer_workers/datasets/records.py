@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import StructuredOutput
-from buffer.model.wire import check_nesting
+from buffer.model.wire_checks import check_plain
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (
@@ -61,7 +61,10 @@ def problem_of(record: Any) -> Problem:
     tools = _take_tools(record)
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
-    _check_depth({"messages": messages, "tools": tools, "truth": truth, "extra": [record, extra]})
+    try:
+        check_plain("the record", messages, tools, truth, record, extra)
+    except WireError as error:
+        raise ValueError(str(error)) from error
     return Problem(
         messages=messages,
         ground_truth=truth,
@@ -70,14 +73,6 @@ def problem_of(record: Any) -> Problem:
         structured=structured,
         extra={**record, **extra},
     )
-
-
-def _check_depth(fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        try:
-            check_nesting([value])
-        except WireError as error:
-            raise ValueError(f'"{name}": {error}') from error
 
 
 def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,7 +121,7 @@ def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
     try:
         value = orjson.loads(given) if isinstance(given, str) else given
         structured = StructuredOutput.model_validate(value)
-        check_nesting(structured.json_schema)
+        check_plain("json_schema", structured.json_schema)
         if structured.regex is not None:
             re.compile(structured.regex)
     except ValidationError as error:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from buffer.model.rollout import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.datasets.records import problem_of
+from producer_workers.datasets.records import ToProblem, problem_of
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
@@ -31,12 +29,12 @@ def make_producer(
     steps: int = 1000,
     threshold: int = 1,
     slice_size: int = 7,
-    to_problem: Callable[[Any], Any] = lambda record: record,
+    to_problem: ToProblem = problem_of,
 ) -> AgentLoopManager:
     """Return a producer that starts `share` groups for every step that the newest weights serve."""
     sampler = Sampler(
         TASK,
-        JsonlDataset(dataset, lambda record: problem_of(to_problem(record))),
+        JsonlDataset(dataset, to_problem),
         Letters(),
         SampleParams(),
         prompt_repeat_k=2,

@@ -24,6 +24,7 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.rollout import SampleParams
 from buffer.monitoring.run_view import take_snapshot
 from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
@@ -107,10 +108,11 @@ def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
 def test_a_row_that_cannot_be_encoded_stops_its_task_with_its_number(
     yard: Yard, dataset: Path
 ) -> None:
-    def date_of_row(record: dict[str, Any]) -> dict[str, Any]:
-        return {**record, "when": datetime.date(2026, 1, 1)}
+    def dated(record: dict[str, Any]) -> Problem:
+        question = {"role": "user", "content": "when?"}
+        return Problem(messages=[question], extra={"when": datetime.date(2026, 1, 1)})
 
-    producer = make_producer(yard.run, dataset, share=5, to_problem=date_of_row)
+    producer = make_producer(yard.run, dataset, share=5, to_problem=dated)
     take_the_role(producer, yard)
     play(producer, yard)
     halt = yard.run.task_stops.of(TASK)

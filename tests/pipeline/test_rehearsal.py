@@ -182,7 +182,7 @@ class Forgets:
         ("prompt", "rollout 1 has another prompt than rollout 0"),
         ("all prompts", "the agent loop changed the prompt"),
         ("weights", "spans name weights that sampled nothing here: invented:77"),
-        ("score", "at members.0.reward"),
+        ("score", "the range of float32"),
         ("errors", "KeyError: 'mine'"),
     ],
 )

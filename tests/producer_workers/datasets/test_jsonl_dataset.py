@@ -87,7 +87,7 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         ),
         (
             b'{"prompt": "p", "answer": ' + b"[" * 40 + b"]" * 40 + b"}",
-            '"truth": maps and arrays are nested too deeply',
+            "at the record: maps and arrays are nested too deeply",
         ),
         (b'{"prompt": "p", "id": ' + b"9" * 20 + b"}", "the integer 99999999999999999999 has"),
         (b'{"prompt": "p", "id": [-9223372036854775809]}', "the integer -9223372036854775809 has"),
