@@ -24,7 +24,6 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.rollout import SampleParams
 from buffer.monitoring.run_view import take_snapshot
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
