@@ -42,7 +42,7 @@ def as_arrays(group: RolloutGroup) -> dict[str, Any]:
     names = ("prompt_ids", "lengths", "response_ids", "logprobs", "mask")
     return {
         "gid": group.gid,
-        "members": group.members,
+        "texts": group.table.responses,
         **{name: getattr(group, name).tobytes() for name in names},
     }
 

@@ -1,6 +1,6 @@
 """One rollout as data curators see it: a line of a JSONL file, or a row of a Parquet file.
 
-The lines of a group stand together and share what belongs to the prompt. Each has the number of
+The lines of a group stand together and have the same prompt_ids. Each has the number of
 them (`samples`), so that a file that was cut or filtered within a group is noticed. What an export
 adds for people only (`stage`, `status` of waiting groups, `staleness`) is not imported.
 """
@@ -21,12 +21,10 @@ from buffer.model.rollout import RolloutState, SampleParams, Status, VersionSpan
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-SHARED = ("messages", "prompt_ids", "data_source", "ground_truth", "extra")
-"""Fields that are equal in all lines of a group: the group stores them once."""
-
 FIELDS = (
     *("gid", "task", "index", "samples", "stage", "status", "staleness"),
     *("messages", "prompt_ids", "response", "response_ids", "logprobs", "response_mask", "spans"),
+    *("ref_logprobs", "values", "token_rewards", "teacher_logprobs"),
     *("reward", "finish_reason", "error", "sample_params", "data_source", "ground_truth", "extra"),
 )
 """Every field of a line, in order."""
@@ -51,6 +49,10 @@ class RolloutLine(BaseModel):
     logprobs: list[Finite]
     response_mask: list[Literal[0, 1]] | None = None
     spans: list[VersionSpan] = []
+    ref_logprobs: list[Finite] | None = None
+    values: list[Finite] | None = None
+    token_rewards: list[Finite] | None = None
+    teacher_logprobs: dict[str, list[Finite]] | None = None
     reward: dict[str, Finite]
     finish_reason: str | None = "stop"
     error: str | None = None
@@ -100,9 +102,8 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
         )
     if len({line.task for line in lines}) > 1:
         raise ValueError(f"group {first.gid}: its lines name different tasks")
-    for name in SHARED:
-        if any(getattr(line, name) != getattr(first, name) for line in lines):
-            raise ValueError(f"group {first.gid}: its lines have different {name}")
+    if any(line.prompt_ids != first.prompt_ids for line in lines):
+        raise ValueError(f"group {first.gid}: its lines have different prompt_ids")
     if {line.index for line in lines} not in ({None}, set(range(len(lines)))):
         raise ValueError(f"group {first.gid}: the index of its lines is not 0 to {len(lines) - 1}")
     ordered = sorted(lines, key=lambda line: line.index or 0)

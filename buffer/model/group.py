@@ -1,8 +1,9 @@
 """A group: the rollouts of one prompt, the unit of every queue.
 
-A group that was received keeps its token columns as views of the received bytes: `response_ids`,
-`logprobs` and `mask` of all members are concatenated, in parts of `lengths`. A trainer packs from
-these without a Python object per token or rollout; `states` makes the objects on first use.
+A group is a table: what its rollouts have in common is there once, and every number that they have
+is in a column over all of them. A group that was received keeps its columns as views of the
+received bytes. A trainer packs from these without a Python object per token or rollout; `states`
+makes the objects on first use.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.rollout import (
-    MediaRef,
-    RolloutState,
-    SampleParams,
-    Status,
-    VersionSpan,
-    expert_rows,
-    group_status,
-)
+from buffer.model.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.model.staleness import living_version, token_mask
+from buffer.model.table import (
+    STATUSES,
+    Table,
+    experts_of,
+    rollouts,
+    spans_of,
+    tabulate,
+)
+from buffer.model.wire_schema import Sample, Shared
 
 
 def prompt_of(group: RolloutGroup) -> RolloutGroup:
@@ -34,9 +37,6 @@ def prompt_of(group: RolloutGroup) -> RolloutGroup:
     return RolloutGroup(group.gid, group.task, states)
 
 
-Member = dict[str, Any]
-"""What a rollout has besides its token columns; the keys are those of `buffer.model.wire`."""
-
 GROUP_TIME = "group_time_s"
 """Key of `extra`: the seconds that workers have spent on a group, over all its claims."""
 
@@ -46,8 +46,9 @@ class RolloutGroup:
 
     Columns: prompt_ids int32[P], lengths int32[k], response_ids int32[sum R], logprobs
     float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
-    ref_logprobs and values float32[sum R] (nan for a rollout without), routed_experts
-    int16[rows, layers, top_k] (P + R - 1 rows for each member with `routed_experts: True`).
+    ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
+    (nan for a rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each
+    rollout whose experts are not elsewhere).
 
     Usage:
 
@@ -58,62 +59,108 @@ class RolloutGroup:
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
             raise WireError(f"group {gid} has no rollouts")
-        first = states[0]
+        try:
+            table = tabulate(states)
+        except WireError as error:
+            raise WireError(f"group {gid}: {error.message}", hint=error.hint) from error
         self.gid = gid
         self.task = task
-        self.shared = _shared(first)
-        self.prompt_ids = first.prompt_ids if first.prompt_ids is not None else np.empty(0, "<i4")
-        self.lengths = np.array([len(s.response_ids) for s in states], "<i4")
-        self.response_ids = np.concatenate([s.response_ids for s in states])
-        self.logprobs = np.concatenate([s.logprobs for s in states])
-        self.mask = np.concatenate([_mask(s) for s in states])
-        self.ref_logprobs = _optional([s.ref_logprobs for s in states], self.lengths)
-        self.values = _optional([s.values for s in states], self.lengths)
-        self.routed_experts = _experts(gid, states)
-        self.members: list[Member] = [_member(s) for s in states]
+        self.table = table
         self._states: list[RolloutState] | None = list(states)
 
     @classmethod
-    def from_columns(
-        cls,
-        gid: str,
-        task: str,
-        shared: dict[str, Any],
-        members: list[Member],
-        columns: dict[str, NDArray[Any]],
-    ) -> RolloutGroup:
+    def of_table(cls, gid: str, task: str, table: Table) -> RolloutGroup:
         """Return a received group; `buffer.model.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
         group.task = task
-        group.shared = shared
-        group.members = members
-        group.prompt_ids = columns["prompt_ids"]
-        group.lengths = columns["lengths"]
-        group.response_ids = columns["response_ids"]
-        group.logprobs = columns["logprobs"]
-        group.mask = columns["mask"]
-        group.ref_logprobs = columns.get("ref_logprobs")
-        group.values = columns.get("values")
-        group.routed_experts = columns.get("routed_experts")
+        group.table = table
         group._states = None
         return group
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.table.responses)
+
+    @property
+    def shared(self) -> Shared:
+        """Return what the rollouts have in common: the prompt, and how they are sampled."""
+        return self.table.shared
 
     @property
     def states(self) -> list[RolloutState]:
         """Return the rollouts as objects, which are made on first use."""
         if self._states is None:
-            self._states = list(self._make_states())
+            self._states = list(rollouts(self.table))
         return self._states
+
+    # -- columns -------------------------------------------------------------
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of the prompt, int32[P]."""
+        return self.table.columns["prompt_ids"]
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Return the number of response tokens of each rollout, int32[k]."""
+        return self.table.columns["lengths"]
+
+    @property
+    def response_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of all responses, int32[sum R]."""
+        return self.table.columns["response_ids"]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Return the logprobs of all response tokens, float32[sum R]."""
+        return self.table.columns["logprobs"]
+
+    @property
+    def mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens are trained, uint8[sum R]. It may be replaced."""
+        columns = self.table.columns
+        if "mask" not in columns:
+            columns["mask"] = np.ones(len(self.response_ids), "u1")
+        return columns["mask"]
+
+    @mask.setter
+    def mask(self, mask: NDArray[np.uint8]) -> None:
+        self.table.columns["mask"] = mask
+
+    def column(self, name: str) -> NDArray[Any] | None:
+        """Return a column of `buffer.model.wire_columns.LAYOUT`; None where no rollout has it."""
+        return self.table.columns.get(name)
 
     @property
     def scores(self) -> NDArray[np.float32]:
         """Return `reward["score"]` of each member, float32[k]; nan without one."""
-        rewards = (m.get("reward") or {} for m in self.members)
-        return np.array([r.get("score", np.nan) for r in rewards], "<f4")
+        if "score" not in self.table.reward_names:
+            return np.full(len(self), np.nan, "<f4")
+        name = self.table.reward_names.index("score")
+        return self.table.columns["rewards"][:, name].astype("<f4")
+
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """Return whether each rollout ended at its token limit, bool[k]."""
+        reasons = self.table.finish_reasons
+        if "length" not in reasons:
+            return np.zeros(len(self), np.bool_)
+        truncated: NDArray[np.bool_] = self.table.columns["finishes"] == reasons.index("length")
+        return truncated
+
+    @property
+    def token_limits(self) -> NDArray[np.int32]:
+        """Return `max_tokens` of each rollout, int32[k]."""
+        limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
+        for n, own in self.table.own.items():
+            if isinstance(own.sample, Sample):
+                limits[n] = own.sample.max_tokens
+        return limits
+
+    @property
+    def errors(self) -> list[str]:
+        """Return the different errors of the rollouts, sorted."""
+        return sorted({own.error for own in self.table.own.values() if own.error})
 
     @property
     def multimodal(self) -> list[MediaRef]:
@@ -121,7 +168,7 @@ class RolloutGroup:
 
         Read one with `run.media.read(uri, …)`.
         """
-        return [MediaRef(**media) for media in self.shared.get("multimodal") or ()]
+        return [MediaRef(**asdict(media)) for media in self.shared.multimodal]
 
     @property
     def sessions(self) -> list[str]:
@@ -129,29 +176,41 @@ class RolloutGroup:
 
         Segments of one session share it; any other rollout is a session of its own.
         """
-        ids = (m.get("session_id") for m in self.members)
-        return [
-            f"{self.members[n]['index']}/{name}" if name else f"#{n}" for n, name in enumerate(ids)
-        ]
+        sessions = [f"#{n}" for n in range(len(self))]
+        for n, own in self.table.own.items():
+            if own.session_id:
+                sessions[n] = f"{int(self.table.columns['indices'][n])}/{own.session_id}"
+        return sessions
 
     @property
     def status(self) -> Status:
         """Return the status of the group (`group_status`)."""
-        return group_status(m["status"] for m in self.members)
+        codes = set(self.table.columns["statuses"].tolist())
+        return group_status(STATUSES[code] for code in codes)
+
+    def set_status(self, status: Status) -> None:
+        """Give all rollouts this status."""
+        codes = np.full(len(self), STATUSES.index(status), "u1")
+        self.table.columns["statuses"] = codes
+        for state in self._states or ():
+            state.status = status
+
+    # -- ages ----------------------------------------------------------------
 
     def oldest(self) -> VersionSpan | None:
         """Return the span with the oldest policy version; None where no token was sampled."""
-        spans = (VersionSpan(*s) for m in self.members for s in m.get("spans", ()))
+        spans = (span for spans in spans_of(self.table) for span in spans)
         return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
 
     def oldest_by_lineage(self) -> dict[str, int]:
         """Return the oldest policy version of each lineage of weights in the group."""
         # of all lineages, because only the server knows which are still in use
         oldest: dict[str, int] = {}
-        for member in self.members:
-            for _, length, version, lineage in member.get("spans", ()):
-                if length:
-                    oldest[lineage] = min(version, oldest.get(lineage, version))
+        for spans in spans_of(self.table):
+            for span in spans:
+                if span.length:
+                    known = oldest.get(span.lineage, span.version)
+                    oldest[span.lineage] = min(span.version, known)
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:
@@ -172,9 +231,8 @@ class RolloutGroup:
         never expire by token.
         """
         found: dict[str, int] = {}
-        for member, part in self._parts():
+        for part, spans in self._parts():
             mask = self.mask[part]
-            spans = [VersionSpan(*s) for s in member.get("spans", ())]
             trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
             covered = sum(int(mask[s.start : s.start + s.length].sum()) for s in trained)
             if not trained or covered < mask.sum():
@@ -192,125 +250,22 @@ class RolloutGroup:
         `forks`: (lineage, first step) of the run, which limit the versions (`living_version`).
         """
         masks = []
-        for member, part in self._parts():
-            spans = [VersionSpan(*s) for s in member.get("spans", ())]
-            spans = [s._replace(version=living_version(forks, s.lineage, s.version)) for s in spans]
-            fresh = token_mask(
-                self.mask[part], part.stop - part.start, spans, step, token_threshold
-            )
-            masks.append(self.mask[part] if fresh is None else fresh)
+        for part, spans in self._parts():
+            own = self.mask[part]
+            aged = [s._replace(version=living_version(forks, s.lineage, s.version)) for s in spans]
+            fresh = token_mask(own, part.stop - part.start, aged, step, token_threshold)
+            masks.append(own if fresh is None else fresh)
         return np.concatenate(masks)
 
     def experts(self) -> list[NDArray[np.int16] | str | None]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
         if self._states is not None:
             return [state.routed_experts for state in self._states]
-        found, row = [], 0
-        for member, part in self._parts():
-            recorded = member.get("routed_experts")
-            if recorded is True and self.routed_experts is not None:
-                rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
-                recorded = self.routed_experts[row : row + rows]
-                row += rows
-            found.append(recorded)
-        return found
+        return experts_of(self.table)
 
-    def _parts(self) -> Iterator[tuple[Member, slice]]:
-        """Yield each member, with the part of the columns that is its own."""
-        start = 0
-        for member, length in zip(self.members, self.lengths.tolist(), strict=True):
-            yield member, slice(start, start + length)
-            start += length
-
-    def _make_states(self) -> Iterator[RolloutState]:
-        for (member, part), experts in zip(self._parts(), self.experts(), strict=True):
-            mask = self.mask[part]
-            fields = _state_fields(member) | {"routed_experts": experts}
-            yield RolloutState(
-                **self.shared,
-                prompt_ids=self.prompt_ids,
-                response_ids=self.response_ids[part],
-                logprobs=self.logprobs[part],
-                response_mask=None if mask.all() else mask,
-                ref_logprobs=_own(self.ref_logprobs, part),
-                values=_own(self.values, part),
-                **fields,
-            )
-
-
-def _shared(state: RolloutState) -> dict[str, Any]:
-    """Return what all rollouts of a prompt share, without the rare fields that it does not have."""
-    shared: dict[str, Any] = {
-        "messages": state.messages,
-        "data_source": state.data_source,
-        "ground_truth": state.ground_truth,
-        "extra": state.extra,
-    }
-    images = [media.model_dump(exclude_defaults=True) for media in state.multimodal]
-    optional = {
-        "tools": state.tools,
-        "tool_choice": state.tool_choice,
-        "multimodal": images or None,
-    }
-    return shared | {name: value for name, value in optional.items() if value is not None}
-
-
-def _optional(
-    columns: list[NDArray[np.float32] | None], lengths: NDArray[np.int32]
-) -> NDArray[np.float32] | None:
-    if not any(column is not None and len(column) for column in columns):
-        return None
-    filled = zip(columns, lengths.tolist(), strict=True)
-    return np.concatenate(
-        [np.full(n, np.nan, "<f4") if column is None else column for column, n in filled]
-    )
-
-
-def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32] | None:
-    """Return the part of a rollout in an optional column; None where it has none."""
-    if column is None or part.start == part.stop or np.isnan(column[part.start]):
-        return None
-    return column[part]
-
-
-def _experts(gid: str, states: Sequence[RolloutState]) -> NDArray[np.int16] | None:
-    inline = [s.routed_experts for s in states if isinstance(s.routed_experts, np.ndarray)]
-    if len({experts.shape[1:] for experts in inline}) > 1:
-        raise WireError(
-            f"group {gid}: routed_experts have different shapes: {[list(e.shape) for e in inline]}"
-        )
-    return np.concatenate(inline) if inline else None
-
-
-def _mask(state: RolloutState) -> NDArray[np.uint8]:
-    if state.response_mask is None:
-        return np.ones(len(state.response_ids), "u1")
-    return state.response_mask
-
-
-def _member(state: RolloutState) -> Member:
-    member: Member = {
-        "index": state.index,
-        "status": state.status.value,
-        "sample": state.sample_params.model_dump(exclude_defaults=True),
-    }
-    experts = state.routed_experts
-    calls = [call.model_dump(exclude_defaults=True) for call in state.tool_calls]
-    optional = {
-        "response": state.response or None,
-        "reward": state.reward,
-        "finish_reason": state.finish_reason,
-        "error": state.error,
-        "spans": [list(s) for s in state.spans] or None,
-        "session_id": state.session_id,
-        "tool_calls": calls or None,
-        "routed_experts": True if isinstance(experts, np.ndarray) else experts,
-    }
-    return member | {name: value for name, value in optional.items() if value is not None}
-
-
-def _state_fields(member: Member) -> dict[str, Any]:
-    fields = dict(member)
-    fields["sample_params"] = SampleParams(**fields.pop("sample"))
-    fields["spans"] = [VersionSpan(*s) for s in fields.pop("spans", ())]
-    return fields
+    def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
+        """Yield the part of the token columns that each rollout has, and its spans."""
+        ends = np.cumsum(self.lengths).tolist()
+        lengths = self.lengths.tolist()
+        for end, length, spans in zip(ends, lengths, spans_of(self.table), strict=True):
+            yield slice(end - length, end), spans

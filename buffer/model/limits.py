@@ -23,8 +23,8 @@ from buffer.model.byte_size import Bytes
 from buffer.model.compression import Compression
 from buffer.model.task_mix import Reweighting, TaskMix, allocate
 
-SCHEMA = "1"
-"""Version of keys and scripts; a client refuses a run of another one."""
+SCHEMA = "2"
+"""Version of keys, scripts and payloads; a client refuses a run of another one."""
 
 LOADING = "loading"
 """In place of the schema version while a run is filled from a snapshot: it cannot be opened."""

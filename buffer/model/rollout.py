@@ -7,7 +7,7 @@ microseconds. Field names are those of XTuner where the meaning is the same;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple
@@ -223,14 +223,13 @@ class RolloutState(BaseModel):
 
     Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled
     tokens, at the sampling temperature), `response_mask` (1 = trained; None = all ones), and where
-    they were computed `ref_logprobs` (of the reference model) and `values` (of a critic). `spans`
-    name the weights that sampled each token; tokens without a span were not sampled (a tool's, for
+    they were computed `ref_logprobs` (of the reference model), `values` (of a critic),
+    `token_rewards` (process rewards) and `teacher_logprobs` (by the teacher's name). `spans` name
+    the weights that sampled each token; tokens without a span were not sampled (a tool's, for
     example).
 
     `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every
-    token but the last, or the address of them. `messages`, `tools`, `tool_choice`, `multimodal`,
-    `prompt_ids`, `data_source`, `ground_truth` and `extra` belong to the prompt and are the same in
-    the whole group.
+    token but the last, or the address of them. `prompt_ids` are the same in the whole group.
     """
 
     model_config = ConfigDict(
@@ -254,6 +253,8 @@ class RolloutState(BaseModel):
     response_mask: Mask | None = None
     ref_logprobs: Float32 | None = None
     values: Float32 | None = None
+    token_rewards: Float32 | None = None
+    teacher_logprobs: dict[str, Float32] | None = None
     routed_experts: str | Experts | None = None
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
@@ -268,15 +269,22 @@ class RolloutState(BaseModel):
     @model_validator(mode="after")
     def _columns_agree(self) -> RolloutState:
         tokens = len(self.response_ids)
-        for name in ("logprobs", "response_mask", "ref_logprobs", "values"):
-            column = getattr(self, name)
-            if column is not None and len(column) != tokens:
+        for name, column in self._token_columns():
+            if len(column) != tokens:
                 raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
         if isinstance(self.routed_experts, np.ndarray):
             self._check_experts(self.routed_experts)
         return self
+
+    def _token_columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        for name in ("logprobs", "response_mask", "ref_logprobs", "values", "token_rewards"):
+            column = getattr(self, name)
+            if column is not None:
+                yield name, column
+        for teacher, column in (self.teacher_logprobs or {}).items():
+            yield f"teacher_logprobs of {teacher!r}", column
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:
         prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
@@ -308,6 +316,8 @@ class RolloutState(BaseModel):
         if len(token_ids):
             self.ref_logprobs = None
             self.values = None
+            self.token_rewards = None
+            self.teacher_logprobs = None
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
@@ -347,6 +357,8 @@ class RolloutState(BaseModel):
         self.response_mask = None
         self.ref_logprobs = None
         self.values = None
+        self.token_rewards = None
+        self.teacher_logprobs = None
         self.routed_experts = None
         self.spans = []
         self.reward = None

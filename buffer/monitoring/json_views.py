@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import to_builtins
+
 from buffer.control.fleet import WorkerRecord
 from buffer.control.role_holder import RoleHolder
 from buffer.model.group import RolloutGroup
@@ -98,7 +100,8 @@ def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) ->
 
     `tokens` adds ids, logprobs and masks.
     """
-    shared = dict(group.shared)
+    shared: dict[str, Any] = to_builtins(group.shared)
+    shared.pop("sample", None)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
     return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}

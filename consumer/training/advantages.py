@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from buffer.config.learner import AdvantageEstimator
 from buffer.errors import WireError
 from buffer.model.group import RolloutGroup
-from buffer.model.rollout import SampleParams
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.int32]]
@@ -226,6 +225,4 @@ def shaped_scores(group: RolloutGroup, buffer_tokens: int | None) -> NDArray[np.
     """
     if buffer_tokens is None:
         return group.scores
-    default = SampleParams().max_tokens
-    limits = [member["sample"].get("max_tokens", default) for member in group.members]
-    return group.scores + overlong_penalty(group.lengths, np.array(limits, "<i4"), buffer_tokens)
+    return group.scores + overlong_penalty(group.lengths, group.token_limits, buffer_tokens)

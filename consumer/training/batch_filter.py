@@ -127,11 +127,10 @@ class BatchFilter:
     def _untrainable(self, group: RolloutGroup) -> list[tuple[int, str]]:
         limit = self._max_sequence_tokens
         found = []
-        members = zip(group.members, group.lengths.tolist(), strict=True)
-        for index, (member, length) in enumerate(members):
+        for index, length in enumerate(group.lengths.tolist()):
             if limit is not None and len(group.prompt_ids) + length > limit:
                 found.append((index, "overlong"))
-            elif self._mask_truncated and member.get("finish_reason") == "length":
+            elif self._mask_truncated and group.truncated[index]:
                 found.append((index, "truncated"))
         return found
 

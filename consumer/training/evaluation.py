@@ -63,7 +63,7 @@ class Evaluator:
         metrics["groups"] = float(len(groups))
         by_source: dict[str, list[RolloutGroup]] = defaultdict(list)
         for group in groups:
-            by_source[group.shared.get("data_source") or "all"].append(group)
+            by_source[group.shared.data_source or "all"].append(group)
         if len(by_source) > 1:
             for source, part in by_source.items():
                 metrics |= {f"{name}/{source}": value for name, value in _measure(part).items()}

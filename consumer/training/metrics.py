@@ -68,7 +68,7 @@ def batch_metrics(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, fl
         "prompt_len/mean": float(np.mean([len(group.prompt_ids) for group in batch.groups])),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
-        **_group_times([group.shared["extra"].get(GROUP_TIME) for group in batch.groups]),
+        **_group_times([group.shared.extra.get(GROUP_TIME) for group in batch.groups]),
     }
 
 

@@ -48,8 +48,10 @@ class RoutedGroup(Protocol):
         problem = recorded.problem(group)    # group: RoutedGroup
     """
 
-    prompt_ids: NDArray[np.int32]
-    lengths: NDArray[np.int64]
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
 
     def experts(self) -> list[Recorded]:
         """Return the recorded experts of each rollout."""

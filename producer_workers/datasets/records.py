@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import StructuredOutput
-from buffer.model.wire import check_nesting
+from buffer.model.wire_checks import check_plain
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (
@@ -117,7 +117,7 @@ def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
     try:
         value = orjson.loads(given) if isinstance(given, str) else given
         structured = StructuredOutput.model_validate(value)
-        check_nesting(structured.json_schema)
+        check_plain("json_schema", structured.json_schema)
         if structured.regex is not None:
             re.compile(structured.regex)
     except ValidationError as error:

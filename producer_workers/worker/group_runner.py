@@ -196,7 +196,7 @@ class GroupRunner:
         if job.tries >= self._run.limits.max_tries > 1:
             self._engine.alone.add(job.gid)
         began = time.monotonic()
-        spent_s = group.shared["extra"].get(GROUP_TIME, 0.0)
+        spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         states = self._members[job] = group.states
         engine = cast(Engine, self._engine)
         with shown(engine, job.gid, states[0].multimodal):
@@ -207,7 +207,7 @@ class GroupRunner:
         await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
         result = RolloutGroup(job.gid, job.task, made)
         total_s = round(spent_s + time.monotonic() - began, 6)
-        result.shared["extra"] = {**result.shared["extra"], GROUP_TIME: total_s}
+        result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
         return result
 
     def _is_guilty(self, job: Job) -> bool:
@@ -226,12 +226,10 @@ class GroupRunner:
                 filtered = not await runner.is_valid(group.states)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
-                for member in group.members:
-                    member["status"] = status.value
+                group.set_status(status)
         self.submitting.add(job)
         if status is Status.FAILED:
-            errors = {m["error"] for m in group.members if m.get("error")}
-            await self._release(job, "failed", "; ".join(sorted(errors)))
+            await self._release(job, "failed", "; ".join(group.errors))
         elif status is Status.ABORTED and not (runner.partial_rollout or len(group.response_ids)):
             await self._release(job, "aborted", "paused")
         else:

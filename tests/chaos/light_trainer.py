@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from buffer.batches.position import Position
 from buffer.model.group import RolloutGroup
 from buffer.model.manifest import ManifestEntry
-from buffer.model.rollout import VersionSpan
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from consumer.batches.batch import Batch, Stopped
@@ -168,18 +167,14 @@ def _digest(group: RolloutGroup) -> str:
 
 def _facts(entry: ManifestEntry, group: RolloutGroup) -> dict[str, object]:
     """What the checker is told of one group of a batch."""
-    spans = {
-        tuple(VersionSpan(*span)[2:])
-        for member in group.members
-        for span in member.get("spans", ())
-    }
+    spans = {span[2:] for state in group.states for span in state.spans}
     return {
         "gid": entry.gid,
         "token": entry.payload.token,
         "crc": entry.payload.crc,
         "digest": _digest(group),
-        "row": group.shared["extra"]["row"],
-        "truth": group.shared["ground_truth"],
+        "row": group.shared.extra["row"],
+        "truth": group.shared.ground_truth,
         "made_by": sorted([lineage, version] for version, lineage in spans),
     }
 

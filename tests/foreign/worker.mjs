@@ -74,7 +74,7 @@ async function work() {
   if (reply[0] !== "OK" || reply.length < 8) return false;
   const gid = reply[7], task = gid.slice(0, gid.lastIndexOf("-"));
   try {
-    await submit(gid, task, token, await make(gid, token));
+    await submit(gid, task, token, ...(await make(gid, token)));
   } catch (error) {
     const kind = error instanceof Abort ? "aborted" : "failed";
     await call("release", { task, gid, token, kind, reason: JSON.stringify({ reason: String(error) }) });
@@ -82,25 +82,40 @@ async function work() {
   return true;
 }
 
-// The finished document of a group: its prompt's, with responses.
+// The finished document of a group, with its spans and scores: its prompt's, with responses.
 async function make(gid, token) {
   // BigInt: what is in the prompt's `extra` goes back as it was, integers beyond 2^53, too
   const group = decode(await redis.getBuffer(`${prefix}payload:${gid}:init`), { useBigInt64: true });
-  const prompt = new Int32Array(new Uint8Array(group.columns.prompt_ids.data).buffer); // a copy, which is aligned
-  const ids = [], logprobs = [], lengths = [];
-  for (const member of group.members) {
-    const [tokens, spans] = await respond(prompt, member.sample, [gid, token]);
-    ids.push(tokens);
-    logprobs.push(tokens.map(() => -1));
+  const [offset, size] = group.columns.prompt_ids.map(Number);
+  const prompt = new Int32Array(group.data.slice(offset, offset + 4 * size).buffer); // a copy, which is aligned
+  const ids = [], lengths = [], spans = [], scores = [];
+  for (const n of group.responses.keys()) {
+    const [tokens, made] = await respond(prompt, group.shared.sample, [gid, token]);
+    ids.push(...tokens);
     lengths.push(tokens.length);
-    const reward = { score: tokens.reduce((sum, id) => sum + id, 0) % 2 };
-    Object.assign(member, { status: "completed", finish_reason: "length", spans, reward, response: tokens.join(" ") });
+    spans.push(...made.map((span) => [n, ...span]));
+    scores.push(tokens.reduce((sum, id) => sum + id, 0) % 2);
+    group.responses[n] = tokens.join(" ");
   }
-  const { response_ids, logprobs: logs, lengths: sizes } = group.columns; // little-endian, as every machine is
-  response_ids.data = new Uint8Array(Int32Array.from(ids.flat()).buffer);
-  logs.data = new Uint8Array(Float32Array.from(logprobs.flat()).buffer);
-  sizes.data = new Uint8Array(Int32Array.from(lengths).buffer);
-  return group;
+  const lineages = [...new Set(spans.map((span) => span[4]))], count = lengths.length;
+  const rows = spans.flatMap(([n, start, length, version, lineage]) => [n, start, length, version, lineages.indexOf(lineage)]);
+  const columns = { // little-endian, as every machine is
+    spans: [BigInt64Array.from(rows.map(BigInt)), 5], rewards: [Float64Array.from(scores), 1],
+    indices: [Int32Array.from(lengths.keys())], lengths: [Int32Array.from(lengths)], prompt_ids: [prompt],
+    response_ids: [Int32Array.from(ids)], logprobs: [new Float32Array(ids.length).fill(-1)],
+    statuses: [new Uint8Array(count).fill(1)], finishes: [new Uint8Array(count)], // completed; finish_reasons[0]
+  };
+  const pieces = [];
+  let at = 0;
+  group.columns = {};
+  for (const [name, [column, width]] of Object.entries(columns)) {
+    group.columns[name] = width ? [at, column.length / width, width] : [at, column.length];
+    const padding = Buffer.alloc((8 - (column.byteLength % 8)) % 8);
+    pieces.push(Buffer.from(column.buffer, column.byteOffset, column.byteLength), padding);
+    at += column.byteLength + padding.length;
+  }
+  const named = { lineages, rewards: ["score"], finish_reasons: ["length"] };
+  return [{ ...group, ...named, data: Buffer.concat(pieces) }, spans, scores];
 }
 
 // [tokens, spans of [start, length, version, lineage]]: each token with the weights that really made it.
@@ -118,16 +133,15 @@ async function respond(prompt, sample, held) {
 }
 
 // The bytes first, under the token; then the script that counts and keeps them.
-async function submit(gid, task, token, group) {
+async function submit(gid, task, token, group, spans, scores) {
   const data = Buffer.from(encode(group, { useBigInt64: true }));
-  const spans = group.members.flatMap((member) => member.spans);
-  const made = new Map(spans.map(([, , version, lineage]) => [`${lineage}:${version}`, ["oldest", lineage, version]]));
+  const made = new Map(spans.map(([, , , version, lineage]) => [`${lineage}:${version}`, ["oldest", lineage, version]]));
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
-  const own = { gid, token, status: "completed", samples: group.members.length, chunks: keys.length };
-  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[1], 0), size: data.length });
-  Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: group.members.length });
-  own.reward_sum = group.members.reduce((sum, member) => sum + member.reward.score, 0);
+  const own = { gid, token, status: "completed", samples: scores.length, chunks: keys.length };
+  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[2], 0), size: data.length });
+  Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
+  own.reward_sum = scores.reduce((sum, score) => sum + score, 0);
   own.order = facts.order === "fifo" ? "arrival" : "";
   let answer = ["MISSING"];
   while (answer[0] === "MISSING") {

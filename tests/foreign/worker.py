@@ -123,7 +123,7 @@ class Worker:
         gid = reply[7]
         task = reply[7].rpartition("-")[0]
         try:
-            self.submit(gid, task, token, self.make(gid, token))
+            self.submit(gid, task, token, *self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:
             kind = "aborted" if isinstance(error, Abort) else "failed"
             reason = json.dumps({"reason": str(error)})
@@ -131,28 +131,45 @@ class Worker:
         return True
 
     def make(self, gid, token):
-        """The finished document of a group: its prompt's, with responses."""
+        """The finished document of a group, with its spans and scores: its prompt's, with
+        responses.
+        """
         group = msgpack.unpackb(self.redis.get(f"{self.prefix}payload:{gid}:init"))
-        prompt = array("i", group["columns"]["prompt_ids"]["data"])
-        ids = array("i")
-        logprobs = array("f")
-        lengths = array("i")
-        for member in group["members"]:
-            tokens, spans = self.respond(prompt, member["sample"], (gid, token))
-            ids.extend(tokens)
-            logprobs.extend([-1.0] * len(tokens))
+        count = len(group["responses"])
+        offset, size = group["columns"]["prompt_ids"]
+        prompt = array("i", group["data"][offset : offset + 4 * size])
+        ids, spans, scores, lengths = [], [], [], []
+        for n in range(count):
+            tokens, made_by = self.respond(prompt, group["shared"]["sample"], (gid, token))
+            ids += tokens
+            spans += [(n, *span) for span in made_by]
+            scores.append(float(sum(tokens) % 2))
             lengths.append(len(tokens))
-            reward = {"score": float(sum(tokens) % 2)}
-            member.update(
-                status="completed",
-                finish_reason="length",
-                spans=spans,
-                reward=reward,
-                response=str(tokens),
+            group["responses"][n] = str(tokens)
+        lineages = sorted({span[4] for span in spans})
+        group |= {"lineages": lineages, "rewards": ["score"], "finish_reasons": ["length"]}
+        rows = [number for *own, name in spans for number in (*own, lineages.index(name))]
+        columns = {
+            "spans": ("q", rows, 5),
+            "rewards": ("d", scores, 1),
+            "indices": ("i", range(count)),
+            "lengths": ("i", lengths),
+            "prompt_ids": ("i", prompt),
+            "response_ids": ("i", ids),
+            "logprobs": ("f", [-1.0] * len(ids)),
+            "statuses": ("B", [1] * count),  # completed
+            "finishes": ("B", [0] * count),
+        }
+        group["columns"], data = {}, b""
+        for name, (kind, numbers, *width) in columns.items():
+            size = len(numbers)
+            group["columns"][name] = (
+                [len(data), size // width[0], *width] if width else [len(data), size]
             )
-        for name, column in (("response_ids", ids), ("logprobs", logprobs), ("lengths", lengths)):
-            group["columns"][name]["data"] = column.tobytes()
-        return group
+            data += array(kind, numbers).tobytes()
+            data += bytes(-len(data) % 8)
+        group["data"] = data
+        return group, spans, scores
 
     def respond(self, prompt, sample, held):
         """(tokens, spans of [start, length, version, lineage]): each token with the weights that
@@ -169,14 +186,12 @@ class Worker:
             tokens.append((prompt[-1] + len(tokens)) % 100)
         return tokens, spans
 
-    def submit(self, gid, task, token, group):
+    def submit(self, gid, task, token, group, spans, scores):
         """The bytes first, under the token; then the script that counts and keeps them."""
         data = msgpack.packb(group)
-        members = group["members"]
-        spans = [span for member in members for span in member["spans"]]
         oldest = [
             word
-            for made_by in {(span[3], span[2]) for span in spans}
+            for made_by in {(span[4], span[3]) for span in spans}
             for word in ("oldest", *made_by)
         ]
         starts = range(0, len(data), CHUNK)
@@ -185,18 +200,15 @@ class Worker:
             "gid": gid,
             "token": token,
             "status": "completed",
-            "samples": len(members),
+            "samples": len(scores),
             "chunks": len(keys),
         }
         facts |= {
-            "tokens": sum(span[1] for span in spans),
+            "tokens": sum(span[2] for span in spans),
             "size": len(data),
             "crc": f"{zlib.crc32(data):08x}",
         }
-        facts |= {
-            "reward_sum": sum(member["reward"]["score"] for member in members),
-            "reward_count": len(members),
-        }
+        facts |= {"reward_sum": sum(scores), "reward_count": len(scores)}
         facts["order"] = "arrival" if self.facts["order"] == "fifo" else ""
         answer = ["MISSING"]
         while answer[0] == "MISSING":

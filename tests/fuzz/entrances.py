@@ -59,7 +59,7 @@ def imported_line(data: bytes) -> None:
         if len(str(error)) > 2000:
             raise AssertionError("an error is read by people") from error
         return
-    assert wire.decode(wire.encode(group)).members[0]["reward"] == line.reward
+    assert wire.decode(wire.encode(group)).states[0].reward == line.reward
 
 
 def prompt(data: bytes) -> None:

@@ -43,21 +43,32 @@ function value() {
 }
 
 const group = value();
-if (group.schema !== 1) throw new Error(`schema ${group.schema}`);
+if (group.schema !== 2) throw new Error(`schema ${group.schema}`);
 
-// columns are little-endian and stand anywhere: a copy is aligned
+// columns are little-endian, at multiples of eight bytes of `data`, which may start anywhere: a copy is aligned
 function column(name, type) {
-  const { data } = group.columns[name];
-  return Array.from(new type(data.buffer.slice(data.byteOffset, data.byteOffset + data.length)));
+  const [offset, ...shape] = group.columns[name] ?? [0, 0];
+  const start = group.data.byteOffset + offset;
+  const size = shape.reduce((a, b) => a * b, type.BYTES_PER_ELEMENT);
+  return Array.from(new type(group.data.buffer.slice(start, start + size)));
 }
 
+const STATUSES = ["init", "completed", "aborted", "expired", "failed", "filtered", "archived"];
+const names = group.rewards ?? [];
+const [indices, statuses, scores] = [column("indices", Int32Array), column("statuses", Uint8Array), column("rewards", Float64Array)];
 const ids = column("response_ids", Int32Array);
 const logprobs = column("logprobs", Float32Array);
 let start = 0;
-const rollouts = column("lengths", Int32Array).map((length, place) => {
-  const { index, status, response = "", reward = null } = group.members[place];
+const rollouts = column("lengths", Int32Array).map((length, n) => {
   const end = (start += length);
-  const tokens = ids.slice(end - length, end);
-  return { index, status, response, reward, tokens, logprob: logprobs.slice(end - length, end).reduce((a, b) => a + b, 0) };
+  const given = names.map((name, k) => [name, scores[n * names.length + k]]).filter(([, score]) => !Number.isNaN(score));
+  return {
+    index: indices[n],
+    status: STATUSES[statuses[n]],
+    response: group.responses[n],
+    reward: given.length ? Object.fromEntries(given) : null,
+    tokens: ids.slice(end - length, end),
+    logprob: logprobs.slice(end - length, end).reduce((a, b) => a + b, 0),
+  };
 });
 console.log(JSON.stringify({ gid: group.gid, task: group.task, prompt: column("prompt_ids", Int32Array), rollouts }));

@@ -94,7 +94,8 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     (job,) = scene.claim()
     group = scene.run.buffer.read(job.payload)
     for state in group.states:
-        state.extra = {"row": 7, "deep": [{"a": None}]}
+        state.extra = {"row": 7, "deep": [{"a": None}], "own": state.index}
+        state.messages = [{"role": "user", "content": f"rollout {state.index}"}]
         state.ground_truth = {"answer": 2}
     weights = PolicyVersion("l0", 1)
     scene.submit(job, weights)
@@ -185,8 +186,8 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
     ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span is outside"),
     (
-        [line(), line("b"), line("b", messages=[{"role": "user"}])],
-        "lines 2 to 3: group b: .*different messages",
+        [line(), line("b"), line("b", prompt_ids=[7])],
+        "lines 2 to 3: group b: .*different prompt_ids",
     ),
     ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 of 2 lines"),
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
@@ -194,7 +195,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
     (
         [line(spans=[[0, 1, -1, "l0"]])],
-        r"lines 1 to 1: group a: .*spans\.0\.2: Expected `int` >= 0",
+        r"lines 1 to 1: group a: .*columns.spans: a value below 0",
     ),
 ]
 

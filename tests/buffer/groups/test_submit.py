@@ -5,7 +5,7 @@ from __future__ import annotations
 from buffer.errors import Fenced, WireError
 from buffer.groups.submit import Stored
 from buffer.model.job import Result
-from buffer.model.rollout import Status, VersionSpan
+from buffer.model.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 
@@ -31,7 +31,7 @@ def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Sce
 
 def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) -> None:
     results = finished(scene, 3)
-    results[1].group.members[0]["spans"] = [list(VersionSpan(0, 99, 0, "l0"))]
+    results[1].group.table.columns["spans"][0, 2] = 99
     first, second, third = scene.run.buffer.submit_many("w0", results)
     assert (first, third) == (Stored(Status.COMPLETED, 1), Stored(Status.COMPLETED, 2))
     assert isinstance(second, WireError)

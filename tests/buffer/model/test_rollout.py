@@ -78,6 +78,8 @@ def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
         prompt_ids=[1, 2],
         values=[0.5],
         ref_logprobs=[-1],
+        token_rewards=[1],
+        teacher_logprobs={"large": [-1]},
         routed_experts=np.ones((2, 1, 1)),
         response_mask=[1],
     )
@@ -86,8 +88,8 @@ def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
     made.append(
         np.array([7], "<i4"), np.array([-2.0], "<f4"), [], routed_experts=np.zeros((3, 1, 1), "<i2")
     )
-    forgotten: list[Any] = [made.values, made.ref_logprobs]
-    assert forgotten == [None, None]
+    forgotten: list[Any] = [made.values, made.ref_logprobs, made.token_rewards]
+    assert [*forgotten, made.teacher_logprobs] == [None] * 4
     assert isinstance(made.routed_experts, np.ndarray)
     assert made.routed_experts.ravel().tolist() == [1, 1, 0]  # what is there stays
     made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [])
@@ -114,7 +116,7 @@ OF_THE_PROMPT: dict[str, Any] = {
 }  # fmt: skip
 OF_THE_RESPONSE: dict[str, Any] = {
     "response": "r", "tool_calls": [{"id": "c", "name": "add"}], "response_mask": [1, 0, 1], "values": [0, 0, 0],
-    "ref_logprobs": [0, 0, 0], "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
+    "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip
 

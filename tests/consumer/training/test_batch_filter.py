@@ -12,6 +12,7 @@ from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
+from buffer.model.wire_schema import Media
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.learner import Learner
 from consumer.training.metric_writers import open_writers
@@ -32,19 +33,19 @@ def without_score() -> RolloutGroup:
 
 def torn() -> RolloutGroup:
     group = make_group(51)
-    group.logprobs = group.logprobs[:-1]
+    group.table.columns["logprobs"] = group.logprobs[:-1]
     return group
 
 
 def promptless() -> RolloutGroup:
     group = make_group(52)
-    group.prompt_ids = np.empty(0, "<i4")
+    group.table.columns["prompt_ids"] = np.empty(0, "<i4")
     return group
 
 
 def showing() -> RolloutGroup:
     group = make_group(53)
-    group.shared["multimodal"] = [{"kind": "image", "uri": "run://task-0000000053/0.png"}]
+    group.shared.multimodal = [Media("image", "run://task-0000000053/0.png")]
     return group
 
 
@@ -92,8 +93,9 @@ def test_overlong_rollouts_are_masked_and_their_scores_still_count(model_dir: Pa
 
 
 def test_truncated_rollouts_are_masked_only_where_that_is_asked_for() -> None:
-    group = make_group(4)
-    group.members[1]["finish_reason"] = "length"
+    states = make_group(4).states
+    states[1].finish_reason = "length"
+    group = RolloutGroup("math-0000000004", "math", states)
     assert BatchFilter().apply([group]).counts == {}
     usable = BatchFilter(mask_truncated=True).apply([group])
     assert usable.counts == {"truncated": 1}

@@ -16,6 +16,7 @@ from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, WireError
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState
+from buffer.model.wire_schema import Media
 from consumer.models.model_folder import load_model
 from consumer.training.learner import Learner
 from consumer.training.logprobs import TargetLogits, keeps_samples_apart, token_logprobs
@@ -242,14 +243,14 @@ def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> 
 
 def test_pack_refuses_a_group_without_prompt_ids() -> None:
     group = make_group(0)
-    group.prompt_ids = np.empty(0, np.int32)
+    group.table.columns["prompt_ids"] = np.empty(0, np.int32)
     with pytest.raises(WireError, match="no prompt ids"):
         Packer(100).pack_pad_dispatch([group])
 
 
 def test_pack_refuses_columns_that_disagree() -> None:
     group = make_group(0)
-    group.logprobs = group.logprobs[:-1]
+    group.table.columns["logprobs"] = group.logprobs[:-1]
     with pytest.raises(WireError, match="logprobs"):
         Packer(100).pack_pad_dispatch([group])
 
@@ -261,8 +262,6 @@ def test_packer_refuses_an_empty_budget() -> None:
 
 def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
-    group.shared["multimodal"] = [
-        {"kind": "image", "uri": "run://see-0000000000/image-0.png", "tokens": 2}
-    ]
+    group.shared.multimodal = [Media("image", "run://see-0000000000/image-0.png", tokens=2)]
     with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
         Packer(100).pack_pad_dispatch([group])

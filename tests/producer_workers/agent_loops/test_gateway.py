@@ -140,7 +140,7 @@ def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path)
     problem = {"question": "2 + 2 = ?", "answer": "4"}
     given: dict[str, Any] = {"tokenizer": chat, "engine": engine}
     (group,) = rehearse([problem], judge=lambda **_: 0.5, agent_loop=in_chat(loop, chat), **given)
-    assert [(m["index"], m["session_id"][-2:]) for m in group.members] == [
+    assert [(s.index, str(s.session_id)[-2:]) for s in group.states] == [
         (0, "/0"),
         (0, "/0"),
         (1, "/1"),
