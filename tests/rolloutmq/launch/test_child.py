@@ -1,21 +1,43 @@
-"""The log of a process of a run: bounded, with nothing lost that matters at its end."""
+"""A process that ends is reported with the error of its log."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from rolloutmq.launch.child import Child
+import pytest
+
+from rolloutmq.launch.child import Child, ChildFailed
 
 
-def test_a_log_is_bounded_and_its_tail_is_found_after_a_cut(tmp_path: Path) -> None:
-    file = tmp_path / "worker-0.log"
-    child = Child("worker-0", [], file, {}, restarts=0, log_bytes=1000)
-    child.limit_log()
-    # as a process holds it: open for appending
-    with file.open("a", buffering=1) as log:
-        for n in range(1000):
-            print(f"line {n}", file=log)
-            child.limit_log()
-            assert child.log_tail(2).splitlines()[-1] == f"line {n}"
-    assert child.log_tail(2) == "line 998\nline 999"
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 1000 + 20
+def ended(child: Child) -> str | None:
+    for _ in range(600):
+        if report := child.keep_alive():
+            return report
+        time.sleep(0.1)
+    return None
+
+
+def test_a_report_has_the_error_and_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_text("error: of an earlier start\n", encoding="utf-8")
+    child = Child("trainer", ["status", "--redis-url", "unix:///no.sock"], log, {}, restarts=5)
+    child.start()
+    assert ended(child) == (
+        f"trainer ended with exit code 3: unix:///no.sock: there is no such socket; its log: {log}"
+    )
+
+
+def test_a_wrong_config_is_not_tried_again(tmp_path: Path) -> None:
+    child = Child("worker-0", ["worker", "no.toml"], tmp_path / "w.log", {}, restarts=5)
+    child.start()
+    with pytest.raises(ChildFailed, match=r"no\.toml: cannot read the config") as caught:
+        ended(child)
+    assert caught.value.exit_code == 2
+
+
+def test_a_process_without_output_is_reported(tmp_path: Path) -> None:
+    child = Child("producer", [], tmp_path / "p.log", {}, restarts=5)
+    child.start()
+    child.kill()
+    assert "was killed by SIGKILL: (no output)" in (ended(child) or "")
