@@ -10,8 +10,7 @@ from typing import Any
 
 
 def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
-    tokens = float(len(state.response_ids)) + (state.finish_reason == "length") / 2
-    return {"score": float(len(response)), "messages": float(len(state.messages)), "tokens": tokens}
+    return {"score": float(len(response)), "messages": float(len(state.messages))}
 
 
 def ranks(*, states: list[Any]) -> list[float]:

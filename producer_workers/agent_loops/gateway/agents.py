@@ -93,7 +93,7 @@ class FunctionAgent:
                 result = await self._function(task)
             else:
                 outcome = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, attempt, f"agent {self._name}", partial(self._function, task)
+                    self._threads, attempt, partial(self._function, task)
                 )
                 result = outcome.get()
         except USER_ERRORS as error:  # an agent may raise anything; it fails its rollout alone
