@@ -42,7 +42,7 @@ class TaskStop:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the task is stopped until `rolloutmq continue --task`."""
+        """Return whether the task is stopped until `rolloutmq continue --task TASK`."""
         return self.kind in ("broken", "failing")
 
     def is_enough_for(self, step: int) -> bool:

@@ -50,6 +50,7 @@ for _, entry in ipairs(found) do
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
     -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)
+    redis.call('HDEL', record, 'newest', 'cut')
     redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')
     if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
     count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)

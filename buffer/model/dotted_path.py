@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,28 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
         raise ConfigError(
             message, hint="add its folder to PYTHONPATH, or put the file beside the config"
         ) from error
+    # the user's code may raise anything, and a module may call sys.exit
+    except (Exception, SystemExit) as error:
+        message = f"{kind} {spec!r}: {_describe(error)} while {module_name!r} was imported"
+        raise ConfigError(message, hint=_last_line(error)) from error
     if not hasattr(module, name):
         raise ConfigError(
             f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
             hint=f"the module is {module.__file__}",
         )
     return getattr(module, name)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    """Return where an error was raised: "see line 3 of my_judge.py"."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"see line {error.lineno} of {error.filename}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"see line {frame.lineno} of {frame.filename}"
 
 
 def search_in(folder: Path) -> None:

@@ -36,6 +36,11 @@ class Job:
         """Return the payload of the prompt, from which the group can start again."""
         return PayloadRef(self.gid, "init", 1, 0, "")
 
+    @property
+    def is_begun(self) -> bool:
+        """Return whether the payload is the result of an earlier claim, not the prompt."""
+        return self.payload.token != self.prompt.token
+
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
         """Return the job in one row of the reply to a claim."""

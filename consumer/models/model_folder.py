@@ -34,7 +34,7 @@ def check_model_folder(path: Path) -> None:
     """Raise ModelError unless `path` holds a Hugging Face model with safetensors weights."""
     if not (path / "config.json").is_file():
         raise ModelError(
-            f"{path} is not a model folder: it has no config.json", hint="see [model] path"
+            f"{path} is not a model folder: it has no config.json", hint="[policy] model names it"
         )
     if not any(path.glob("*.safetensors")):
         raise ModelError(
@@ -48,6 +48,7 @@ def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedMod
     `dtype`: of its parameters; default: float32. Raises ModelError where it cannot be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     check_model_folder(path)
@@ -60,8 +61,11 @@ def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedMod
                 attn_implementation="sdpa",
                 local_files_only=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{path}: cannot load the model: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"{path}: cannot load the model: {error}",
+            hint="[policy] model names it; copy the model again if a file is incomplete",
+        ) from error
     return model
 
 

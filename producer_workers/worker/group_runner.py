@@ -41,7 +41,7 @@ from producer_workers.judges.user_function import describe
 from producer_workers.worker.failure_backoff import FailureBackoff
 from producer_workers.worker.group_tokens import oldest_weights
 from producer_workers.worker.loop_result import GroupFilter, check_result
-from producer_workers.worker.restarts import restart_unfinished
+from producer_workers.worker.restarts import restart_too_old, restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
@@ -148,10 +148,8 @@ class GroupRunner:
         """
         known_tokens = 0
         try:
-            group = await self._read(job)
-            if not self._runners[job.task].partial_rollout:
-                restart_unfinished(group.states)
-            known_tokens = sum(len(state.response_ids) for state in group.states)
+            group = await self._begin(job)
+            known_tokens = len(group.response_ids)
             made = await self._generate(job, group)
             await self._finish(job, made, known_tokens)
         except Fenced as error:
@@ -194,6 +192,18 @@ class GroupRunner:
         except (Fenced, StoreUnavailable) as error:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
+    async def _begin(self, job: Job) -> RolloutGroup:
+        """Return the group as it was claimed, without the responses that start again."""
+        group = await self._read(job)
+        if not len(group.response_ids):
+            return group
+        states = group.states
+        if limit := await self._insist(self._run.buffer.age_limit, job.gid):
+            states = restart_too_old(states, limit)
+        if not self._runners[job.task].partial_rollout:
+            restart_unfinished(states)
+        return RolloutGroup(job.gid, job.task, states)
+
     async def _read(self, job: Job) -> RolloutGroup:
         """Return the group as it was claimed, or only its prompt if its tokens are not readable.
 
@@ -202,7 +212,7 @@ class GroupRunner:
         try:
             return await self._insist(self._run.buffer.read, job.payload)
         except (PayloadMissing, WireError) as error:
-            if job.payload.token == job.prompt.token:
+            if not job.is_begun:
                 raise
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
             return await self._insist(self._run.buffer.read, job.prompt)
@@ -249,7 +259,7 @@ class GroupRunner:
             await self._release(job, "failed", "; ".join(group.errors))
         elif status is Status.ABORTED and job in self.doomed:
             await self._end_early(job, known_tokens)
-        elif status is Status.ABORTED and not (runner.partial_rollout or len(group.response_ids)):
+        elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
         else:
             new_tokens = max(0, len(group.response_ids) - known_tokens)

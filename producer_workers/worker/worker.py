@@ -71,6 +71,7 @@ from producer_workers.worker.inbox import (
     StepFinished,
     StopAsked,
 )
+from producer_workers.worker.loop_watch import LoopWatch
 from producer_workers.worker.pending_groups import PendingGroups, Protection
 from producer_workers.worker.shared_engine import SharedEngine
 
@@ -145,6 +146,7 @@ class Worker:
         self._step: asyncio.Task[None] | None = None
         self._wake_up: asyncio.Task[None] | None = None
         self._is_step_due = True
+        self._loop_watch = LoopWatch()
         self._is_stopping = False
         self._failure: BaseException | None = None
         self._no_claim = LogOnce(log, "claiming nothing")
@@ -163,6 +165,7 @@ class Worker:
         RunNotFound if the run is gone.
         """
         contain_exits(asyncio.get_running_loop())
+        self._loop_watch.start()
         self._inbox.open()
         state = await asyncio.to_thread(self._heartbeat.register)
         self._control.receive_answer(state, 0)
@@ -408,6 +411,7 @@ class Worker:
             await asyncio.to_thread(self._heartbeat.stop)
             self._judges.close()
             self._engine.close()
+            self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left while groups are held; their leases will run out")
 

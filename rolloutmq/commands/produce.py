@@ -171,14 +171,17 @@ def judge(
 
 
 def problems(config: Config, overrides: Set = None) -> None:
-    """Write generated problems to the run's folder.
+    """Write generated problems to the run's folder, and check what the config names.
 
     They are problems of reasoning-gym data sets, written once; later calls only print their number.
+    Judges, agent loops and other functions of the config are imported, and data sets opened.
     """
     settings = _load(config, overrides)
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
+    from producer_workers.user_functions import check_functions
 
+    check_functions(settings, for_judges=True)
     for name, task in settings.tasks.items():
         rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
         typer.echo(f"{name}: {rows} problems")
@@ -208,7 +211,11 @@ async def _work(
 ) -> None:
     from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
+    from producer_workers.user_functions import check_functions
     from producer_workers.worker import engine_restarts
+
+    # before the engine, which takes long to load
+    check_functions(settings, for_judges=False)
 
     async def start() -> Engine:
         # While it holds no groups there is nothing to clean up; what the engine started ends

@@ -27,7 +27,7 @@ RESTART_DELAY_S = 5.0
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)
 """Pauses before a process that died is started again."""
 
-EARLY_DEATH_S = 15.0
+EARLY_DEATH_S = 60.0
 """A process that dies within this time, three times in a row, is not restarted."""
 
 
@@ -70,6 +70,11 @@ class Child:
         self._started = time.monotonic()
 
     @property
+    def age_s(self) -> float:
+        """Return the seconds since it was started."""
+        return time.monotonic() - self._started
+
+    @property
     def pid(self) -> int | None:
         return self._process.pid if self._process and self._process.poll() is None else None
 
@@ -102,9 +107,7 @@ class Child:
 
     def _note_death(self, code: int) -> str:
         self._restarts_left -= 1
-        self._early_deaths = (
-            self._early_deaths + 1 if time.monotonic() - self._started < EARLY_DEATH_S else 0
-        )
+        self._early_deaths = self._early_deaths + 1 if self.age_s < EARLY_DEATH_S else 0
         how = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
@@ -120,7 +123,13 @@ class Child:
             error.exit_code = code if code > 0 else 1
             raise error
         self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
-        return f"{self.name} {how}"
+        return f"{self.name} {how}: {self.last_error()}; its log: {self._log}"
+
+    def last_error(self) -> str:
+        """Return the newest error of its log in one line, or else the last line."""
+        lines = self.log_tail(40).splitlines() or ["(no output)"]
+        errors = [line for line in lines if line.startswith("error: ")]
+        return f"{(errors or lines)[-1].removeprefix('error: '):.200}"
 
     def limit_log(self) -> None:
         """Move what is in its log to a second file, in place of the older one, if that is much.

@@ -211,6 +211,8 @@ class Launcher:
         view = LiveView(run_dir=self._folder)
         chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
 
+        view.started_s = self._started_s()
+
         def is_over() -> bool:
             # without a terminal, lines are rare, but processes are checked as often
             for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
@@ -221,11 +223,15 @@ class Launcher:
                     self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []),
                 )
                 time.sleep(POLL_S)
+            view.started_s = self._started_s()
             return self._trainer.succeeded
 
         watch(run, view, self._console, is_over, every_s=0.01)
         if self._with_chaos:
             self._console.print(chaos.outcome)
+
+    def _started_s(self) -> dict[str, float]:
+        return {child.name: child.age_s for child in self._workers if child.pid}
 
     def _strike(self, run: Run, chaos: Chaos) -> list[str]:
         try:

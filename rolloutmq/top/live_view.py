@@ -53,6 +53,8 @@ class LiveView:
     def __init__(self, *, run_dir: Path | None = None) -> None:
         self.run_dir = run_dir
         self.lines: list[str] = []
+        self.started_s: dict[str, float] = {}
+        """by worker that the launcher has started: the seconds since then"""
         self.prompt = self.trouble = ""
 
     def history(self) -> History:
@@ -79,6 +81,7 @@ class LiveView:
             *_waits(snap, history),
             "",
             _fit(workers_text(snap)),
+            *(Text(line, style="yellow") for line in self._loading(snap)),
             *_workers(snap),
         ]
         parts += ["", *(_fit(event_text(event)) for event in snap.events)]
@@ -100,12 +103,22 @@ class LiveView:
             + (f" of {wanted}" if wanted else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",
+            *self._loading(snap),
         ]
         words += [snap.mode] if snap.mode != "run" else []
         words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
         words += [plain(trouble)[:MOST_TROUBLE] for trouble in snap.troubles]
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
+
+    def _loading(self, snap: Snapshot) -> list[str]:
+        """Return a line for each worker that was started and has not joined yet."""
+        joined = {worker.id for worker in snap.live_workers}
+        return [
+            f"{name} loads its engine, {age(1000 * seconds)}"
+            for name, seconds in self.started_s.items()
+            if name not in joined
+        ]
 
     def _title(self, snap: Snapshot) -> Text:
         up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))

@@ -77,7 +77,8 @@ async function work() {
     await submit(gid, task, token, ...(await make(gid, token)));
   } catch (error) {
     const kind = error instanceof Abort ? "aborted" : "failed";
-    await call("release", { task, gid, token, kind, reason: JSON.stringify({ reason: String(error) }) });
+    const message = String(error).slice(0, 1000);
+    await call("release", { task, gid, token, kind, message, reason: JSON.stringify({ reason: message }) });
   }
   return true;
 }
@@ -139,7 +140,8 @@ async function submit(gid, task, token, group, spans, scores) {
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
   const own = { gid, token, status: "completed", samples: scores.length, chunks: keys.length };
-  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[2], 0), size: data.length });
+  const tokens = spans.reduce((sum, span) => sum + span[2], 0);
+  Object.assign(own, { tokens, length: tokens, size: data.length });
   Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
   own.reward_sum = scores.reduce((sum, score) => sum + score, 0);
   own.order = facts.order === "fifo" ? "arrival" : "";

@@ -127,8 +127,11 @@ class Worker:
             self.submit(gid, task, token, *self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:
             kind = "aborted" if isinstance(error, Abort) else "failed"
-            reason = json.dumps({"reason": str(error)})
-            self.call("release", task, gid=gid, token=token, kind=kind, reason=reason)
+            message = str(error)
+            reason = json.dumps({"reason": message})
+            self.call(
+                "release", task, gid=gid, token=token, kind=kind, reason=reason, message=message
+            )
         return True
 
     def make(self, gid, token):
@@ -206,6 +209,7 @@ class Worker:
         }
         facts |= {
             "tokens": sum(span[2] for span in spans),
+            "length": sum(span[2] for span in spans),
             "size": len(data),
             "crc": f"{zlib.crc32(data):08x}",
         }

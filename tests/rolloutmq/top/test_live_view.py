@@ -52,6 +52,15 @@ def test_view_follows_a_change_of_the_number_of_steps(scene: Scene) -> None:
     assert "step 2 of 308" in view.line(snap, view.history())
 
 
+def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None:
+    view = LiveView()
+    view.started_s = {"w0": 30.0, "worker-7": 12.4}
+    snap = view.snapshot(scene.run)
+    for text in (drawn(view, snap, view.history()), view.line(snap, view.history())):
+        assert "worker-7 loads its engine, 12 s" in text
+        assert "w0 loads" not in text
+
+
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
     store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     view = LiveView()

@@ -1,0 +1,35 @@
+"""Code of the user that cannot be imported is one error, with the line that raised it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buffer.errors import ConfigError
+from buffer.model.dotted_path import load_object
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "line"),
+    [
+        ("import nowhere_at_all", "No module named 'nowhere_at_all'", ""),
+        ("def f(:", "SyntaxError: invalid syntax", "line 1"),
+        ("x = 1\n\n{}['solution']", "KeyError: 'solution'", "line 3"),
+        ("import sys\nsys.exit()", "SystemExit", "line 2"),
+        ("raise StopIteration", "StopIteration", "line 1"),
+        ("x = 1", "has no 'score'", ""),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str, line: str
+) -> None:
+    module = f"broken_{abs(hash(code))}"
+    (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_object(f"{module}:score", kind="judge")
+    assert f"judge '{module}:score'" in caught.value.message
+    assert words in caught.value.message
+    assert line in caught.value.hint
+    assert caught.value.hint
