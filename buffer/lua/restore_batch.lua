@@ -10,6 +10,7 @@
 -- KEYS pools        prefix  of the pools (ZSET)
 -- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
+-- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS leases       ZSET
 -- KEYS holders      prefix  of the workers' holds (SET)
 -- KEYS dead         ZSET
@@ -28,7 +29,7 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
-local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
+local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}
 for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')

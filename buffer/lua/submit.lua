@@ -16,6 +16,7 @@
 -- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET
+-- KEYS age_index     ZSET     groups of the task that wait or run, by their oldest version
 -- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
 -- ARGV gid          gid
 -- ARGV token        token                       of the claim
@@ -55,6 +56,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 redis.call('ZREM', leases, gid)
 redis.call('SREM', holds, gid)
+redis.call('ZREM', age_index, gid)
 -- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row')

@@ -30,8 +30,8 @@ from buffer.errors import (
     WireError,
 )
 from buffer.model.group import GROUP_TIME, RolloutGroup
-from buffer.model.job import Job, ReleaseKind, Result
-from buffer.model.rollout import RolloutState, Status, has_ended
+from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
@@ -39,7 +39,8 @@ from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.judges.user_function import describe
 from producer_workers.worker.failure_backoff import FailureBackoff
-from producer_workers.worker.loop_result import GroupFilter, check_result
+from producer_workers.worker.group_tokens import oldest_weights
+from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
 from producer_workers.worker.restarts import (
     interrupt,
     is_interrupted,
@@ -80,11 +81,12 @@ class TaskRunner:
 
         Raises GroupTimeout when the time is up; its requests are aborted then.
         """
-        given = [state.index for state in states]
+        given = Given.of(states)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
                 made = await self.agent_loop.generate_group(states, engine, gid)
-            return check_result(given, made)
+            makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
+            return check_result(given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
@@ -144,7 +146,7 @@ class GroupRunner:
 
     `tokens`, `done` and `failed` count generated tokens, completed groups and failed groups.
     `submitting`: jobs whose last call is under way. The server may have ended their leases because
-    that call arrived.
+    that call arrived. `doomed`: jobs to release as expired when they are aborted or cancelled.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class GroupRunner:
         self.tokens = self.done = self.failed = 0
         self.failures = FailureBackoff()
         self.submitting: set[Job] = set()
+        self.doomed: set[Job] = set()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
         self._members: dict[Job, list[RolloutState]] = {}
 
@@ -172,11 +175,20 @@ class GroupRunner:
         """Return how many groups only wait for their judge. Any thread may call it."""
         return sum(map(_waits_for_judge, list(self._members.values())))
 
+    def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
+        """Return the oldest weights of each group that has tokens. Any thread may call it."""
+        found = {
+            job: oldest_weights(self._members.get(job, ()), self._engine.tokens.began(job.gid))
+            for job in jobs
+        }
+        return {job: weights for job, weights in found.items() if weights}
+
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
 
         Raises EngineDeadError only: any other failure is the group's own, and is released.
         """
+        known_tokens = 0
         try:
             group = await self._begin(job)
             known_tokens = len(group.response_ids)
@@ -194,15 +206,21 @@ class GroupRunner:
             await self._release(job, "aborted", str(error))
         # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
         except BaseException as error:
-            if isinstance(error, GeneratorExit) or _is_cancellation(error):
+            is_cancelled = _is_cancellation(error)
+            if is_cancelled and job in self.doomed:
+                await self._end_early(job, known_tokens)
+                return
+            if isinstance(error, GeneratorExit) or is_cancelled:
                 raise
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
             await self._release(job, "failed", describe(error))
         finally:
             self.submitting.discard(job)
+            self.doomed.discard(job)
             self._members.pop(job, None)
             self._engine.alone.discard(job.gid)
+            self._engine.tokens.forget(job.gid)
 
     async def hand_back(self, job: Job) -> None:
         """Release a group whose work was cancelled because the worker leaves.
@@ -249,10 +267,12 @@ class GroupRunner:
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         states = self._members[job] = group.states
+        given = Given.of(states)
         engine = cast(Engine, self._engine)
         with shown(engine, job.gid, states[0].multimodal):
             tries = self._run.limits.max_tries - job.tries + 1
             made = await self._runners[job.task].generate_each(states, engine, job.gid, tries)
+        check_weights(given, made, self._engine.sampled_with)
         self._members[job] = made
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
@@ -282,6 +302,8 @@ class GroupRunner:
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
+        elif status is Status.ABORTED and job in self.doomed:
+            await self._end_early(job, known_tokens)
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
         else:
@@ -291,9 +313,18 @@ class GroupRunner:
             self.done += status is Status.COMPLETED
             self.failures.succeeded()
 
-    async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
+    async def _end_early(self, job: Job, known_tokens: int) -> None:
+        """Release a group that can serve no train step any more."""
+        self.submitting.add(job)
+        members = self._members.get(job, ())
+        ended = self._engine.tokens.ended_early(job.gid, known_tokens, members)
+        await self._release(job, "expired", "too old for every train step", ended)
+
+    async def _release(
+        self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
+    ) -> None:
         try:
-            await self._insist(self._run.jobs.release, self._worker, job, kind, reason)
+            await self._insist(self._run.jobs.release, self._worker, job, kind, reason, ended)
             if kind == "failed":
                 self.failed += 1
                 self.failures.failed(time.monotonic())

@@ -32,7 +32,7 @@ let stopping = false, due = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
 async function call(script, { task = "", keys = [], more = [], ...own } = {}) {
-  const header = scripts[script], known = { ...facts, task, ...own };
+  const header = scripts[script], known = { ...facts, task, message: "", retryable: 0, ...own };
   const fixed = header.keys.filter((slot) => !slot.tail).map((slot) => slot.key.replace("<task>", task));
   const names = [...fixed, ...keys].map((key) => prefix + key.replace("<worker>", name));
   const args = header.args.filter((slot) => !slot.tail).map((slot) => known[slot.names[0]] ?? slot.default);
@@ -44,9 +44,9 @@ function hear([newEpoch, newMode, newLanes, weights, newPath]) {
   if (mode === "run" || !facts.weights) facts.weights = weights; // load what is at `path`, then say that it is loaded
 }
 
-// A sign of life, with gid and token of the group in work; throws Abort where its lease is lost.
+// A sign of life, with gid and token of the group in work, whose age it does not report; throws Abort where its lease is lost.
 async function beat(held) {
-  const reply = await call("heartbeat", { more: held, state: held.length ? "working" : "idle" });
+  const reply = await call("heartbeat", { more: held.length ? [...held, "", "", ""] : [], state: held.length ? "working" : "idle" });
   due = performance.now() + facts.heartbeat_ms;
   if (reply[0] === "REPLACED") process.exit(1); // another process has this name
   hear(reply[0] === "OK" ? reply.slice(1) : (await call("register")).slice(2)); // else the server forgot us

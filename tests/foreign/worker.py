@@ -54,7 +54,7 @@ class Worker:
     def call(self, script, task="", keys=(), more=(), **facts):
         """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`."""
         header = self.scripts[script]
-        facts = {**self.facts, "task": task, **facts}
+        facts = {**self.facts, "task": task, "message": "", "retryable": 0, **facts}
         fixed = [slot["key"].replace("<task>", task) for slot in header["keys"] if not slot["tail"]]
         names = [self.prefix + key.replace("<worker>", facts["worker"]) for key in (*fixed, *keys)]
         args = [
@@ -71,10 +71,11 @@ class Worker:
             self.facts["weights"] = weights  # load what is at self.path, then say that it is loaded
 
     def beat(self, held):
-        """A sign of life, with (gid, token) of the group in work; raises Abort where its lease is
-        lost.
+        """A sign of life, with (gid, token) of the group in work, whose age it does not report;
+        raises Abort where its lease is lost.
         """
-        reply = self.call("heartbeat", more=held, state="working" if held else "idle")
+        group = (*held, "", "", "") if held else ()
+        reply = self.call("heartbeat", more=group, state="working" if held else "idle")
         self.due = time.monotonic() + self.facts["heartbeat_ms"] / 1000
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")
