@@ -54,10 +54,10 @@ class ReplayBuffer(Pools):
         """Add groups that no worker holds; return where each is, by its new gid, in order.
 
         A completed, aborted or expired group (`group_status`) goes to the pool of that status; one
-        that is too stale for the next train step counts as expired. Expired ones start again from
-        their prompt if `retryable` (default: as the run does), else they are dropped. Tokens after
-        the last span of a rollout get the version `weights`; without it, every rollout needs spans,
-        or the groups are `ageless`: no policy of this run made them.
+        that is too stale for the next train step counts as expired. Members of expired ones that
+        are expired or too stale start again if `retryable` (default: as the run does), else the
+        group is dropped. Tokens after the last span of a rollout get the version `weights`; without
+        it, every rollout needs spans, or the groups are `ageless`: no policy of this run made them.
 
         All groups are checked before the first is added. Then each is added for itself and for
         good. The caller's rollouts are not changed.

@@ -297,9 +297,8 @@ class Run:
         Raises KeyError for a task that the run does not have.
         """
         names = self.limits.training_tasks if tasks is None else list(tasks)
-        for name in names:
-            self.limits.tasks[name]
-        return read_progress(self.store, self.keys, names)
+        thresholds = {name: self.limits.threshold(name) for name in names}
+        return read_progress(self.store, self.keys, thresholds)
 
     def progress(self, task: str) -> dict[str, str]:
         """Return the account and counters of a task as the server has them."""

@@ -59,7 +59,8 @@ class TaskSettings(BaseModel):
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
     tail_batch_trigger_size: int = Field(-1, ge=-1, le=1_000_000)
     """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
-    of them wait, they are retried first, and nothing beyond the batch is started until it is made
+    of them wait, they are retried first, and nothing beyond the batch is started until it is made.
+    Only rollouts whose tokens are too old are generated again
     """
     tail_batch_max_tries: int | None = Field(None, ge=1, le=1_000_000)
     """interruptions after which a group without tokens waits with the expired groups, and is

@@ -103,7 +103,7 @@ class Toolbox:
         if inspect.iscoroutinefunction(self._functions[name]):
             return await function(**arguments)
         outcome = await asyncio.get_running_loop().run_in_executor(
-            self._threads, attempt, partial(function, **arguments)
+            self._threads, attempt, f"tool {name!r}", partial(function, **arguments)
         )
         return outcome.get()
 

@@ -72,7 +72,7 @@ class _Server:
             while header := stream.read(HEADER.size):
                 number, size = HEADER.unpack(header)
                 call = partial(self._call, stream.read(size))
-                connection.sendall(_frame(number, self._order, attempt(call)))
+                connection.sendall(_frame(number, self._order, attempt(self._order["what"], call)))
 
     def _call(self, data: bytes) -> Any:
         states = decode(data).states
@@ -86,7 +86,8 @@ class _Server:
         calls: dict[int, asyncio.Task[None]] = {}
 
         async def answer(number: int, data: bytes) -> None:
-            outcome = await outcome_of(lambda: self._call_async(data))
+            call = partial(self._call_async, data)
+            outcome = await outcome_of(self._order["what"], call)
             writer.write(_frame(number, self._order, outcome))
             calls.pop(number, None)
 

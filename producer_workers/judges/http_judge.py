@@ -1,6 +1,8 @@
 """Judge with a service behind a URL: POST of one rollout as JSON, a reward as JSON back.
 
-Request: response, ground_truth, data_source, messages, extra. Answer: a number, or an object of
+Request: index, response, finish_reason, ground_truth, data_source, messages, tool_calls, reward (of
+the environment, so far), extra, response_ids and response_mask (null: the model sampled all of
+them). Answer: a number, or an object of
 numbers with "score". The request is repeated, with growing pauses, for: no connection, no answer in
 time, 408, 425, 429, 5xx. Any other status is final.
 """
@@ -21,6 +23,9 @@ from producer_workers.judges.judge import check_reward, rollout_fields
 
 log = logging.getLogger("rolloutmq.judge")
 
+LONGEST_ANSWER = 1 << 20
+"""Bytes of the longest answer that is read."""
+
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
@@ -40,7 +45,7 @@ class HttpJudge:
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the checked reward. Raises JudgeError after the last try."""
-        body = orjson.dumps(rollout_fields(state), option=orjson.OPT_SERIALIZE_NUMPY)
+        body = orjson.dumps(rollout_fields(state))
         for attempt in range(self._judging.retries + 1):
             tries_left = self._judging.retries - attempt
             try:
@@ -66,8 +71,15 @@ class HttpJudge:
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.post(self.name, data=rollout, headers=headers) as answer,
             ):
-                body = await answer.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+                body = b""
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > LONGEST_ANSWER:
+                        raise JudgeError(f"judge {self.name} sent more than {LONGEST_ANSWER} bytes")
+        except TimeoutError as error:
+            limit_s = self._judging.timeout_s
+            raise _RetryableError(f"no answer within its limit of {limit_s:g} s") from error
+        except aiohttp.ClientError as error:
             raise _RetryableError(f"{type(error).__name__}: {error}") from error
         if answer.status in RETRIED:
             raise _RetryableError(f"status {answer.status}")

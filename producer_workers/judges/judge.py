@@ -67,17 +67,30 @@ async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dic
 
 
 def rollout_fields(state: RolloutState) -> dict[str, Any]:
-    """Return what a judge in another process gets of a rollout: its texts, not its token columns.
+    """Return what a judge by HTTP or rq gets of a rollout: all but its logprobs and weights.
 
     It is plain JSON where the data set is.
     """
+    mask = state.response_mask
     return {
+        "index": state.index,
         "response": state.response,
+        "finish_reason": state.finish_reason,
         "ground_truth": state.ground_truth,
         "data_source": state.data_source,
         "messages": state.messages,
+        "tool_calls": [call.model_dump() for call in state.tool_calls],
+        "reward": state.reward,
         "extra": state.extra,
+        "response_ids": state.response_ids.tolist(),
+        "response_mask": None if mask is None else mask.tolist(),
     }
+
+
+def rollout_of(fields: dict[str, Any]) -> RolloutState:
+    """Return the rollout of `rollout_fields`. Its logprobs are NaN: nobody can take them for 0."""
+    logprobs = np.full(len(fields["response_ids"]), np.nan, "<f4")
+    return RolloutState(**fields, logprobs=logprobs)
 
 
 def _fits(value: Real) -> bool:

@@ -28,6 +28,7 @@ from buffer.model.rollout import RolloutState
 from buffer.store.store import Store
 from producer_workers.judges.judge import check_rewards, rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
+from producer_workers.judges.user_function import over_limit
 
 T = TypeVar("T")
 
@@ -135,6 +136,8 @@ class _RqAsking:
         if result.type is Result.Type.SUCCESSFUL:
             return result.return_value
         reason = (result.exc_string or "no reason").strip().splitlines()[-1]
+        if "JobTimeoutException" in reason:
+            raise over_limit(f"judge {self.name!r}", self._judging.timeout_s)
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
             hint=f"see job {result.job_id} in the failed registry of `rq info`",

@@ -28,12 +28,11 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from buffer.errors import ConfigError, JudgeError
-from buffer.model.rollout import RolloutState
 from buffer.server.process import OWNER, follow_owner
 from buffer.store.nodes import Servers
 from buffer.store.store import Store
 from buffer.store.url import open_client
-from producer_workers.judges.judge import judge_all
+from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.process_limits import limit_memory, lower
 
@@ -88,7 +87,7 @@ def score(
     """
     chosen = load_judge(judge)
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
-    return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
+    return asyncio.run(judge_all(chosen, [rollout_of(fields) for fields in rollouts]))
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:

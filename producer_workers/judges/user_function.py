@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,6 +33,9 @@ LONGEST_REASON = 300
 
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 """What a user's code may raise of its own: sys.exit, too, must not end the worker."""
+
+LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
+"""The last calls in threads of this process: name, begin and end, in seconds of time.monotonic."""
 
 Shape = Literal["rollout", "group", "filter"]
 """How a function is called: with one rollout, with `states`, or with the group as its argument."""
@@ -92,20 +97,24 @@ def over_limit(what: str, limit_s: float) -> JudgeError:
     )
 
 
-def attempt(call: Callable[[], Any]) -> Outcome:
-    """Return how `call` ended."""
+def attempt(what: str, call: Callable[[], Any]) -> Outcome:
+    """Return how the call of `what` ended."""
+    began_s = time.monotonic()
     try:
         return Outcome(call())
     except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
         return Outcome(error=error)
+    finally:
+        LAST_CALLS.append((what, began_s, time.monotonic()))
 
 
 class _Caller:
     """A thread that makes one call after the other. It does not keep its process from ending."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._work = SimpleQueue[Callable[[], None]]()
-        threading.Thread(target=self._make_calls, name=name, daemon=True).start()
+        threading.Thread(target=self._make_calls, name=what, daemon=True).start()
 
     def start(
         self, call: Callable[[], Any], then: Callable[[_Caller], None]
@@ -119,7 +128,7 @@ class _Caller:
             if not future.done():
                 future.set_result(outcome)
 
-        self._work.put(lambda: _post(loop, partial(resolve, attempt(call))))
+        self._work.put(lambda: _post(loop, partial(resolve, attempt(self._what, call))))
         return future
 
     def _make_calls(self) -> None:
@@ -132,8 +141,8 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
         loop.call_soon_threadsafe(callback)
 
 
-async def outcome_of(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    """Return how a coroutine ended."""
+async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> Outcome:
+    """Return how the coroutine of `what` ended."""
     try:
         return Outcome(await call())
     except BaseException as error:  # also SystemExit, which would end the event loop
@@ -164,7 +173,7 @@ class UserFunction:
         return await self._in_loop(lambda: result) if inspect.isawaitable(result) else result
 
     async def _in_loop(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        outcome = await self._limited(asyncio.ensure_future(outcome_of(call)))
+        outcome = await self._limited(asyncio.ensure_future(outcome_of(self._what, call)))
         return outcome.unwrap(self._what)
 
     async def _in_turn(self, call: Callable[[], Any]) -> Outcome:

@@ -80,7 +80,7 @@ class WatchedJudges:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
         running = _Call(what, grace_s)
         self._calls.add(running)
-        work = asyncio.ensure_future(outcome_of(call))
+        work = asyncio.ensure_future(outcome_of(what, call))
         try:
             both: set[asyncio.Future[Any]] = {work, running.interrupted}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import DatasetError, MediaError
-from buffer.model.group import GROUP_TIME
+from buffer.model.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.model.ids import group_id
 from buffer.model.rollout import RolloutState, SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
@@ -22,7 +22,7 @@ from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
 
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 """What a sampler adds to `extra`: where the prompt comes from."""
-RESERVED = {*ORIGIN_KEYS, GROUP_TIME}
+RESERVED = {*ORIGIN_KEYS, GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED}
 
 
 @dataclass(frozen=True, slots=True)

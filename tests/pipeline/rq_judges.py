@@ -10,7 +10,8 @@ from typing import Any
 
 
 def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
-    return {"score": float(len(response)), "messages": float(len(state.messages))}
+    tokens = float(len(state.response_ids)) + (state.finish_reason == "length") / 2
+    return {"score": float(len(response)), "messages": float(len(state.messages)), "tokens": tokens}
 
 
 def ranks(*, states: list[Any]) -> list[float]:

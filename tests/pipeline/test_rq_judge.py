@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rq
 
@@ -38,6 +39,7 @@ on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
+REWARD = {"score": 4.0, "messages": 1.0, "tokens": 3.5}
 NAMES = ("length", "ranks", "hangs_once", "spins", "sleeps", "eats")
 TASK = """
 [tasks.{name}]
@@ -122,15 +124,18 @@ def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
     make_judge: Callable[..., RqJudge], pool: Server
 ) -> None:
     state = RolloutState(
-        response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]}
+        response="four",
+        messages=[{"role": "user", "content": "2 + 2"}],
+        extra={"level": [1]},
+        response_ids=np.arange(3),
+        logprobs=np.zeros(3),
+        finish_reason="length",
     )
     inline = asyncio.run(judge_all(load_judge(MINE + "length"), [state]))[0]
-    assert (
-        asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "messages": 1.0}
-    )
+    assert asyncio.run(make_judge("length").judge(state)) == inline == REWARD
     values = list(stored(pool.connect()))
     assert any(b'"four"' in value for value in values)
-    assert any(value == b'[{"score": 4.0, "messages": 1.0}]' for value in values)
+    assert any(value == b'[{"score": 4.0, "messages": 1.0, "tokens": 3.5}]' for value in values)
     assert not any(is_pickle(value) for value in values)
 
 
@@ -177,7 +182,7 @@ def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "limits", "reason"),
     [
-        ("sleeps", {"timeout_s": 1.0}, "JobTimeoutException"),
+        ("sleeps", {"timeout_s": 1.0}, "exceeded its limit of 1 s"),
         ("spins", {"timeout_s": 1.0}, "signal 9"),
         ("eats", {"memory_mb": 2048}, "MemoryError"),
     ],

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from buffer.control.control import Mode
+from buffer.groups.job_queue import Serves
 from buffer.model.group import RolloutGroup
+from buffer.model.ids import LANES
 from buffer.model.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
+from producer_workers.worker import loop_watch
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
-from tests.pipeline.yard import TASK, Letters, Yard
+from tests.pipeline.yard import FIRST, TASK, Letters, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -259,3 +264,57 @@ def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
     asyncio.run(scenario())
     assert yard.places() == {"completed": 1}
     assert gate.asked == 2
+
+
+async def sleep_in_loop(**_: Any) -> float:
+    time.sleep(0.6)
+    return 1.0
+
+
+def sleep_with_lock(**_: Any) -> float:
+    ctypes.PyDLL(None).usleep(600_000)
+    return 1.0
+
+
+@pytest.mark.parametrize("judge", [sleep_in_loop, sleep_with_lock])
+def test_the_log_names_a_judge_that_blocks_the_worker(
+    yard: Yard, judge: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.3)
+    monkeypatch.setattr(loop_watch, "POLL_S", 0.01)
+    yard.enqueue(1, tokens=[10])
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=FunctionJudge("slow", judge))):
+            await yard.until_places(completed=1)
+
+    asyncio.run(scenario())
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("loop was blocked for" in line and "judge 'slow'" in line for line in lines), lines
+
+
+def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
+    yard: Yard,
+) -> None:
+    yard.enqueue(1)
+    gate = Gate()
+
+    async def scenario() -> int:
+        async with yard.working(yard.worker("w0", judge=gate.score, grace_s=0.1)) as engine:
+            await yard.until(lambda: gate.asked == 2)
+            await yard.receipts(yard.control(Mode.ABORT))
+            yard.control(Mode.RUN)
+        assert yard.reissue() == 1
+        # claimed by one that never sends a heartbeat again
+        yard.run.fleet.register("dead", "nonce", {})
+        claim = yard.run.jobs.claim(
+            "dead", "nonce", "n1", FIRST, 1, Serves(frozenset({TASK}), frozenset(LANES)), []
+        )
+        assert len(claim.jobs) == 1
+        gate.is_open = True
+        async with yard.working(yard.worker("w1", judge=gate.score)) as other:
+            await yard.until_places(completed=1)
+            return len(engine.requests) + len(other.requests)
+
+    assert asyncio.run(scenario()) == 2
+    yard.check()

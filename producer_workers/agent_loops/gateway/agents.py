@@ -4,6 +4,8 @@
                                         # a plain function runs in a thread
     command = ["python", "agent.py"]    # OPENAI_BASE_URL and OPENAI_API_KEY in its environment,
                                         # its task as JSON on stdin
+    solve.resumable = True              # it begins from task.finished; or agent_loop_options
+                                        # resumable = true, for programs, too
 
 A program is ended together with all that it started. An exit code other than 0 fails the rollout.
 """
@@ -57,6 +59,12 @@ class AgentTask:
     ground_truth: Any = None
     """For functions that compute their own reward; programs do not get it."""
     model: str = MODEL
+    session_id: str = ""
+    """The same whenever the session is continued."""
+    finished: list[list[dict[str, Any]]] = field(default_factory=list)
+    """For a resumable agent: the conversations of its session so far, with the model's answers, the
+    one that was continued last at the end. Empty where the session begins.
+    """
 
     @property
     def question(self) -> str:
@@ -67,7 +75,9 @@ class AgentTask:
 
 
 class AgentRunner(Protocol):
-    """Runs an agent."""
+    """Runs an agent. A `resumable` one continues from `AgentTask.finished`."""
+
+    resumable: bool
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         """Return the reward that the agent gave itself, or None.
@@ -83,6 +93,7 @@ class FunctionAgent:
     def __init__(self, name: str, function: Callable[[AgentTask], Any]) -> None:
         self._name = name
         self._function = function
+        self.resumable = bool(getattr(function, "resumable", False))
         # Its own threads: the worker's load weights and submit groups while agents wait for a
         # paused engine.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
@@ -93,7 +104,7 @@ class FunctionAgent:
                 result = await self._function(task)
             else:
                 outcome = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, attempt, partial(self._function, task)
+                    self._threads, attempt, f"agent {self._name}", partial(self._function, task)
                 )
                 result = outcome.get()
         except USER_ERRORS as error:  # an agent may raise anything; it fails its rollout alone
@@ -107,6 +118,8 @@ class ProgramAgent:
     In its arguments `{question}`, `{base_url}`, `{api_key}` and `{model}` are replaced.
     """
 
+    resumable = False
+
     def __init__(self, command: Sequence[str]) -> None:
         self._command = [str(part) for part in command]
 
@@ -117,7 +130,8 @@ class ProgramAgent:
             "api_key": task.api_key,
             "model": task.model,
         }
-        given = {"messages": task.messages, "data_source": task.data_source, "extra": task.extra}
+        names = ("messages", "data_source", "extra", "session_id", "finished")
+        given = {name: getattr(task, name) for name in names}
         process = await asyncio.create_subprocess_exec(
             *(_fill(part, known) for part in self._command),
             env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},

@@ -29,6 +29,7 @@ from producer_workers.agent_loops.gateway.agents import (
 from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
 from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
+from producer_workers.agent_loops.gateway.session_record import SessionRecord
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
@@ -45,8 +46,9 @@ class GatewayAgentLoop:
     `agent` is a function or "module:function", or `command` is a program. `parser` is one of
     tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
 
-    An agent cannot be continued on another worker: an interrupted session starts anew. Sessions of
-    its group that had ended keep what they have; one without a reward is only judged.
+    An interrupted session begins again, unless its agent is `resumable` and the task has partial
+    rollout: then it is continued behind its finished turns, by any worker (session_record.py).
+    Sessions of its group that had ended keep what they have; one without a reward is only judged.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GatewayAgentLoop:
         command: Sequence[str] = (),
         parser: str = "hermes",
         time_limit_s: float = 600.0,
+        resumable: bool = False,
     ) -> None:
         if (agent is None) == (not command):
             raise ConfigError(
@@ -67,6 +70,7 @@ class GatewayAgentLoop:
                 hint='set agent = "module:function", or command = [...]',
             )
         self._agent = ProgramAgent(command) if command else _function(agent)
+        self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
@@ -88,13 +92,18 @@ class GatewayAgentLoop:
             if state.status is Status.COMPLETED or _is_unjudged(state):
                 made.setdefault(state.index, []).append((state, Segment.of_state(state)))
         resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
-        open_ones = [state for state in states if state.index not in made]
+        open_ones: dict[int, list[RolloutState]] = {}
+        for state in states:
+            if state.index not in made:
+                open_ones.setdefault(state.index, []).append(state)
+        record = SessionRecord(states[0].extra)
         async with Endpoint(self._tokenizer) as endpoint:
 
-            async def run(state: RolloutState) -> None:
-                made[state.index] = await self._session(state, engine, endpoint, gid)
+            async def run(rollouts: list[RolloutState]) -> None:
+                session = await self._session(rollouts, engine, endpoint, gid, record)
+                made[rollouts[0].index] = session
 
-            await run_all(run(state) for state in open_ones)
+            await run_all(run(rollouts) for rollouts in open_ones.values())
         if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
@@ -102,12 +111,21 @@ class GatewayAgentLoop:
             await self._judge_together(sessions)
         else:
             await asyncio.gather(*(self._reward([_ended(session)]) for session in resumed))
-        return _as_group([rollout for session in sessions for rollout in session])
+        group = _as_group([rollout for session in sessions for rollout in session])
+        record.write(group)
+        return group
 
     async def _session(
-        self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str
+        self,
+        rollouts: Sequence[RolloutState],
+        engine: Engine,
+        endpoint: Endpoint,
+        gid: str,
+        record: SessionRecord,
     ) -> Rollouts:
-        state.reset_response()  # an agent cannot continue, so an interrupted session starts anew
+        finished = record.resume(rollouts)
+        state = rollouts[0]
+        state.reset_response()
         name = f"{gid}/{state.index}"
         session = Session(
             name,
@@ -118,9 +136,17 @@ class GatewayAgentLoop:
             state.sample_params,
             self._parser,
         )
+        session.restore(finished)
         key = endpoint.admit(session)
         task = AgentTask(
-            endpoint.url, key, state.messages, state.data_source, state.extra, state.ground_truth
+            endpoint.url,
+            key,
+            state.messages,
+            state.data_source,
+            record.agent_extra,
+            state.ground_truth,
+            session_id=name,
+            finished=[list(segment.messages) for segment in finished],
         )
         state.session_id = name
         try:
@@ -135,15 +161,26 @@ class GatewayAgentLoop:
         finally:
             endpoint.dismiss(key)
         if session.interrupted.is_set():
-            state.status = Status.ABORTED
-            state.finish_reason = "abort"
-            return [(state, None)]
+            return self._interrupted(state, session.segments, record)
         if not session.segments:
             why = session.truncation or "the agent ended without an answer of the model"
             return [(_failed(state, why), None)]
         if session.truncation:
             session.segments[-1] = replace(session.segments[-1], finish_reason="length")
         return await self._finish(state, session.segments, reward)
+
+    def _interrupted(
+        self, state: RolloutState, segments: Sequence[Segment], record: SessionRecord
+    ) -> Rollouts:
+        state.status = Status.ABORTED
+        state.finish_reason = "abort"
+        if not segments:
+            return [(state, None)]
+        if not self._is_resumable:
+            record.restart()
+            return [(state, None)]
+        record.keep(state.index, segments)
+        return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
         """Run the agent until it ends, its session is interrupted, or its time is up."""
@@ -205,7 +242,11 @@ class GatewayAgentLoop:
 
 
 def _ended(session: Rollouts) -> list[tuple[RolloutState, Segment]]:
-    return [(state, segment) for state, segment in session if segment is not None]
+    return [
+        (state, segment)
+        for state, segment in session
+        if segment is not None and state.finish_reason != "abort"
+    ]
 
 
 def _await_judge(sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:

@@ -93,6 +93,15 @@ class Session:
         self.segments: list[Segment] = []
         self.interrupted = asyncio.Event()
 
+    def restore(self, segments: Sequence[Segment]) -> None:
+        """Continue with the segments of an interrupted session, before the first request."""
+        turns = sum(int((np.diff(s.mask, prepend=np.uint8(0)) == 1).sum()) for s in segments)
+        # requests count on, so that none has the seed of an earlier one
+        self._requests = itertools.count(turns)
+        self._budget.spend(sum(int(segment.mask.sum()) for segment in segments))
+        self._seen = [*segments]
+        self.segments = [*segments]
+
     @property
     def is_full(self) -> bool:
         return self._budget.left <= 0

@@ -17,13 +17,15 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
 from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
-from producer_workers.engines.base import EngineDeadError
+from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM, TOOL
@@ -195,6 +197,75 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
     assert {state.index for state in states} == set(range(8))
     assert all(_texts(states, index) == texts for index, texts in kept.items())
     second.check([state for state in states if state.index not in kept])
+
+
+async def counts_turns(task: AgentTask) -> float:
+    """Ask four times in two contexts, and go on from where an earlier run of it ended."""
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        finished: list[Any] = [list(messages) for messages in task.finished]
+        for turn in range(sum(len(messages) // 2 for messages in finished), 4):
+            if turn % 2 == 0:
+                finished.append([])
+            messages = finished[-1]
+            messages.append({"role": "user", "content": f"{task.question} {turn}"})
+            reply = await client.chat.completions.create(model="any", messages=messages)
+            messages.append(reply.choices[0].message.model_dump(include={"role", "content"}))
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "judge", [None, GroupFunctionJudge("j", lambda *, states: [1.0] * len(states))]
+)
+def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
+    chat: Any, judge: Any
+) -> None:
+    """Interrupted at turn 1, 2 or 3, in the middle of a group, and stored between the workers."""
+
+    class Cut(Recorder):
+        at: dict[int, int]
+
+        async def generate(self, request_id: str, *request: Any) -> Generation:
+            _, session, number = request_id.split("/")
+            if int(number) >= self.at.get(int(session), 9):
+                return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
+            return await super().generate(request_id, *request)
+
+    options = {"agent": counts_turns, "partial_rollout": True, "resumable": True, "judge": judge}
+    engine = Cut(chat)
+    states = questions(*"abc", max_tokens=10_000)
+    for at in ({0: 1, 1: 3, 2: 0}, {1: 3, 2: 2}, {}):
+        engine.at = at
+        group = RolloutGroup(
+            "math-0000000001", "math", run(loop_of(chat, **options), engine, states)
+        )
+        states = wire.decode(wire.encode(group)).states
+    assert {state.status for state in states} == {Status.COMPLETED}
+    assert [state.index for state in states] == [0, 0, 1, 1, 2, 2]
+    engine.check(states)
+    assert len(engine.said) == 12, "no finished turn was sampled again"
+    assert {state.finish_reason for state in states} == {"stop"}
+    assert "open_sessions" not in states[0].extra
+    seeds = [(name.split("/")[1], params.seed) for name, _, params in engine.requests]
+    assert len(set(seeds)) == 12
+
+
+def test_a_session_that_begins_again_is_counted_in_the_record_of_its_group(chat: Any) -> None:
+    engine = Recorder(chat)
+    engine.cut = {0, 1}
+    states = questions("a", "b", max_tokens=10_000)
+    states = run(loop_of(chat, counts_turns, partial_rollout=True), engine, states)
+    assert states[0].extra == {"sessions_restarted": 2}
+    seen: list[dict[str, Any]] = []
+
+    async def looks(task: AgentTask) -> float:
+        seen.append(task.extra)
+        return await counts_turns(task)
+
+    engine.cut = set()
+    states = run(loop_of(chat, looks, partial_rollout=True), engine, states)
+    assert {state.status for state in states} == {Status.COMPLETED}
+    assert states[0].extra == {"sessions_restarted": 2}
+    assert seen == [{}, {}]
 
 
 def _texts(states: list[RolloutState], index: int) -> list[list[int]]:

@@ -81,13 +81,21 @@ def ask(judge: AnyJudge, *states: RolloutState) -> list[dict[str, float]]:
 
 
 def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
-    state = RolloutState(response="4", ground_truth="4", data_source="sums", extra={"level": 1})
+    state = RolloutState(
+        response="4",
+        ground_truth="4",
+        data_source="sums",
+        extra={"level": 1},
+        finish_reason="length",
+    )
     with service((503, b""), (429, b""), (200, b'{"score": 0.5, "style": 1}')) as server:
         judge = make_judge(server.url, lambda url: load_judge(url, JudgingSection(retries=2)))
         assert ask(judge, state) == [{"score": 0.5, "style": 1.0}]
     assert len(server.asked) == 3
     assert server.asked[0] == {
-        "response": "4", "ground_truth": "4", "data_source": "sums", "messages": [], "extra": {"level": 1}
+        "index": 0, "response": "4", "finish_reason": "length", "ground_truth": "4",
+        "data_source": "sums", "messages": [], "tool_calls": [], "reward": None,
+        "extra": {"level": 1}, "response_ids": [], "response_mask": None,
     }  # fmt: skip
 
 
@@ -107,7 +115,10 @@ def test_a_judge_at_a_url_that_goes_wrong_says_how(answer: Any, said: str, asked
 
 
 def test_a_judge_at_a_url_that_keeps_silent_or_is_not_there_is_not_waited_for() -> None:
-    with service((0, b"")) as server, pytest.raises(JudgeError, match="TimeoutError"):
+    with (
+        service((0, b"")) as server,
+        pytest.raises(JudgeError, match=r"no answer within its limit of 0\.1 s"),
+    ):
         ask(HttpJudge(server.url, JudgingSection(retries=0, timeout_s=0.1)), RolloutState())
     with pytest.raises(JudgeError, match="Connect"):
         ask(HttpJudge(server.url, JudgingSection(retries=0)), RolloutState())
