@@ -197,6 +197,7 @@ class Launcher:
             log,
             env,
             restarts=self._config.launch.max_restarts,
+            log_bytes=self._config.launch.log_bytes,
         )
         self._children.append(child)
         return child
@@ -253,6 +254,8 @@ class Launcher:
             news.append("server restarted")
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive())
+        for child in self._children:
+            child.limit_log()
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------
