@@ -54,10 +54,10 @@ class ReplayBuffer(Pools):
         """Add groups that no worker holds; return where each is, by its new gid, in order.
 
         A completed, aborted or expired group (`group_status`) goes to the pool of that status; one
-        that is too stale for the next train step counts as expired. Expired ones start again from
-        their prompt if `retryable` (default: as the run does), else they are dropped. Tokens after
-        the last span of a rollout get the version `weights`; without it, every rollout needs spans,
-        or the groups are `ageless`: no policy of this run made them.
+        that is too stale for the next train step counts as expired. Members of expired ones that
+        are expired or too stale start again if `retryable` (default: as the run does), else the
+        group is dropped. Tokens after the last span of a rollout get the version `weights`; without
+        it, every rollout needs spans, or the groups are `ageless`: no policy of this run made them.
 
         All groups are checked before the first is added. Then each is added for itself and for
         good. The caller's rollouts are not changed.
@@ -73,9 +73,7 @@ class ReplayBuffer(Pools):
         )
         copies = [stamped(states, weights, ageless) for states in groups]
         for states in copies:
-            group = RolloutGroup(group_id(task, IMPORTED_FROM), task, states)
-            intake.check(group)
-            wire.encode_checked(group)
+            intake.check(RolloutGroup(group_id(task, IMPORTED_FROM), task, states))
         retry = self._limits.retries_expired(task) if retryable is None else retryable
         placed: dict[str, str] = {}
         for states in copies:

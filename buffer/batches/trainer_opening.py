@@ -161,14 +161,16 @@ class TrainerOpening:
         """
         keys = self._keys
         tasks = self._limits.training_tasks
+        # an age index has no lag: the tokens of what waits or runs are not judged one by one
+        lags = [self._limits.token_lag(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
         done = False
         while not done:
             reply = self._store.call(
                 "rescore",
                 keys.slots(),
                 {"nonce": nonce, "step": step, "limit": 500},
-                keys.all_pools(tasks),
-                [self._limits.token_lag(task) for task in tasks for _ in POOLS],
+                [*keys.all_pools(tasks), *map(keys.age, tasks)],
+                lags,
                 durable=True,
             )
             done = bool(int(unfenced(reply, "trainer")[2]))

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
@@ -235,3 +236,7 @@ class LaunchSection(Section):
     """processes that judge, if a task has judging of kind rq"""
     max_restarts: Count = Field(20, ge=0)
     """restarts of a process that died before the run ends with an error"""
+    log_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 50)] = 64 << 20
+    """size at which the log of a process becomes NAME.log.1, in place of the older one, and
+    NAME.log starts anew; as a number or text like 64MiB
+    """

@@ -106,6 +106,14 @@ class SampleParamsSection(Section):
     """every rollout gets a seed of its own, derived from this one, the run's seed, the group and
     the index in it, so that the same weights sample the same response again; default: no seeds
     """
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    """above 1: tokens of the prompt and of the response so far become less likely; 1 turns it off.
+    This and the other penalties cut the distribution, too
+    """
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """above 0: tokens of the response so far become less likely; 0 turns it off"""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """the same, in proportion to how often a token is there; 0 turns it off"""
     structured: StructuredOutput | None = None
     """form that a response is kept to while it is sampled: {choice = [...]}, {regex = "..."} or
     {json_schema = {...}}; only engines vllm and http; default: any text

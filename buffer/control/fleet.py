@@ -29,6 +29,10 @@ FENCE_SLICE = 200
 """Groups that one call of the server revokes at most."""
 
 
+NO_TOKENS: Mapping[Job, PolicyVersion] = {}
+"""The oldest weights of groups of which none has a token."""
+
+
 class WorkerState(StrEnum):
     """States that workers of this project report; one in another language may report any word."""
 
@@ -194,14 +198,16 @@ _PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The reply to a heartbeat: the control state, and the jobs whose leases are lost.
+    """The reply to a heartbeat: the control state, and the jobs to stop.
 
-    If the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
+    `lost` are jobs whose leases are lost, `doomed` those that can serve no train step any more. If
+    the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
     """
 
     known: bool
     control: ControlState | None
     lost: tuple[Job, ...]
+    doomed: tuple[Job, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +270,17 @@ class Fleet:
                 )
 
     def heartbeat(
-        self, worker: str, nonce: str, pulse: HeartbeatReport, held: Sequence[Job]
+        self,
+        worker: str,
+        nonce: str,
+        pulse: HeartbeatReport,
+        held: Sequence[Job],
+        oldest: Mapping[Job, PolicyVersion] = NO_TOKENS,
     ) -> HeartbeatReply:
         """Renew the leases of `held`, and exchange the receipt for the newest control state.
 
-        Raises Fenced if another process has registered with the same id.
+        `oldest`: the weights of the oldest token of each group that has tokens. Raises Fenced if
+        another process has registered with the same id.
         """
         reply = self._store.call(
             "heartbeat",
@@ -279,7 +291,7 @@ class Fleet:
                 "lease_ms": self._limits.lease_ms,
                 **pulse.arguments(),
             },
-            tail_args=[part for job in held for part in (job.gid, job.token)],
+            tail_args=[part for job in held for part in self._held(job, oldest.get(job))],
         )
         match reply:
             case ["REPLACED"]:
@@ -290,11 +302,16 @@ class Fleet:
             case ["UNKNOWN"]:
                 return HeartbeatReply(False, None, tuple(held))
             case [_, *fields]:
-                lost = fields[len(STATE_FIELDS) :]
-                jobs = tuple(held[int(number) - 1] for number in lost)
-                return HeartbeatReply(True, ControlState.parse(fields), jobs)
+                numbers = [int(field) for field in fields[len(STATE_FIELDS) :]]
+                lost = tuple(held[n - 1] for n in numbers if n > 0)
+                doomed = tuple(held[-n - 1] for n in numbers if n < 0)
+                return HeartbeatReply(True, ControlState.parse(fields), lost, doomed)
             case _:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")
+
+    def _held(self, job: Job, oldest: PolicyVersion | None) -> tuple[str | int, ...]:
+        weights = (oldest.lineage, oldest.version) if oldest else ("", "")
+        return (job.gid, job.token, *weights, self._limits.threshold(job.task))
 
     def open_control_connection(self, worker: str, nonce: str) -> ControlConnection:
         """Open a connection for a worker's hints and receipts. Raises redis.RedisError."""

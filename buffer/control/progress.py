@@ -50,6 +50,12 @@ class TaskProgress:
     filtered: int = 0
     dropped: int = 0
     expirations: int = 0
+    ended_early: int = 0
+    """groups ended while they ran or waited, as they could serve no train step any more"""
+    discarded_tokens: int = 0
+    """tokens that these groups had"""
+    unmade_tokens: int = 0
+    """tokens that these groups could still have generated, at most (up to max_tokens)"""
     dead: int = 0
     running: int = 0
     """groups that run now; the following fields are of the moment, too"""
@@ -95,6 +101,8 @@ class Leftovers:
     aborted: int
     expired: int
     waiting: int = 0
+    doomed: int = 0
+    """waiting and running groups that can serve no train step any more"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +121,19 @@ class ProduceProgress:
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
-def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress:
-    """Return the progress of `tasks`, in one round trip for runs of every size."""
+def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
+    """Return the progress of some tasks, in two round trips for runs of every size.
+
+    `thresholds`: the stale threshold of each of these tasks; "" for one whose groups do not age.
+    """
+    tasks = list(thresholds)
+    # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
+    before = store.retrying("progress", lambda: store.control.hget(keys.ledger("train"), "taken"))
+    step = int(before or 0) + 1
     pipe = store.control.pipeline(transaction=False)
-    for task in tasks:
+    for task, threshold in thresholds.items():
+        cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"
+        pipe.zcount(keys.age(task), "-inf", cut)
         pipe.hgetall(keys.progress(task))
         for status in POOLS:
             pipe.zcard(keys.pool(task, status))
@@ -127,11 +144,11 @@ def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress
     # that the producer starts too little rather than too much
     pipe.hget(keys.ledger("train"), "taken")
     *rows, cursors, taken = store.retrying("progress", pipe.execute)
-    width = 1 + len(POOLS) + len(LANES)
-    pooled = 1 + len(POOLS)
+    width = 2 + len(POOLS) + len(LANES)
+    pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {
-        task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()
+        task: {k.decode(): v.decode() for k, v in part[1].items()} for task, part in parts.items()
     }
     for task, cursor in zip(tasks, cursors, strict=True):
         counters[task]["cursor"] = (cursor or b"0").decode()
@@ -140,7 +157,9 @@ def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
         leftovers={
             task: Leftovers(
-                **dict(zip(POOLS, part[1:pooled], strict=True)), waiting=sum(part[pooled:])
+                **dict(zip(POOLS, part[2:pooled], strict=True)),
+                waiting=sum(part[pooled:]),
+                doomed=part[0],
             )
             for task, part in parts.items()
         },

@@ -2,9 +2,9 @@
 
 They get draws of their own (from `IMPORTED_FROM` on) and counters of their own:
 `enqueued + put + imported = sum of all stages` (I1). From then on they are groups like any other:
-they are taken in the order of the run's policy, the producer starts that many fewer, and one that
-expires starts again from its prompt. A lineage of weights that this run never had counts as old as
-the run's oldest fork (I8).
+they are taken in the order of the run's policy, the producer starts that many fewer, and members
+that become too old start again. A lineage of weights that this run never had counts as old as the
+run's oldest fork (I8).
 """
 
 from __future__ import annotations
@@ -127,14 +127,15 @@ class Intake:
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
         order_argument(group, self._limits, self._order_function)
+        wire.encode_checked(group)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
     ) -> tuple[str, str]:
         """Put the group that `make` returns for a gid; return the gid and where the group is.
 
-        That is completed, aborted, expired or dropped: a group that is too stale for the next train
-        step starts again from its prompt if `retryable`, else it is dropped.
+        That is completed, aborted, expired or dropped: members that are too stale for the next
+        train step start again if `retryable`, else their group is dropped.
         """
         draw = self._next_draw(task)
         for _ in range(_MAX_RACES):

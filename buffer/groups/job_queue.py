@@ -16,7 +16,7 @@ import orjson
 
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
 from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
-from buffer.model.job import Job, ReleaseKind
+from buffer.model.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
 from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
@@ -234,13 +234,22 @@ class JobQueue:
         )
         return Claim.parse(reply, token)
 
-    def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
+    def release(
+        self,
+        worker: str,
+        job: Job,
+        kind: ReleaseKind,
+        reason: str = "",
+        ended: EndedEarly | None = None,
+    ) -> str:
         """Release a group without a result, and return its stage.
 
-        Raises Fenced when the lease was lost.
+        `ended`: what an `expired` group has. Raises Fenced when the lease was lost.
         """
         task = job.task
         # half a surrogate pair, say, in the message of a foreign exception
+        oldest = ended.oldest if ended else {}
+        made_by = [part for pair in oldest.items() for part in ("oldest", *pair)]
         text = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         patience, first = self._limits.failures_in_row(task)
@@ -255,6 +264,10 @@ class JobQueue:
                 "max_tries": self._limits.max_tries,
                 "tail": self._limits.tail_tries(task) or "",
                 "lag": self._limits.token_lag(task),
+                "threshold": self._limits.threshold(task),
+                "retryable": int(self._limits.retries_expired(task)),
+                "discarded": ended.tokens if ended else 0,
+                "unmade": ended.unmade_tokens if ended else 0,
                 "task": task,
                 "worker": worker,
                 "lease_ms": self._limits.lease_ms,
@@ -262,6 +275,7 @@ class JobQueue:
                 "patience": patience,
                 "first": first,
             },
+            tail_args=made_by,
         )
         return released(reply, job)
 
@@ -301,6 +315,29 @@ class JobQueue:
         return stage_before(reply, gid)
 
     # -- for all processes ---------------------------------------------------
+
+    def expire_waiting(self, task: str, limit: int = 250) -> int:
+        """Move waiting groups whose tokens became too old out of the queue.
+
+        Returns how many there were, up to `limit`. Workers end those that run.
+        """
+        moved = running = 0
+        read = limit
+        while read == limit and moved < limit:
+            _, some, others = self._store.call(
+                "expire_waiting",
+                self._keys.slots(task=task),
+                {
+                    "threshold": self._limits.threshold(task),
+                    "retryable": int(self._limits.retries_expired(task)),
+                    "passed": running,
+                    "limit": limit,
+                },
+            )
+            moved += int(some)
+            running += int(others)
+            read = int(some) + int(others)
+        return moved
 
     def reap(self, limit: int = 100) -> Reaped:
         """Take back up to `limit` groups of expired leases, and forget long gone workers."""

@@ -15,10 +15,11 @@ from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.order_index import expire_all
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
-from buffer.model.ids import POOLS
+from buffer.model.ids import POOLS, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
+from buffer.model.staleness import AgeLimit
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import unknown_reply
@@ -145,6 +146,30 @@ class Pools:
             self._keys.slots(task=task, status=status),
             {"policy": policy, "threshold": threshold, "limit": count},
         )
+
+    def age_limit(self, gid: str) -> AgeLimit | None:
+        """Return what decides which members of a group start again; None for an evaluation.
+
+        A member that a `refresh` found too old is too old for good, even if thresholds were raised
+        since.
+        """
+        task = split_group_id(gid)[0]
+        threshold = self._limits.threshold(task)
+        if threshold == "":
+            return None
+        keys = self._keys
+        taken, cut, forks = self._store.each(
+            "age limit",
+            [
+                ("HGET", keys.ledger("train"), "taken"),
+                ("HGET", keys.group(gid), "cut"),
+                ("LRANGE", keys.lineages, -1000, -1),
+            ],
+        )
+        lowest = max(int(cut or 0), int(taken or 0) + 1 - int(threshold))
+        named = [fork.decode().rpartition(":") for fork in forks]
+        pairs = [(lineage, int(step)) for lineage, _, step in named]
+        return AgeLimit(lowest, self._limits.token_lag(task), pairs)
 
     def read(self, ref: PayloadRef) -> RolloutGroup:
         """Return the group of a payload. Raises PayloadMissing or WireError."""

@@ -126,6 +126,7 @@ class Submission:
             "status": status.value,
             "samples": len(group),
             "tokens": result.new_tokens,
+            "length": int(group.lengths.sum(dtype=np.int64)),
             "size": ref.size,
             "crc": ref.crc,
             "reward_sum": f"{float(counted.sum()):.6g}",

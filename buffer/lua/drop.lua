@@ -21,6 +21,7 @@
 -- KEYS events        STREAM
 -- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
+-- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
 -- ARGV revoke ''|name        worker whose lease on the group is revoked; '' = refuse a running group
@@ -40,8 +41,8 @@ if held.stage == 'taken' then return {'TAKEN', held.batch} end
 if runs then redis.call('SCARD', holders .. held.owner) end
 
 local before = leave({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
-  completed = completed, aborted = aborted, expired = expired, order_index = order_index, leases = leases, holders = holders,
-  dead = dead, dead_letters = dead_letters}, gid, held)
+  completed = completed, aborted = aborted, expired = expired, order_index = order_index, age_index = age_index,
+  leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, gid, held)
 redis.call('SADD', garbage, gid .. ' init 1')
 if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
 count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))

@@ -6,6 +6,7 @@
 -- KEYS progress     HASH*    of the task
 -- KEYS ledger       HASH*    of the trainer
 -- KEYS completed    ZSET*    pool of the task
+-- KEYS age_index    ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS jobs_eval    STREAM*
 -- KEYS jobs_resume  STREAM*
 -- KEYS jobs_fresh   STREAM*
@@ -47,7 +48,7 @@ if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledg
 end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, ledger, target, threshold, most)
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, most)
 local function prompt_bytes(n, size)
   if #prompts == 0 then return size end
   return prompts[n] and redis.call('STRLEN', prompts[n]) or 0

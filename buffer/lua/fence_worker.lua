@@ -14,6 +14,7 @@
 -- KEYS events        STREAM
 -- KEYS queues        prefix  of the queues (STREAM)
 -- KEYS accounts      prefix  of the tasks' accounts (HASH)
+-- KEYS ages          prefix  of the age indexes (ZSET)
 -- ARGV worker    name          id
 -- ARGV max_tries 1..1_000_000
 -- ARGV limit     1..200        largest number of groups
@@ -24,7 +25,7 @@
 local held, found, tasks = redis.call('SRANDMEMBER', holds, limit), {}, {}
 for i, gid in ipairs(held) do
   local task = redis.call('HGET', groups .. gid, 'task')
-  if task then tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, dead, dead_letters) end
+  if task then tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, ages, dead, dead_letters) end
   found[i] = tasks[task]
 end
 local waiting, buried = 0, 0

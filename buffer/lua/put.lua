@@ -29,7 +29,7 @@
 -- ARGV first     0..33_554_432              draw of the first imported group of every task
 -- ARGV status    completed|aborted|expired
 -- ARGV threshold 0..                        stale threshold in steps
--- ARGV retryable 0|1                        1 = a group that is too old starts again from its prompt; 0 = it is dropped
+-- ARGV retryable 0|1                        1 = members that are too old start again; 0 = their group is dropped
 -- ARGV samples   1..4096                    rollouts in the group
 -- ARGV tokens    0..1_000_000_000_000       in all responses
 -- ARGV size      0..1_000_000_000_000       bytes of all chunks
@@ -40,7 +40,7 @@
 -- ARGV mark      0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
 -- ARGV prompt    0..1_048_576               bytes of the prompt
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = no limit of age
+-- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK status (completed | aborted | expired | dropped) | DRAW next | NO_DRAWS cursor | FULL held mark | MISSING size_found
 -- keeps I1 (put and imported count with enqueued), I3 (takes no draw of the data set), I8, I12, I13 (operation and place), I14 (renames a key, reads nothing)
 
@@ -59,14 +59,16 @@ local found = seen_bytes(payloads, 2, chunks, size)
 if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields = age_of(lineages, each_unit, lag)
+local version, lineage, score, fields, newest = age_of(lineages, each_unit, lag)
 local cut = num(redis.call('HGET', ledger, 'taken')) + 1 - threshold
 if score ~= '+inf' and tonumber(score) < cut then status = 'expired' end
+-- as in refresh.lua: members that are not too old keep their tokens
+local keeps_bytes = status ~= 'expired' or (newest and newest >= cut)
 if status == 'expired' and not retryable then status = 'dropped' end
 
 redis.call('HINCRBY', progress, counter, 1)
 redis.call('HSET', progress, field, int(place) .. ' ' .. status)
-if status == 'expired' or status == 'dropped' then redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks) end
+if status == 'dropped' or not keeps_bytes then redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks) end
 if status == 'dropped' then
   redis.call('SADD', garbage, gid .. ' ' .. token .. '-prompt 1')
   redis.call('SETBIT', dropped, draw, 1)
@@ -81,20 +83,23 @@ if payload_prompt then
 else
   redis.call('SADD', unpinned, gid .. ' ' .. token .. '-prompt 1')
 end
-if status == 'expired' then
-  -- as in refresh.lua: it starts again from its prompt
-  count_bytes(bytes, prompt, 0)
-  token, chunks, size, crc, version, lineage, score, tokens, reward = 'init', 1, prompt, '', '', '', '+inf', 0, 0
-else
+if keeps_bytes then
   count_bytes(bytes, prompt + size, 0)
   pin(payloads, 2, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+else
+  count_bytes(bytes, prompt, 0)
+  token, chunks, size, crc, tokens, reward = 'init', 1, prompt, '', 0, 0
+end
+if status == 'expired' then
+  version, lineage, score = '', '', '+inf'
+  fields[#fields + 1], fields[#fields + 2] = 'cut', int(cut)
 end
 local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
 redis.call('HSET', groups .. gid, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'samples', samples,
   'version', version, 'stage', 'pool', 'status', status, 'task', task, 'draw', int(draw), 'tries', 0, 'aborts', 0,
   'lineage', lineage, 'tokens', int(tokens), 'arrival', arrival, 'reward', reward, 'submitted_ms', int(now_ms()),
   'prompt', prompt)
-if fields then redis.call('HSET', groups .. gid, unpack(fields)) end
+if #fields > 0 then redis.call('HSET', groups .. gid, unpack(fields)) end
 local pools = {completed = completed, aborted = aborted, expired = expired}
 redis.call('ZADD', pools[status], score, arrival .. ':' .. gid)
 if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end

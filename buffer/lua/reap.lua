@@ -14,6 +14,7 @@
 -- KEYS events         STREAM
 -- KEYS queues         prefix  of the queues (STREAM)
 -- KEYS accounts       prefix  of the tasks' accounts (HASH)
+-- KEYS ages           prefix  of the age indexes (ZSET)
 -- ARGV lease_ms          1..86_400_000
 -- ARGV limit             1..200         largest number of groups
 -- ARGV max_tries         1..1_000_000
@@ -28,7 +29,7 @@ for i, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMI
   local task, owner = record[1], record[2]
   if task then
     redis.call('SCARD', holders .. owner)
-    tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, dead, dead_letters)
+    tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, ages, dead, dead_letters)
   end
   lost[i] = {gid = gid, owner = owner, keys = tasks[task]}
 end

@@ -9,6 +9,7 @@
 -- KEYS pools        prefix  of the pools (ZSET)
 -- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
+-- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS ends         prefix  of the bitmaps (STRING)
 -- KEYS leases       ZSET
 -- KEYS holders      prefix  of the workers' holds (SET)
@@ -28,7 +29,7 @@
 -- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `ahead` of it), I2, I6, I7, I12, I13
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
+local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
 for _, place in ipairs({'archived', 'filtered', 'dropped'}) do

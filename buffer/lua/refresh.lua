@@ -14,22 +14,29 @@
 -- KEYS bytes         HASH
 -- ARGV threshold 0..     stale threshold in steps
 -- ARGV limit     1..250  largest number of groups
--- ARGV retryable 0|1     1 = to the pool of expired groups, which start again from their prompt; 0 = dropped
+-- ARGV retryable 0|1     1 = to the pool of expired groups, whose members older than `cut` start again; 0 = dropped
 -- replies OK moved
 -- keeps I1, I8 (take does not rely on it), I12 (frees), I13 (a repeated call finds nothing)
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
-local members = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. int(step - threshold), 'LIMIT', 0, limit)
+local cut = int(step - threshold)
+local members = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. cut, 'LIMIT', 0, limit)
 local freed, went = {}, 0
-local gids, records = records_of(groups, members, 'payload', 'chunks', 'draw', 'size', 'prompt')
+local gids, records = records_of(groups, members, 'payload', 'chunks', 'draw', 'size', 'prompt', 'newest')
 for i, member in ipairs(members) do
   local gid, record = gids[i], records[i]
-  freed[#freed + 1] = gid .. ' ' .. record[1] .. ' ' .. record[2]
-  went = went + num(record[4])
+  -- the worker that claims the group reads which members are older than the cut (I14)
+  local keeps_bytes = retryable and record[6] and num(record[6]) >= tonumber(cut)
+  if not keeps_bytes then
+    freed[#freed + 1] = gid .. ' ' .. record[1] .. ' ' .. record[2]
+    went = went + num(record[4])
+  end
   if retryable then
     redis.call('ZADD', expired, '+inf', member)
-    redis.call('HSET', groups .. gid, 'status', 'expired', 'payload', 'init', 'chunks', 1, 'size', num(record[5]), 'crc', '',
-      'version', '', 'lineage', '', 'tokens', 0)
+    redis.call('HSET', groups .. gid, 'status', 'expired', 'version', '', 'lineage', '', 'cut', cut)
+    if not keeps_bytes then
+      redis.call('HSET', groups .. gid, 'payload', 'init', 'chunks', 1, 'size', num(record[5]), 'crc', '', 'tokens', 0)
+    end
   else
     freed[#freed + 1] = gid .. ' init 1'
     went = went + num(record[5])
@@ -40,7 +47,7 @@ end
 if #members > 0 then
   redis.call('ZREM', pool, unpack(members))
   redis.call('ZREM', order_index, unpack(members))
-  redis.call('SADD', garbage, unpack(freed))
+  if #freed > 0 then redis.call('SADD', garbage, unpack(freed)) end
   count_bytes(bytes, 0, went)
   redis.call('HINCRBY', progress, 'expirations', #members)
   if not retryable then redis.call('HINCRBY', progress, 'dropped', #members) end

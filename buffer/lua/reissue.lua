@@ -1,10 +1,11 @@
 #!lua
 -- reissue: return aborted or expired groups to the queue, as many as there is room for, before new prompts.
--- include: bells, events, memory_marks, numbers, open_lanes, pool_records, room, waiting
+-- include: ages, bells, events, memory_marks, numbers, open_lanes, pool_records, room, waiting
 -- KEYS control      HASH
 -- KEYS progress     HASH    of the task
 -- KEYS ledger       HASH    of the trainer
 -- KEYS completed    ZSET    pool of the task
+-- KEYS age_index    ZSET    groups of the task that wait or run, by their oldest version
 -- KEYS jobs_eval    STREAM
 -- KEYS jobs_resume  STREAM
 -- KEYS jobs_fresh   STREAM
@@ -33,17 +34,20 @@ if held == 0 or held < at_least then return {'OK', 0, held} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
 if is_refused(bytes, mark, leases, ledger) then return {'FULL', int(held_bytes(bytes)), int(mark)} end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, ledger, target, threshold, most)
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, most)
 local count = math.min(free, limit, held)
 if count <= 0 then return {'OK', 0, held} end
 
 local jobs = lane == 'eval' and jobs_eval or jobs_resume
 local members = redis.call('ZRANGE', pool, 0, count - 1)
-local gids, records = records_of(groups, members, 'payload')
+local gids, records = records_of(groups, members, 'payload', 'version')
 redis.call('ZREM', pool, unpack(members))
 -- with the groups: a producer that dies now, or another one, continues the same batch
 if tail then redis.call('HSET', progress, 'tail_step', int(tail)) end
-for i, gid in ipairs(gids) do to_waiting(jobs, groups .. gid, gid, lane, records[i][1]) end
+for i, gid in ipairs(gids) do
+  to_waiting(jobs, groups .. gid, gid, lane, records[i][1])
+  keep_age(age_index, gid, records[i][1], records[i][2])
+end
 ring(bell_workers, count)
 log_event(events, 'reissued', 'groups', count)
 return {'OK', count, held - count}

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: bells, brakes, events, numbers, retries, staleness, waiting
+-- include: ages, bells, brakes, events, expiry, numbers, retries, staleness, waiting
 -- KEYS leases        ZSET
 -- KEYS holds         SET     gids that the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
@@ -15,23 +15,34 @@
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
 -- KEYS expired       ZSET    pool of the task
+-- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
+-- KEYS ledger        HASH    of the trainer
+-- KEYS dropped       STRING  bitmap
+-- KEYS garbage       SET
+-- KEYS bytes         HASH
 -- KEYS workers       ZSET
 -- KEYS bell_trainer  LIST
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
--- ARGV kind      handback|aborted|failed|lost  waits again | to the pool of aborted groups | a try is used up |
---                                            the same, but perhaps not by the group's fault
+-- ARGV kind      handback|aborted|expired|failed|lost  waits again | to the pool of aborted groups | the same, unless it
+--                                            is too old for the next train step: then its tokens are discarded | a try
+--                                            is used up | the same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
 -- ARGV reason    text..16384                   JSON, kept as the dead letter
 -- ARGV lag       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV tail      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
 --                                            in the pool of expired groups; '' = none does
+-- ARGV threshold ''|0..                        stale threshold in steps; '' = groups of this task do not age
+-- ARGV retryable 0|1                           1 = an expired group starts again from its prompt; 0 = it is dropped
+-- ARGV discarded 0..1_000_000_000_000          tokens that an expired group has
+-- ARGV unmade    0..1_000_000_000_000          tokens that it could still have generated, at most
 -- ARGV task      name
 -- ARGV worker    name
 -- ARGV lease_ms  1..86_400_000
 -- ARGV message   text..1000                    the reason in one line, for screens
 -- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
+-- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of an expired group, as in submit; none = as its record says
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
@@ -39,14 +50,36 @@ local record = groups .. gid
 local held = redis.call('HMGET', record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage',
   'last', 'last_lineage')
 if held[6] == token then return {'OK', held[2]} end
+if not held[2] and kind == 'expired' then
+  local draw = tonumber(string.match(gid, '%-(%d+)$'))
+  if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
+end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
+local is_doomed, cut = false, 0
+if kind == 'expired' then
+  -- the worker may have counted a request as begun that waited in its engine: the tokens decide
+  local oldest = age_of(lineages, each_unit)
+  if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
+  cut = num(redis.call('HGET', ledger, 'taken')) + 1 - (threshold or 0)
+  is_doomed = threshold and oldest ~= '' and tonumber(oldest) < cut
+  kind = 'aborted'
+end
 
 redis.call('ZREM', leases, gid)
 redis.call('SREM', holds, gid)
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place
-if kind == 'failed' or kind == 'lost' then
+if is_doomed then
+  redis.call('HINCRBY', record, 'tries', -1)
+  redis.call('HINCRBY', record, 'aborts', 1)
+  redis.call('ZREM', age_index, gid)
+  redis.call('HINCRBY', progress, 'ended_early', 1)
+  redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
+  redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
+  place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
+    bytes = bytes}, gid, retryable, cut)
+elseif kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
     local failures = note_failure(progress, workers, worker, lease_ms, message, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
@@ -54,11 +87,12 @@ if kind == 'failed' or kind == 'lost' then
     end
   end
   place = retry_or_bury({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
-    dead_letters = dead_letters, progress = progress}, gid, max_tries, reason)
+    dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
 else
   redis.call('HINCRBY', record, 'tries', -1)
   if kind == 'aborted' then
     place = 'pool'
+    redis.call('ZREM', age_index, gid)
     local aborts = redis.call('HINCRBY', record, 'aborts', 1)
     local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
     local version, last = held[5] or '', held[8] or ''
@@ -74,6 +108,7 @@ else
     local lane, jobs = 'resume', jobs_resume
     if held[3] == 'eval' then lane, jobs = 'eval', jobs_eval end
     to_waiting(jobs, record, gid, lane, held[4])
+    keep_age(age_index, gid, held[4], held[5])
   end
 end
 ring(place == 'waiting' and bell_workers or bell_producer, 1)

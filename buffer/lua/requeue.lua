@@ -1,7 +1,7 @@
 #!lua
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
 -- It starts from its prompt, since its tokens may be the cause of its failure; an aborted group keeps its tokens.
--- include: bells, byte_count, ended, events, leave_by_hand, numbers, waiting
+-- include: ages, bells, byte_count, ended, events, leave_by_hand, numbers, waiting
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS jobs         STREAM  of the lane in which it waits
@@ -18,6 +18,7 @@
 -- KEYS events       STREAM
 -- KEYS order_index  ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes        HASH
+-- KEYS age_index    ZSET    groups of the task that wait or run, by their oldest version
 -- ARGV gid       gid
 -- ARGV draw      0..69_999_999
 -- ARGV operation token          nonce of this call
@@ -26,7 +27,7 @@
 -- keeps I1, I11 (a dead letter may live again), I12, I13 (operation)
 
 local held = redis.call('HMGET', record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued',
-  'size', 'prompt')
+  'size', 'prompt', 'version')
 if not held[1] then
   local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
   if place then return {'ENDED', place} end
@@ -50,6 +51,7 @@ if before ~= 'aborted' then
 end
 redis.call('HSET', record, 'tries', 0, 'requeued', operation)
 to_waiting(jobs, record, gid, lane, payload)
+keep_age(age_index, gid, payload, held[11])
 ring(bell_workers, 1)
 log_event(events, 'requeued', 'gid', gid, 'from', before)
 return {'OK', before}

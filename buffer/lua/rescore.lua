@@ -4,7 +4,7 @@
 -- include: numbers, pool_records
 -- KEYS control HASH
 -- KEYS groups  prefix  of the group records (HASH)
--- KEYS pool    ZSET x0..1024  every pool of every training task
+-- KEYS pool    ZSET x0..1024  every pool and age index of every training task
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S
 -- ARGV limit 1..500  largest number of groups to move

@@ -10,6 +10,7 @@
 -- KEYS pools        prefix  of the pools (ZSET)
 -- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
+-- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS leases       ZSET
 -- KEYS holders      prefix  of the workers' holds (SET)
 -- KEYS dead         ZSET
@@ -28,7 +29,7 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
-local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
+local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}
 for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
@@ -49,6 +50,7 @@ for _, entry in ipairs(found) do
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
     -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)
+    redis.call('HDEL', record, 'newest', 'cut')
     redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')
     if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
     count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)

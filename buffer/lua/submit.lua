@@ -16,12 +16,14 @@
 -- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET
+-- KEYS age_index     ZSET     groups of the task that wait or run, by their oldest version
 -- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
 -- ARGV gid          gid
 -- ARGV token        token                       of the claim
 -- ARGV status       completed|aborted|filtered
 -- ARGV samples      1..4096                     rollouts in the group
 -- ARGV tokens       0..1_000_000_000_000        generated since the claim (net of a partial rollout's history)
+-- ARGV length       0..1_000_000_000_000        tokens in all responses
 -- ARGV size         0..1_000_000_000_000        bytes of all chunks
 -- ARGV crc          hex                         CRC-32 of all bytes, hex
 -- ARGV reward_sum   number                      of all scores in a completed or filtered group
@@ -31,16 +33,17 @@
 -- ARGV task         name
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
 -- ARGV chunks       1..1024
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of each lineage in the group: its oldest version; of the
---                      rollouts whose last trained token it made, the least newest version. none = no token was generated
+-- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  of each lineage in the group: its oldest version; of
+--                      the rollouts whose last trained token it made, the least newest version; if rollouts differ in
+--                      age, of those whose oldest token it made, the newest version. none = no token was generated
 -- replies OK arrival | FENCED | MISSING size_found
 -- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back), I12 (never refused), I13 (token), I14
 
 local record = groups .. gid
-local held = redis.call('HMGET', record, 'payload', 'chunks', 'stage', 'token', 'draw', 'tries', 'aborts', 'tokens',
+local held = redis.call('HMGET', record, 'payload', 'chunks', 'stage', 'token', 'draw', 'tries', 'aborts',
   'arrival', 'size', 'prompt')
 local payload, stage = held[1], held[3]
-if payload == token then return {'OK', held[9]} end
+if payload == token then return {'OK', held[8]} end
 if not stage then
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
   if status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
@@ -53,6 +56,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 redis.call('ZREM', leases, gid)
 redis.call('SREM', holds, gid)
+redis.call('ZREM', age_index, gid)
 -- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row')
@@ -65,7 +69,7 @@ redis.call('HSET', progress, 'running', int(num(counts[1]) - 1), 'produced_sampl
 if status ~= 'aborted' and num(counts[7]) > 0 then redis.call('HSET', progress, 'failures_in_row', 0) end
 if status == 'completed' and num(counts[8]) > 0 then redis.call('HSET', progress, 'filtered_in_row', 0) end
 if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[2]) end
-local went = payload ~= 'init' and num(held[10]) or 0
+local went = payload ~= 'init' and num(held[9]) or 0
 
 if status == 'filtered' then
   redis.call('SADD', garbage, gid .. ' init 1', gid .. ' ' .. token .. ' ' .. chunks)
@@ -75,20 +79,20 @@ if status == 'filtered' then
   if patience and in_row >= patience and redis.call('HEXISTS', progress, 'stopped') == 0 then
     stop_task(progress, task, in_row .. ' groups in a row were filtered', bell_trainer, events)
   end
-  count_bytes(bytes, 0, went + num(held[11]))
+  count_bytes(bytes, 0, went + num(held[10]))
   redis.call('UNLINK', record)
 else
   pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
   count_bytes(bytes, size, went)
   -- fields that only a running group needs would move the record into a larger size class
-  redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
+  redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms', 'newest', 'cut')
   -- I11: only failures and lost leases use up a try
   local aborts = num(held[7]) + (status == 'aborted' and 1 or 0)
   redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', token, 'chunks', chunks,
     'size', int(size), 'crc', crc, 'version', version, 'lineage', lineage, 'samples', samples,
     'arrival', arrival, 'reward', reward_sum, 'submitted_ms', int(now_ms()),
-    'tokens', int(num(held[8]) + tokens), 'tries', int(num(held[6]) - 1), 'aborts', int(aborts))
-  if fields then redis.call('HSET', record, unpack(fields)) end
+    'tokens', int(length), 'tries', int(num(held[6]) - 1), 'aborts', int(aborts))
+  if #fields > 0 then redis.call('HSET', record, unpack(fields)) end
   redis.call('ZADD', status == 'completed' and completed or aborted, score, arrival .. ':' .. gid)
   if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 end

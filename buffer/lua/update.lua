@@ -31,7 +31,7 @@
 -- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag      ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = no limit of age
+-- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
 -- keeps I1, I2 (compare-and-set), I8, I12 (counts bytes), I13 (token), I14
 
@@ -54,7 +54,8 @@ if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces ..
 count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))
 redis.call('HSET', record, 'status', status, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc,
   'version', version, 'lineage', lineage, 'samples', samples, 'tokens', int(tokens), 'reward', reward)
-if fields then redis.call('HSET', record, unpack(fields)) end
+redis.call('HDEL', record, 'newest', 'cut')
+if #fields > 0 then redis.call('HSET', record, unpack(fields)) end
 
 local pools, member = {completed = completed, aborted = aborted, expired = expired}, held[5] .. ':' .. gid
 if held[2] ~= status then redis.call('ZREM', pools[held[2]], member) end

@@ -101,6 +101,7 @@ class Janitor:
             for task in self._limits.training_tasks
             for status in ("completed", "aborted")
         ]
+        expired += [self._jobs.expire_waiting(task, EXPIRE) for task in self._limits.training_tasks]
         forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
         media, has_files = self._media.sweep() if self._media and files else (0, False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.model.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
-from buffer.model.staleness import living_version, token_mask
+from buffer.model.staleness import last_trained, living_version, token_mask
 from buffer.model.table import (
     STATUSES,
     Table,
@@ -220,9 +220,11 @@ class RolloutGroup:
     def made_by(self, by_token: bool) -> list[str | int]:
         """Return the weights of a group as scripts take them: "oldest", lineage, version, ….
 
-        `by_token`: followed by `last_by_lineage` as "last", lineage, version, ….
+        Followed by `newest_by_lineage` as "newest", lineage, version, …, and, with `by_token`, by
+        `last_by_lineage` as "last", lineage, version, ….
         """
         triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
+        triples += [("newest", *pair) for pair in self.newest_by_lineage(by_token).items()]
         if by_token:
             triples += [("last", *pair) for pair in self.last_by_lineage().items()]
         return [part for triple in triples for part in triple]
@@ -236,15 +238,32 @@ class RolloutGroup:
         """
         found: dict[str, int] = {}
         for part, spans in self._parts():
-            mask = self.mask[part]
-            trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
-            covered = sum(int(mask[s.start : s.start + s.length].sum()) for s in trained)
-            if not trained or covered < mask.sum():
-                continue
-            lineage = max(trained).lineage
-            newest = max(s.version for s in trained if s.lineage == lineage)
-            found[lineage] = min(newest, found.get(lineage, newest))
+            if last := last_trained(self.mask[part], spans):
+                version = last.version
+                found[last.lineage] = min(version, found.get(last.lineage, version))
         return found
+
+    def newest_by_lineage(self, by_token: bool) -> dict[str, int]:
+        """Return the newest of the members' oldest versions, by its lineage of weights.
+
+        Only members that may be kept when others have become too old count. Empty where all are of
+        one age (`by_token`: with their last tokens, too), and become too old together.
+        """
+        ages: set[tuple[Any, ...]] = set()
+        newest: dict[str, int] = {}
+        codes = self.table.columns["statuses"].tolist()
+        for code, (part, found) in zip(codes, self._parts(), strict=True):
+            spans = [span for span in found if span.length]
+            if not spans:
+                continue
+            if STATUSES[code] is Status.EXPIRED:
+                ages.add(())
+                continue
+            oldest = min(spans, key=lambda s: s.version)
+            last = last_trained(self.mask[part], spans) if by_token else None
+            ages.add((oldest[2:], last and last[2:]))
+            newest[oldest.lineage] = max(oldest.version, newest.get(oldest.lineage, 0))
+        return newest if len(ages) > 1 else {}
 
     def fresh_mask(
         self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()

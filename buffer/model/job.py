@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
 
-ReleaseKind = Literal["handback", "aborted", "failed", "lost"]
+ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,30 @@ class Job:
         """Return the payload of the prompt, from which the group can start again."""
         return PayloadRef(self.gid, "init", 1, 0, "")
 
+    @property
+    def is_begun(self) -> bool:
+        """Return whether the payload is the result of an earlier claim, not the prompt."""
+        return self.payload.token != self.prompt.token
+
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
         """Return the job in one row of the reply to a claim."""
         gid, lane, tries, payload, chunks, size, crc, aborts = row
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
         return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEarly:
+    """What a group had that was ended because it can serve no train step any more.
+
+    `unmade_tokens`: the most that its unfinished rollouts could still have generated. `oldest`: the
+    oldest policy version of its tokens, by lineage of weights.
+    """
+
+    tokens: int
+    unmade_tokens: int
+    oldest: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

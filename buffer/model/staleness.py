@@ -7,12 +7,13 @@ for all groups at once, pools are scored by M, and a train step rewrites nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import VersionSpan
+from buffer.model.rollout import RolloutState, VersionSpan
 
 
 def staleness(step: int, oldest_version: int) -> int:
@@ -38,6 +39,46 @@ def living_version(forks: Sequence[tuple[str, int]], lineage: str, version: int)
     names = [name for name, _ in forks]
     after = len(names) - names[::-1].index(lineage) if lineage in names else 0
     return min([version, *(step for _, step in forks[after:])])
+
+
+def last_trained(mask: NDArray[np.uint8], spans: Iterable[VersionSpan]) -> VersionSpan | None:
+    """Return the span whose version decides when a rollout has no token left to train.
+
+    It is the newest in the lineage of the last trained span. None for a rollout with a trained
+    token of unknown version, which never expires by token, or without a trained token.
+    """
+    trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
+    covered = sum(int(mask[s.start : s.start + s.length].sum()) for s in trained)
+    if not trained or covered < mask.sum():
+        return None
+    lineage = max(trained).lineage
+    return max((s for s in trained if s.lineage == lineage), key=lambda s: s.version)
+
+
+@dataclass(frozen=True, slots=True)
+class AgeLimit:
+    """Decides which members of a group are too old for the next train step, as the pools do (I8).
+
+    `cut`: the lowest score that is not too old. `lag`: steps by which single tokens expire earlier;
+    "" if they do not. `forks`: those of `living_version`.
+    """
+
+    cut: int
+    lag: int | str
+    forks: Sequence[tuple[str, int]]
+
+    def is_too_old(self, state: RolloutState) -> bool:
+        """Return whether a rollout with tokens must start again."""
+        versions = [self._living(span) for span in state.spans if span.length]
+        if self.lag != "":
+            mask = state.response_mask
+            whole = np.ones(len(state.response_ids), "u1") if mask is None else mask
+            if last := last_trained(whole, state.spans):
+                versions.append(self._living(last) - int(self.lag))
+        return min(versions, default=self.cut) < self.cut
+
+    def _living(self, span: VersionSpan) -> int:
+        return living_version(self.forks, span.lineage, span.version)
 
 
 def token_mask(

@@ -71,6 +71,9 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "leases_lost": int(task.number("leases_lost")),
         "failed": int(task.number("failed")),
         "expirations": int(task.number("expirations")),
+        "ended_early": int(task.number("ended_early")),
+        "discarded_tokens": int(task.number("discarded_tokens")),
+        "unmade_tokens": int(task.number("unmade_tokens")),
         "reasserted": int(task.number("reasserted")),
         "regenerated": int(task.number("regenerated")),
     }

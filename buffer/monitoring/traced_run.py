@@ -10,7 +10,7 @@ from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import JobQueue, Serves, serving_order
 from buffer.groups.submit import SubmitOutcome
 from buffer.model.ids import group_id
-from buffer.model.job import Job, ReleaseKind, Result
+from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.rollout import PolicyVersion
@@ -95,9 +95,16 @@ class TracedJobs(JobQueue):
             for entry, fields in entries
         }
 
-    def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
+    def release(
+        self,
+        worker: str,
+        job: Job,
+        kind: ReleaseKind,
+        reason: str = "",
+        ended: EndedEarly | None = None,
+    ) -> str:
         with self._tracer.during("release", job.gid, worker=worker, kind=kind, reason=reason[:200]):
-            return super().release(worker, job, kind, reason)
+            return super().release(worker, job, kind, reason, ended)
 
 
 class TracedBuffer(ReplayBuffer):

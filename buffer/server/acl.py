@@ -31,7 +31,7 @@ _SETTINGS = "+config|get"
 _WRITE = "+@read +@write -@dangerous"
 
 _GROUPS = (
-    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*",
+    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*", "age:*",
     "payload:*", "unpinned", "garbage", "bytes",
     "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
     "workers", "worker:*", "holds:*", "events", "clock",

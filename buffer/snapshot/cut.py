@@ -163,6 +163,8 @@ class IndexCut:
                 letter = self._ask("get", self._keys.dead_letter(gid))
                 yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
             yield self._item("hash", self._keys.group(gid), _flat(record))
+            if record["stage"] == "waiting" and record["payload"] != "init" and record["version"]:
+                yield self._item("zset", self._keys.age(task), [gid, float(record["version"])])
 
     def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
         """Return the record of a running group as if it was handed back, and its new job."""

@@ -56,7 +56,7 @@ PART_BYTES = 2**20
 
 KEY = re.compile(
     r"control|cursors|lineages|dead|bytes|"
-    r"(control|ledger|progress|ended|jobs|pool|order|batch|dead|group|payload|media):[A-Za-z0-9_.:-]+"
+    r"(control|ledger|progress|ended|jobs|pool|order|age|batch|dead|group|payload|media):[A-Za-z0-9_.:-]+"
 )
 
 Kind = Literal["hash", "zset", "stream", "list", "bits", "string", "file"]

@@ -47,6 +47,9 @@ TABLE: Mapping[str, KeyRow] = {
         "the members of that pool in the order of the run's policy, "
         "if that is neither staleness nor freshest (`buffer/model/order_policy.py`)",
     ),
+    "age:<task>": KeyRow(
+        "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
+    ),
     "progress:<task>": KeyRow("HASH", "cursor, target and the account of a task, cumulative"),
     "cursors": KeyRow(
         "HASH",
@@ -165,6 +168,7 @@ class Keys:
         self.accounts = self.prefix + "progress:"
         self.pools = self.prefix + "pool:"
         self.orders = self.prefix + "order:"
+        self.ages = self.prefix + "age:"
         self.ends = self.prefix + "ended:"
         self.holders = self.prefix + "holds:"
         self.worker_records = self.prefix + "worker:"
@@ -188,6 +192,9 @@ class Keys:
 
     def order(self, task: str) -> str:
         return f"{self.orders}{task}:completed"
+
+    def age(self, task: str) -> str:
+        return self.ages + task
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
         return self.named(payload_name(gid, token, chunk))
@@ -312,6 +319,7 @@ SLOTS: Mapping[str, FindKey] = {
     "pool": lambda keys, facts: keys.pool(facts["task"], facts["status"]),
     **{status: _pool(status) for status in POOLS},
     "order_index": lambda keys, facts: keys.order(facts["task"]),
+    "age_index": lambda keys, facts: keys.age(facts["task"]),
     **{end: _ended(end) for end in ENDS},
     "ledger": lambda keys, facts: keys.ledger(_ledger(facts)),
     "ledger_train": lambda keys, facts: keys.ledger("train"),

@@ -84,6 +84,8 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
         "async/failed_tries": _total(produced, "failed"),
         "async/filtered_groups": _total(produced, "filtered"),
         "async/expirations": _total(produced, "expirations"),
+        "async/ended_early": _total(produced, "ended_early"),
+        "async/discarded_tokens": _total(produced, "discarded_tokens"),
         "async/produced_samples": _total(produced, "produced_samples"),
         "async/produced_tokens": _total(produced, "produced_tokens"),
     }

@@ -56,7 +56,7 @@ class ProduceContext:
 
         `target`: None for the one that the trainer set.
         """
-        begun = self.leftovers.waiting + self.progress.running
+        begun = self.leftovers.waiting + self.progress.running - self.leftovers.doomed
         return (self.progress.target if target is None else target) - self.available - begun
 
     @property

@@ -12,8 +12,9 @@ the worker with the most free slots. Pure: the same setting and lengths give the
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,10 @@ class _Group:
     def __post_init__(self) -> None:
         self.left = list(self.lengths)
         self.versions = [None] * len(self.lengths)
+
+    def has_begun(self) -> bool:
+        """Return whether any rollout has tokens."""
+        return any(version is not None for version in self.versions)
 
     def version(self) -> int:
         """Return the version of the oldest rollout that has tokens."""
@@ -150,12 +155,40 @@ class _Engines:
         self._admit(worker, version)
         return None if group.unfinished else group
 
+    def end(self, is_doomed: Callable[[_Group], bool], version: int) -> list[_Group]:
+        """Take groups out of their workers, whose slots are free then. Return them."""
+        left: list[_Sequence] = []
+        ended: dict[_Group, int] = {}
+        for sequence in self.running:
+            if is_doomed(sequence.group):
+                self._count_tokens(sequence)
+                self.sequences[sequence.worker] += 1
+                ended[sequence.group] = sequence.worker
+            else:
+                left.append(sequence)
+        heapify(left)
+        self.running = left
+        for worker in set(ended.values()):
+            waiting = (entry for entry in self.queues[worker] if entry[0] not in ended)
+            self.queues[worker] = deque(waiting)
+            groups = sum(at == worker for at in ended.values())
+            self.room[worker] += groups
+            self._free += groups
+            self._admit(worker, version)
+        return list(ended)
+
+    def _count_tokens(self, sequence: _Sequence) -> None:
+        """Add what a sequence has made so far to its group."""
+        group, index = sequence.group, sequence.member
+        made = self.setting.tokens(self.clock_s - sequence.started_s)
+        tokens = min(made, group.left[index] - 1)
+        group.made += tokens
+        group.left[index] -= tokens
+
     def abort_all(self, *, keep_tokens: bool) -> list[_Group]:
         """Take back every group in the order of its start, with what its rollouts keep."""
-        for _, _, started_s, _, group, index in self.running:
-            tokens = min(self.setting.tokens(self.clock_s - started_s), group.left[index] - 1)
-            group.made = group.made + tokens
-            group.left[index] = group.left[index] - tokens
+        for sequence in self.running:
+            self._count_tokens(sequence)
         begun = sorted(self.running, key=lambda sequence: sequence.number)
         waiting = [group for queue in self.queues for group, _ in queue]
         groups = list(dict.fromkeys([*(sequence.group for sequence in begun), *waiting]))
@@ -230,12 +263,24 @@ class _Model:
         if self._mode == "draining" and self._engines.is_empty():
             self._load()
 
+    def _is_too_old(self, version: int) -> bool:
+        return staleness(self.taken + 1, version) >= self._setting.stale_threshold
+
     def _expire(self) -> None:
-        while (
-            self._ready
-            and staleness(self.taken + 1, self._ready[0][0]) >= self._setting.stale_threshold
-        ):
+        while self._ready and self._is_too_old(self._ready[0][0]):
             self._wasted_tokens += heappop(self._ready)[2].made
+
+    def _end_doomed(self) -> None:
+        """End groups that run or wait and can serve no train step any more."""
+
+        def is_doomed(group: _Group) -> bool:
+            return group.has_begun() and self._is_too_old(group.version())
+
+        doomed = self._engines.end(is_doomed, self._version)
+        doomed += filter(is_doomed, self._resumed)
+        self._resumed = deque(group for group in self._resumed if not is_doomed(group))
+        self._open -= len(doomed)
+        self._wasted_tokens += sum(group.made for group in doomed)
 
     # -- trainer
 
@@ -249,6 +294,7 @@ class _Model:
             self._trained_tokens += sum(group.lengths)
             self._wasted_tokens += group.made - sum(group.lengths)
         self._expire()
+        self._end_doomed()
         self._mode = "training"
         self._wake_s = self._now_s + self._setting.step_s
 

@@ -131,11 +131,20 @@ class ControlledEngine:
         """End all requests but those of the groups `spared`, and sample later requests."""
         if spared:
             await self.thaw()
-            if isinstance(self._engine, AbortsGroups):
-                await self._engine.abort_others(spared)
+            await self.abort_others(spared)
             return
         await self.halt()
         await self.thaw()
+
+    async def abort_others(self, spared: Collection[str]) -> bool:
+        """End all requests but those of the groups `spared`, also while nothing is sampled.
+
+        Return False where the engine cannot.
+        """
+        if not isinstance(self._engine, AbortsGroups):
+            return False
+        await self._engine.abort_others(spared)
+        return True
 
     async def halt(self) -> None:
         """End all requests, and sample nothing until `thaw`."""

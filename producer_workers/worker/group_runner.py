@@ -30,8 +30,8 @@ from buffer.errors import (
     WireError,
 )
 from buffer.model.group import GROUP_TIME, RolloutGroup
-from buffer.model.job import Job, ReleaseKind, Result
-from buffer.model.rollout import RolloutState, Status, has_ended
+from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
@@ -39,8 +39,9 @@ from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.judges.user_function import describe
 from producer_workers.worker.failure_backoff import FailureBackoff
-from producer_workers.worker.loop_result import GroupFilter, check_result
-from producer_workers.worker.restarts import restart_unfinished
+from producer_workers.worker.group_tokens import oldest_weights
+from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
+from producer_workers.worker.restarts import restart_too_old, restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
@@ -72,11 +73,12 @@ class TaskRunner:
 
         Raises GroupTimeout when the time is up; its requests are aborted then.
         """
-        given = [state.index for state in states]
+        given = Given.of(states)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
                 made = await self.agent_loop.generate_group(states, engine, gid)
-            return check_result(given, made)
+            makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
+            return check_result(given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
@@ -103,7 +105,7 @@ class GroupRunner:
 
     `tokens`, `done` and `failed` count generated tokens, completed groups and failed groups.
     `submitting`: jobs whose last call is under way. The server may have ended their leases because
-    that call arrived.
+    that call arrived. `doomed`: jobs to release as expired when they are aborted or cancelled.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class GroupRunner:
         self.tokens = self.done = self.failed = 0
         self.failures = FailureBackoff()
         self.submitting: set[Job] = set()
+        self.doomed: set[Job] = set()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
         self._members: dict[Job, list[RolloutState]] = {}
 
@@ -131,16 +134,23 @@ class GroupRunner:
         """Return how many groups only wait for their judge. Any thread may call it."""
         return sum(map(_waits_for_judge, list(self._members.values())))
 
+    def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
+        """Return the oldest weights of each group that has tokens. Any thread may call it."""
+        found = {
+            job: oldest_weights(self._members.get(job, ()), self._engine.tokens.began(job.gid))
+            for job in jobs
+        }
+        return {job: weights for job, weights in found.items() if weights}
+
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
 
         Raises EngineDeadError only: any other failure is the group's own, and is released.
         """
+        known_tokens = 0
         try:
-            group = await self._read(job)
-            if not self._runners[job.task].partial_rollout:
-                restart_unfinished(group.states)
-            known_tokens = sum(len(state.response_ids) for state in group.states)
+            group = await self._begin(job)
+            known_tokens = len(group.response_ids)
             made = await self._generate(job, group)
             await self._finish(job, made, known_tokens)
         except Fenced as error:
@@ -155,15 +165,21 @@ class GroupRunner:
             await self._release(job, "aborted", str(error))
         # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
         except BaseException as error:
-            if isinstance(error, GeneratorExit) or _is_cancellation(error):
+            is_cancelled = _is_cancellation(error)
+            if is_cancelled and job in self.doomed:
+                await self._end_early(job, known_tokens)
+                return
+            if isinstance(error, GeneratorExit) or is_cancelled:
                 raise
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
             await self._release(job, "failed", describe(error))
         finally:
             self.submitting.discard(job)
+            self.doomed.discard(job)
             self._members.pop(job, None)
             self._engine.alone.discard(job.gid)
+            self._engine.tokens.forget(job.gid)
 
     async def hand_back(self, job: Job) -> None:
         """Release a group whose work was cancelled because the worker leaves.
@@ -177,6 +193,18 @@ class GroupRunner:
         except (Fenced, StoreUnavailable) as error:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
+    async def _begin(self, job: Job) -> RolloutGroup:
+        """Return the group as it was claimed, without the responses that start again."""
+        group = await self._read(job)
+        if not len(group.response_ids):
+            return group
+        states = group.states
+        if limit := await self._insist(self._run.buffer.age_limit, job.gid):
+            states = restart_too_old(states, limit)
+        if not self._runners[job.task].partial_rollout:
+            restart_unfinished(states)
+        return RolloutGroup(job.gid, job.task, states)
+
     async def _read(self, job: Job) -> RolloutGroup:
         """Return the group as it was claimed, or only its prompt if its tokens are not readable.
 
@@ -185,7 +213,7 @@ class GroupRunner:
         try:
             return await self._insist(self._run.buffer.read, job.payload)
         except (PayloadMissing, WireError) as error:
-            if job.payload.token == job.prompt.token:
+            if not job.is_begun:
                 raise
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
             return await self._insist(self._run.buffer.read, job.prompt)
@@ -198,9 +226,11 @@ class GroupRunner:
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         states = self._members[job] = group.states
+        given = Given.of(states)
         engine = cast(Engine, self._engine)
         with shown(engine, job.gid, states[0].multimodal):
             made = await self._runners[job.task].generate(states, engine, job.gid)
+        check_weights(given, made, self._engine.sampled_with)
         self._members[job] = made
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
@@ -230,7 +260,9 @@ class GroupRunner:
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
-        elif status is Status.ABORTED and not (runner.partial_rollout or len(group.response_ids)):
+        elif status is Status.ABORTED and job in self.doomed and not self._keeps_members(group):
+            await self._end_early(job, known_tokens)
+        elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
         else:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
@@ -239,9 +271,22 @@ class GroupRunner:
             self.done += status is Status.COMPLETED
             self.failures.succeeded()
 
-    async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
+    def _keeps_members(self, group: RolloutGroup) -> bool:
+        """Return whether members that are not too old may be kept when the group expires."""
+        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
+
+    async def _end_early(self, job: Job, known_tokens: int) -> None:
+        """Release a group that can serve no train step any more."""
+        self.submitting.add(job)
+        members = self._members.get(job, ())
+        ended = self._engine.tokens.ended_early(job.gid, known_tokens, members)
+        await self._release(job, "expired", "too old for every train step", ended)
+
+    async def _release(
+        self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
+    ) -> None:
         try:
-            await self._insist(self._run.jobs.release, self._worker, job, kind, reason)
+            await self._insist(self._run.jobs.release, self._worker, job, kind, reason, ended)
             if kind == "failed":
                 self.failed += 1
                 self.failures.failed(time.monotonic())

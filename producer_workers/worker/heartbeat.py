@@ -16,6 +16,7 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.judges.judge_times import JudgeTimes
@@ -88,9 +89,9 @@ class Reporter:
 class Heartbeat:
     """Sends heartbeats for one registration until `stop`.
 
-    `report` is called before each one, on its thread, for what it carries and what is held. Each
-    answer is posted as a HeartbeatAnswered; a PartFailed ends the thread: another process
-    registered under this id, or the run is gone.
+    `report` is called before each one, on its thread, for what it carries, what is held, and the
+    oldest weights of what is held. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
+    the thread: another process registered under this id, or the run is gone.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Heartbeat:
         worker: str,
         nonce: str,
         facts: Mapping[str, str],
-        report: Callable[[], tuple[HeartbeatReport, Sequence[Job]]],
+        report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]],
         inbox: Inbox,
     ) -> None:
         self._run = run
@@ -155,9 +156,9 @@ class Heartbeat:
         # an early one is for a receipt, and fast: leases and limits have time until the next
         if is_due:
             self._run.refresh_limits()
-        report, held = self._report()
+        report, held, oldest = self._report()
         held = held if is_due else ()
-        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held)
+        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held, oldest)
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
             beat = HeartbeatReply(True, self.register(), beat.lost)

@@ -7,9 +7,24 @@ tokens (I8).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from buffer.model.rollout import RolloutState, Status, has_ended
+from buffer.model.staleness import AgeLimit
+
+
+def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:
+    """Return the members of a claimed group, those that are too old without their response.
+
+    A session with a segment that is too old starts again as a whole, as one member.
+    """
+    restarted = {
+        state.index for state in states if state.status is Status.EXPIRED or limit.is_too_old(state)
+    }
+    kept = {state.index: state for state in reversed(states)}
+    for index in restarted:
+        kept[index].reset_response()
+    return [state for state in states if state.index not in restarted or kept[state.index] is state]
 
 
 def restart_unfinished(states: Iterable[RolloutState]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.model.rollout import SampleParams, no_logprobs, no_tokens
+from buffer.model.rollout import PolicyVersion, SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
@@ -25,6 +25,7 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
+from producer_workers.worker.group_tokens import GroupTokens
 from producer_workers.worker.inbox import Inbox, RequestFinished
 
 
@@ -35,7 +36,8 @@ class SharedEngine:
     where a row of the data set or an agent asks for something else.
 
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
-    the engine died. Everything but `generate` is the engine's own.
+    the engine died. `tokens`: what was sampled for each group. `sampled_with`: the weights of all
+    that the engine returned. Everything but `generate` is the engine's own.
     """
 
     def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
@@ -44,6 +46,8 @@ class SharedEngine:
         self._uncut_tasks = frozenset(uncut_tasks)
         self.alone = set[str]()
         self.suspects = set[str]()
+        self.sampled_with = set[PolicyVersion]()
+        self.tokens = GroupTokens()
         self._sampled = Counter[str]()
         self._waiting_alone = Counter[str]()
         self._changed = asyncio.Event()
@@ -88,12 +92,15 @@ class SharedEngine:
     async def _ask(
         self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
+        self.tokens.begin(gid, self._engine.version())
         try:
             made = await self._engine.generate(request_id, prompt_ids, params)
         except EngineDeadError:
             self.suspects.add(gid)
             raise
         _check_generation(self._engine.name, made, params)
+        self.sampled_with.update(PolicyVersion(span.lineage, span.version) for span in made.spans)
+        self.tokens.add(gid, made)
         return made
 
     async def _wait_for_turn(self, gid: str) -> None:

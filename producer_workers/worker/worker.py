@@ -45,6 +45,7 @@ from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
@@ -52,6 +53,7 @@ from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.capacity import Capacity, Vacancy
 from producer_workers.worker.contained_tasks import contain_exits
 from producer_workers.worker.control_client import ControlClient, ControlView
+from producer_workers.worker.doomed_groups import DoomedGroups
 from producer_workers.worker.engine_control import ControlledEngine, WeightSource
 from producer_workers.worker.group_runner import GroupRunner, TaskRunner
 from producer_workers.worker.heartbeat import Heartbeat, Reporter
@@ -134,6 +136,7 @@ class Worker:
         self._capacity = Capacity(run.limits, concurrency, serves)
         shared = SharedEngine(engine, self._inbox, uncut_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
+        self._doomed = DoomedGroups(self._engine, self._groups, self._runner)
         self._judges = judges or WatchedJudges()
         self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
         facts = {"engine": engine.name, **(facts or {})}
@@ -180,7 +183,7 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = self._control.mode is Mode.ABORT and not self._control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting else IDLE_S,
+                ABORT_S if aborting or self._doomed else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
@@ -232,6 +235,7 @@ class Worker:
         # the lease of a group that is being submitted may be gone because it arrived
         for job in self._groups.cancel(set(event.beat.lost) - self._runner.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
+        is_due |= self._doomed.add(event.beat.doomed, time.monotonic())
         if event.beat.control:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
@@ -271,10 +275,11 @@ class Worker:
             self._wake_up = None
             self._inbox.post(JobsMayWait())
 
-    def _report(self) -> tuple[HeartbeatReport, list[Job]]:
-        """Return what a heartbeat carries, and the jobs that are held. Called on its thread."""
+    def _report(self) -> tuple[HeartbeatReport, list[Job], dict[Job, PolicyVersion]]:
+        """Return what a heartbeat carries, what is held, and its age. Called on its thread."""
         report = self._reporter.report(self._state(), self._capacity.limit())
-        return report, self._groups.jobs()
+        jobs = self._groups.jobs()
+        return report, jobs, self._runner.oldest(jobs)
 
     def _state(self) -> WorkerState:
         if self._is_stopping:
@@ -294,6 +299,7 @@ class Worker:
         finished = StepFinished()
         try:
             self._engine.check_health()
+            await self._doomed.end(time.monotonic())
             if state := self._control.state:
                 await self._follow(state)
             if vacancy := self._vacancy():
@@ -423,7 +429,8 @@ class Worker:
     async def _hand_back(self) -> None:
         """Release, unharmed, the groups that did not end."""
         if isinstance(self._failure, EngineDeadError):
-            # groups that die with their engine release themselves
+            # groups that die with their engine release themselves; judged ones keep their tokens
+            self._judges.interrupt()
             await self._handle_events(HAND_BACK_S, lambda: self._groups)
         for job in await self._groups.cancel_all():
             await self._runner.hand_back(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,11 +39,20 @@ class Child:
     """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it."""
 
     def __init__(
-        self, name: str, args: Sequence[str], log: Path, env: dict[str, str], *, restarts: int
+        self,
+        name: str,
+        args: Sequence[str],
+        log: Path,
+        env: dict[str, str],
+        *,
+        restarts: int,
+        log_bytes: int = 1 << 26,
     ) -> None:
         self.name = name
         self._args = list(args)
         self._log = log
+        self._older_log = log.with_name(log.name + ".1")
+        self._log_bytes = log_bytes
         self._env = env
         self._restarts_left = restarts
         self._early_deaths = 0
@@ -121,10 +131,23 @@ class Child:
         errors = [line for line in lines if line.startswith("error: ")]
         return f"{(errors or lines)[-1].removeprefix('error: '):.200}"
 
+    def limit_log(self) -> None:
+        """Move what is in its log to a second file, in place of the older one, if that is much.
+
+        The process and its libraries keep the file open for appending, so it is copied and cut
+        short: what they write between the two is lost.
+        """
+        if self._log.exists() and self._log.stat().st_size > self._log_bytes:
+            shutil.copyfile(self._log, self._older_log)
+            os.truncate(self._log, 0)
+
     def log_tail(self, lines: int = 6) -> str:
         """Return the last lines of its log."""
-        with self._log.open("rb") as log:
-            tail = deque(log, maxlen=lines)
+        tail: deque[bytes] = deque(maxlen=lines)
+        for file in (self._older_log, self._log):
+            if file.exists():
+                with file.open("rb") as log:
+                    tail.extend(log)
         return b"".join(tail).decode(errors="replace").rstrip()
 
     def terminate(self) -> None:

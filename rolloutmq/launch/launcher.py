@@ -142,6 +142,8 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        for change in run.changes:
+            say(f"changed  {change}", highlight=False)
         self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
@@ -197,6 +199,7 @@ class Launcher:
             log,
             env,
             restarts=self._config.launch.max_restarts,
+            log_bytes=self._config.launch.log_bytes,
         )
         self._children.append(child)
         return child
@@ -253,6 +256,8 @@ class Launcher:
             news.append("server restarted")
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive())
+        for child in self._children:
+            child.limit_log()
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------

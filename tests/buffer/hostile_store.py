@@ -170,7 +170,7 @@ class HostileStore(OneByOneStore):
         if not _number_fits(entry, len(keys) - 1, len(args)):
             self._refused(entry, "a key fewer", keys[:-1], args)
         self._refused(entry, "thousands of keys", keys + [keys[0]] * 3000, args)
-        self._refused(entry, "thousands of arguments", keys, args + [b"1"] * 5000)
+        self._refused(entry, "thousands of arguments", keys, args + [b"1"] * 9000)
         self._unchanged(entry, "a wrong number", before)
 
     def _try_unknown_tokens(self, entry: Script, keys: list[str], args: list[bytes]) -> None:

@@ -129,9 +129,17 @@ class Scene:
         assert claim.refusal is None
         return claim.jobs
 
-    def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> HeartbeatReply:
+    def beat(
+        self,
+        held: Sequence[Job],
+        worker: str = "w0",
+        ack: int = 1,
+        oldest: PolicyVersion | None = None,
+    ) -> HeartbeatReply:
+        """`oldest`: the weights of the oldest token of each group that is held."""
         pulse = HeartbeatReport(ack, FIRST, WorkerState.IDLE, tokens_per_s=1.0)
-        return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held)
+        ages = dict.fromkeys(held, oldest) if oldest else {}
+        return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held, ages)
 
     def receipt(self, ack: int, worker: str = "w0") -> str:
         """What a control line sends for an epoch that was carried out; the code of the answer."""
@@ -215,6 +223,11 @@ class Scene:
         members = self.raw.zrange(self.keys.pool(task, status), 0, -1, withscores=True)
         return [(member.decode().partition(":")[2], score) for member, score in members]
 
+    def ages(self, task: str = "math") -> dict[str, float]:
+        """The age index: the oldest version of each group that waits or runs, and has tokens."""
+        members = self.raw.zrange(self.keys.age(task), 0, -1, withscores=True)
+        return {member.decode(): score for member, score in members}
+
     def garbage(self) -> set[str]:
         return {member.decode() for member in self.raw.smembers(self.keys.garbage)}
 
@@ -228,3 +241,17 @@ class Scene:
         """The account of the run adds up, group by group (I1)."""
         audit = self.run.account.fsck()
         assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+        self.check_ages()
+
+    def check_ages(self) -> None:
+        """An age index names groups that wait or run, and all of those that wait with tokens."""
+        for task in self.run.limits.tasks:
+            ages = self.ages(task)
+            assert {self.record(gid).get("stage") for gid in ages} <= {"waiting", "running"}
+            waiting = {gid: self.record(gid) for gid in self.stream("resume", task)}
+            begun = {
+                gid: float(record["version"])
+                for gid, record in waiting.items()
+                if record["payload"] != "init" and record["version"]
+            }
+            assert begun == {gid: age for gid, age in ages.items() if gid in waiting}

@@ -12,9 +12,10 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
 from buffer.model.ids import new_nonce
+from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
 from buffer.model.rollout import PolicyVersion, Status
-from tests.buffer.scene import Scene, rollout
+from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 
 
@@ -48,6 +49,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.ledger.commit(scene.trainer, 2, 1)
     run.buffer.refresh_staleness("math")
     run.jobs.reissue(scene.producer, "math", "expired", 1000)
+    end_what_is_too_old(scene)
     run.ledger.set_target(scene.trainer, "quiz", 3)
     run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/w/2", "sum")
@@ -127,6 +129,20 @@ def lose_and_recover(scene: Scene) -> None:
         scene.check()
     run.jobs.next_draw(scene.producer, "math")
     scene.enqueue(2)
+
+
+def end_what_is_too_old(scene: Scene) -> None:
+    """After step 2: one group in the queue, one that runs, and one whose tokens are younger."""
+    jobs = scene.run.jobs
+    scene.enqueue(3)
+    waiting, running, younger = scene.claim(3)
+    assert scene.beat([running, younger], oldest=FIRST).doomed == (running, younger)
+    scene.submit(waiting, status=Status.ABORTED)
+    jobs.reissue(scene.producer, "math", "aborted", 1000)
+    assert jobs.expire_waiting("math") == 1
+    jobs.release("w0", running, "expired", "", EndedEarly(4, 2, {"l0": 0}))
+    jobs.release("w0", younger, "expired", "", EndedEarly(4, 2, {"l1": 1}))
+    assert jobs.drop(younger.gid) == "aborted"
 
 
 def put_right_by_hand(scene: Scene) -> None:

@@ -32,7 +32,7 @@ let stopping = false, due = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
 async function call(script, { task = "", keys = [], more = [], ...own } = {}) {
-  const header = scripts[script], known = { ...facts, ...own };
+  const header = scripts[script], known = { ...facts, task, message: "", retryable: 0, ...own };
   const fixed = header.keys.filter((slot) => !slot.tail).map((slot) => slot.key.replace("<task>", task));
   const names = [...fixed, ...keys].map((key) => prefix + key.replace("<worker>", name));
   const args = header.args.filter((slot) => !slot.tail).map((slot) => known[slot.names[0]] ?? slot.default);
@@ -44,9 +44,9 @@ function hear([newEpoch, newMode, newLanes, weights, newPath]) {
   if (mode === "run" || !facts.weights) facts.weights = weights; // load what is at `path`, then say that it is loaded
 }
 
-// A sign of life, with gid and token of the group in work; throws Abort where its lease is lost.
+// A sign of life, with gid and token of the group in work, whose age it does not report; throws Abort where its lease is lost.
 async function beat(held) {
-  const reply = await call("heartbeat", { more: held, state: held.length ? "working" : "idle" });
+  const reply = await call("heartbeat", { more: held.length ? [...held, "", "", ""] : [], state: held.length ? "working" : "idle" });
   due = performance.now() + facts.heartbeat_ms;
   if (reply[0] === "REPLACED") process.exit(1); // another process has this name
   hear(reply[0] === "OK" ? reply.slice(1) : (await call("register")).slice(2)); // else the server forgot us
@@ -77,7 +77,8 @@ async function work() {
     await submit(gid, task, token, ...(await make(gid, token)));
   } catch (error) {
     const kind = error instanceof Abort ? "aborted" : "failed";
-    await call("release", { task, gid, token, kind, reason: JSON.stringify({ reason: String(error) }) });
+    const message = String(error).slice(0, 1000);
+    await call("release", { task, gid, token, kind, message, reason: JSON.stringify({ reason: message }) });
   }
   return true;
 }
@@ -139,7 +140,8 @@ async function submit(gid, task, token, group, spans, scores) {
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
   const own = { gid, token, status: "completed", samples: scores.length, chunks: keys.length };
-  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[2], 0), size: data.length });
+  const tokens = spans.reduce((sum, span) => sum + span[2], 0);
+  Object.assign(own, { tokens, length: tokens, size: data.length });
   Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
   own.reward_sum = scores.reduce((sum, score) => sum + score, 0);
   own.order = facts.order === "fifo" ? "arrival" : "";

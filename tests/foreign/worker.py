@@ -54,7 +54,7 @@ class Worker:
     def call(self, script, task="", keys=(), more=(), **facts):
         """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`."""
         header = self.scripts[script]
-        facts = {**self.facts, **facts}
+        facts = {**self.facts, "task": task, "message": "", "retryable": 0, **facts}
         fixed = [slot["key"].replace("<task>", task) for slot in header["keys"] if not slot["tail"]]
         names = [self.prefix + key.replace("<worker>", facts["worker"]) for key in (*fixed, *keys)]
         args = [
@@ -71,10 +71,11 @@ class Worker:
             self.facts["weights"] = weights  # load what is at self.path, then say that it is loaded
 
     def beat(self, held):
-        """A sign of life, with (gid, token) of the group in work; raises Abort where its lease is
-        lost.
+        """A sign of life, with (gid, token) of the group in work, whose age it does not report;
+        raises Abort where its lease is lost.
         """
-        reply = self.call("heartbeat", more=held, state="working" if held else "idle")
+        group = (*held, "", "", "") if held else ()
+        reply = self.call("heartbeat", more=group, state="working" if held else "idle")
         self.due = time.monotonic() + self.facts["heartbeat_ms"] / 1000
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")
@@ -126,8 +127,11 @@ class Worker:
             self.submit(gid, task, token, *self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:
             kind = "aborted" if isinstance(error, Abort) else "failed"
-            reason = json.dumps({"reason": str(error)})
-            self.call("release", task, gid=gid, token=token, kind=kind, reason=reason)
+            message = str(error)
+            reason = json.dumps({"reason": message})
+            self.call(
+                "release", task, gid=gid, token=token, kind=kind, reason=reason, message=message
+            )
         return True
 
     def make(self, gid, token):
@@ -205,6 +209,7 @@ class Worker:
         }
         facts |= {
             "tokens": sum(span[2] for span in spans),
+            "length": sum(span[2] for span in spans),
             "size": len(data),
             "crc": f"{zlib.crc32(data):08x}",
         }

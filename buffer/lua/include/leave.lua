@@ -6,7 +6,7 @@
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, holders = under.holders, dead = under.dead,
     dead_letters = under.dead_letters, jobs = {}, progress = under.accounts .. task,
-    order_index = under.orders .. task .. ':completed'}
+    order_index = under.orders .. task .. ':completed', age_index = under.ages .. task}
   for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
     keys.jobs[lane] = under.queues .. task .. ':' .. lane
     redis.call('XLEN', keys.jobs[lane])
@@ -16,6 +16,7 @@ local function task_keys(under, task)
     redis.call('ZCARD', keys[status])
   end
   redis.call('ZCARD', keys.order_index)
+  redis.call('ZCARD', keys.age_index)
   redis.call('HLEN', keys.progress)
   return keys
 end
@@ -33,6 +34,7 @@ end
 local function leave(keys, gid, held)
   if held.stage == 'running' then
     redis.call('ZREM', keys.leases, gid)
+    redis.call('ZREM', keys.age_index, gid)
     redis.call('SREM', keys.holders .. held.owner, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
@@ -40,6 +42,7 @@ local function leave(keys, gid, held)
   end
   if held.stage == 'waiting' then
     redis.call('XDEL', keys.jobs[held.lane], held.entry)
+    redis.call('ZREM', keys.age_index, gid)
     return held.stage
   end
   return leave_by_hand(keys, gid, held.stage, held.status, held.arrival)

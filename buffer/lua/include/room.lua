@@ -1,14 +1,18 @@
 -- room: room, how many more groups of a task may be started.
--- include: numbers
+-- include: ages, numbers
 
 -- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
--- most `most` of the last two. Computed in the script that starts them, so that it cannot overshoot.
-local function room(progress, jobs, completed, ledger, target, threshold, most)
+-- most `most` of the last two. Those of them that can serve no train step any more are not counted: others are started in
+-- their stead. Computed in the script that starts them, so that it cannot overshoot.
+local function room(progress, jobs, completed, age_index, ledger, target, threshold, most)
   local counts = redis.call('HMGET', progress, 'consumed', 'running')
   local in_flight = num(counts[2])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
-  local cut = '-inf'
-  if threshold then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold) end
-  local free = target - num(counts[1]) - in_flight - redis.call('ZCOUNT', completed, cut, '+inf')
+  local cut, doomed = '-inf', 0
+  if threshold then
+    cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold)
+    doomed = doomed_groups(age_index, cut)
+  end
+  local free = target - num(counts[1]) - (in_flight - doomed) - redis.call('ZCOUNT', completed, cut, '+inf')
   return most and math.min(free, most - in_flight) or free
 end

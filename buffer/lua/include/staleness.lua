@@ -20,15 +20,22 @@ local function pool_score(version, last, lag)
   return int(math.min(tonumber(version), tonumber(last) - lag))
 end
 
--- Compute the age of a group from the units (oldest | last, lineage, version) of the arguments; only living versions
--- count. Return its version and lineage, its score, and the fields that only token staleness needs.
+-- Compute the age of a group from the units (oldest | last | newest, lineage, version) of the arguments; only living
+-- versions count. Return its version and lineage, its score, the fields that only some groups have, and the version of the
+-- member that expires last, at most; nil where all members are as old as the group.
 local function age_of(lineages, each_unit, lag)
-  local found = {oldest = {'', ''}, last = {'', ''}}
+  local found, newest = {oldest = {'', ''}, last = {'', ''}}, nil
   for _, what, lineage, version in each_unit do
     local least, living = found[what], living_version(lineages, lineage, int(version))
-    if least[1] == '' or tonumber(living) < tonumber(least[1]) then found[what] = {living, lineage} end
+    if what == 'newest' then
+      newest = math.max(newest or 0, tonumber(living))
+    elseif least[1] == '' or tonumber(living) < tonumber(least[1]) then
+      found[what] = {living, lineage}
+    end
   end
   local oldest, last = found.oldest, found.last
-  local fields = lag and {'last', last[1], 'last_lineage', last[2]} or nil
-  return oldest[1], oldest[2], pool_score(oldest[1], last[1], lag), fields
+  local fields = {}
+  if lag then fields = {'last', last[1], 'last_lineage', last[2]} end
+  if newest then fields[#fields + 1], fields[#fields + 2] = 'newest', int(newest) end
+  return oldest[1], oldest[2], pool_score(oldest[1], last[1], lag), fields, newest
 end

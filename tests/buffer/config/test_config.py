@@ -3,14 +3,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from buffer.config.config import Config
 from buffer.config.dataset import JsonlDataset
 from buffer.config.load import load_config, parse_settings
 from buffer.config.run_settings import PolicySection, RedisSection
+from buffer.config.task import SampleParamsSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
+from buffer.model.rollout import SampleParams
 from buffer.store.url import mask_url
 
 GOOD = """
@@ -329,3 +332,12 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
         tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
     )
     assert "[tasks.math] max_staleness = 0" in found
+
+
+def test_every_field_of_sample_params_has_a_key() -> None:
+    assert set(SampleParamsSection.model_fields) == set(SampleParams.model_fields)
+    given = SampleParamsSection(frequency_penalty=0.5, repetition_penalty=1.2).to_params()
+    assert (given.frequency_penalty, given.repetition_penalty) == (0.5, 1.2)
+    for wrong in ({"presence_penalty": 3}, {"repetition_penalty": 0}):
+        with pytest.raises(ValidationError):
+            SampleParamsSection(**wrong)

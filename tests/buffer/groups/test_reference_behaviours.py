@@ -160,17 +160,37 @@ def test_new_tokens_are_stamped_and_old_versions_never_rewritten(scene: Scene) -
 
 @pytest.mark.parametrize("status", [DONE, CUT])
 def test_put_expires_what_is_too_old_and_resets_it(scene: Scene, status: Status) -> None:
-    """The same threshold: at interval 4, version 4 serves steps 5 to 8.
-
-    There, fresh siblings of an expired rollout keep their tokens; here a group starts again as a
-    whole, because its members are compared with each other.
-    """
+    """The same threshold: at interval 4, version 4 serves steps 5 to 8."""
     pass_steps(scene, 7)
     (young,) = put(scene, 4, status=status)
     pass_steps(scene, 8)
     (old,) = put(scene, 4, status=status)
     assert (scene.record(young)["status"], scene.record(old)["status"]) == (status, "expired")
     assert scene.run.buffer.read(scene.payload(old)).states[0].response_ids.tolist() == []
+
+
+@pytest.mark.parametrize("status", [DONE, CUT])
+def test_fresh_siblings_of_an_expired_rollout_keep_their_tokens(
+    scene: Scene, status: Status
+) -> None:
+    """The same, whether it expires in its pool or when it is put.
+
+    There, put resets the rollout; here the worker that claims the group does, because no script
+    reads tokens.
+    """
+    pass_steps(scene, 7)
+    states = [rollout(status, made(version), index) for index, version in enumerate((4, 6, 4))]
+    (aged,) = scene.run.buffer.put("math", [states])
+    pass_steps(scene, 8)
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+    (late,) = scene.run.buffer.put("math", [states])
+    for gid in (aged, late):
+        limit = scene.run.buffer.age_limit(gid)
+        group = scene.run.buffer.read(scene.payload(gid))
+        assert limit is not None
+        assert [limit.is_too_old(state) for state in group.states] == [True, False, True]
+        assert (scene.record(gid)["status"], scene.record(gid)["version"]) == ("expired", "")
+    assert scene.run.account.totals().clean
 
 
 def test_put_keeps_nothing_of_what_is_not_retried(scene: Scene) -> None:

@@ -218,9 +218,9 @@ BATCHES = [
     Mutation(
         "I8",
         "refresh",
-        "'(' .. int(step - threshold)",
+        "'(' .. cut",
         batches.expiring_leaves_what_may_still_be_used,
-        new="int(step - threshold)",
+        new="cut",
     ),
     Mutation(
         "I9",

@@ -16,7 +16,7 @@ PROMPT_AND_RESULT = (
 
 BYTE_COUNT = [
     Mutation("I12", "enqueue", "count_bytes(bytes, came, 0)\n", WORKERS),
-    Mutation("I12", "submit", "  count_bytes(bytes, 0, went + num(held[11]))\n", WORKERS),
+    Mutation("I12", "submit", "  count_bytes(bytes, 0, went + num(held[10]))\n", WORKERS),
     Mutation("I12", "submit", "  count_bytes(bytes, size, went)\n", WORKERS),
     Mutation(
         "I12",

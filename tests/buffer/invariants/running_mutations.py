@@ -211,7 +211,7 @@ RUNNING = [
     Mutation(
         "I13",
         "submit",
-        "if payload == token then return {'OK', held[9]} end\n",
+        "if payload == token then return {'OK', held[8]} end\n",
         running.a_repeated_call_is_harmless,
     ),
     Mutation(

@@ -38,7 +38,7 @@ STEER = "trainer operator"
 
 WRITES = {
     "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
-    "group:<gid>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
+    "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "hold": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
@@ -49,7 +49,7 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt",
+        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt",
          "refresh", "register", "reissue", "release", "reorder", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(

@@ -28,6 +28,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "leases": keys.leases,
         "pool:<task>:<status>": keys.pool("math", "completed"),
         "order:<task>:completed": keys.order("math"),
+        "age:<task>": keys.age("math"),
         "payload:<gid>:<token>": keys.payload("math-0000000001", "abc"),
         "garbage": keys.garbage,
         "bytes": keys.bytes,

@@ -81,16 +81,31 @@ def test_model_waits_for_running_groups_when_an_update_drains() -> None:
     assert outcome.staleness == {0: 1, 1: 2}
 
 
-def test_model_wastes_what_is_too_old_when_it_is_done() -> None:
+def test_model_ends_what_is_too_old_while_it_runs() -> None:
     """Start two groups for a batch of one.
 
-    The long one is done when weights 0 may not serve any more.
+    The long one is ended when the first batch is taken, since weights 0 may serve no other.
     """
     lengths = [[10], [100]]
     fleet = setting(workers=2, over_sample_threshold=1.0)
-    outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 7)
-    assert outcome.wasted_tokens == 100
-    assert outcome.staleness == {0: 7}
+    outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 2)
+    # the second worker samples 10 s for the long group, and 10 s for the surplus of the next batch
+    assert outcome.seconds == 2 * (10 + 5)
+    assert outcome.wasted_tokens == 10 + 9
+    assert outcome.staleness == {0: 2}
+
+
+@pytest.mark.parametrize("interruption", ["keep", "drain", "abort", "partial"])
+def test_model_runs_ahead_past_groups_that_take_for_ever(interruption: str) -> None:
+    """Batches of 4, and 4 groups that never end: others are started in their stead."""
+    fleet = setting(
+        workers=8, batch_size=4, max_staleness=1, step_s=10.0, interruption=interruption
+    )
+    ages = simulate(fleet, lambda draw: [10_000] if draw < 4 else [10], 12).staleness
+    assert sum(ages.values()) == 48
+    if interruption == "keep":
+        # while one batch is trained, the next is made: in lockstep, all would be 0
+        assert ages[1] > 20
 
 
 def test_model_lets_rollouts_wait_in_the_engine_when_a_group_is_larger() -> None:
