@@ -1,12 +1,12 @@
 -- expiry: expire_group, for a group that waits or runs and can serve no train step any more.
 -- include: byte_count, numbers
 
--- Put a group into the pool of expired groups, or drop it; its lease or job is gone. Return where it is. As in refresh.lua,
--- it keeps its stored bytes if some of its members are not older than `cut`.
+-- Put a group into the pool of expired groups, as refresh.lua does, or drop it; its lease or job is gone. It keeps its bytes
+-- if some members are not older than `cut`. Return where it is.
 local function expire_group(keys, gid, retryable, cut)
   local held = redis.call('HMGET', keys.record, 'payload', 'chunks', 'size', 'prompt', 'draw', 'newest')
-  local keeps_bytes = retryable and held[1] ~= 'init' and held[6] and num(held[6]) >= cut
   local went = 0
+  local keeps_bytes = retryable and held[1] ~= 'init' and held[6] and num(held[6]) >= cut
   if held[1] ~= 'init' and not keeps_bytes then
     redis.call('SADD', keys.garbage, gid .. ' ' .. held[1] .. ' ' .. held[2])
     went = num(held[3])
