@@ -142,6 +142,8 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        for warning in config.warnings():
+            say(f"warning  {warning}", highlight=False)
         self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
