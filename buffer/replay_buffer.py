@@ -73,9 +73,7 @@ class ReplayBuffer(Pools):
         )
         copies = [stamped(states, weights, ageless) for states in groups]
         for states in copies:
-            group = RolloutGroup(group_id(task, IMPORTED_FROM), task, states)
-            intake.check(group)
-            wire.encode_checked(group)
+            intake.check(RolloutGroup(group_id(task, IMPORTED_FROM), task, states))
         retry = self._limits.retries_expired(task) if retryable is None else retryable
         placed: dict[str, str] = {}
         for states in copies:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
-from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable
+from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
 from buffer.groups.intake import Intake
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id
@@ -142,12 +142,11 @@ class GroupImport:
 
     def _check(self, path: Path, part: _Part, intake: Intake) -> None:
         try:
-            group = part.group(group_id(part.task, IMPORTED_FROM))
-        except ValueError as error:
+            intake.check(part.group(group_id(part.task, IMPORTED_FROM)))
+        except (ValueError, WireError) as error:
             raise DatasetError(
                 f"{path}, lines {part.first} to {part.last}: {error}", hint=FIX_HINT
             ) from error
-        intake.check(group)
 
 
 def _add_progress(error: RolloutMQError, done: Imported, part: _Part) -> None:

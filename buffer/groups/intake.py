@@ -127,6 +127,7 @@ class Intake:
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
         order_argument(group, self._limits, self._order_function)
+        wire.encode_checked(group)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool

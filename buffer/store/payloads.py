@@ -118,12 +118,19 @@ class PayloadStore:
         Raises StoreFull at once where the server is full, WireError for a prompt that is too large.
         """
         stored = {gid: compress(data, self._compression) for gid, data in payloads.items()}
-        if any(len(data) > CHUNK_BYTES for data in stored.values()):
-            raise WireError(
-                "a prompt does not fit into one chunk", hint=f"at most {CHUNK_BYTES} bytes"
-            )
+        for gid, data in stored.items():
+            if len(data) > CHUNK_BYTES:
+                raise WireError(
+                    f"the prompt of {gid} has {len(data)} bytes",
+                    hint=f"at most {CHUNK_BYTES} can be stored",
+                )
         commands = [_set(self._keys.payload(gid, token), data) for gid, data in stored.items()]
         self._store.write("prompt write", commands, starts_work=True)
+
+    def fits(self, prompt: bytes) -> bool:
+        """Return whether `write_prompts` accepts a prompt."""
+        is_short = len(prompt) <= CHUNK_BYTES
+        return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes; raise PayloadMissing or WireError as `join` does."""

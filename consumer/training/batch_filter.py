@@ -5,6 +5,7 @@ alone cannot be trained: its score still counts for the others. Nothing is train
 is excluded; it stays in the batch's record and is committed with it. The result depends on the
 batch and the config alone, so a batch that is delivered again is filtered in the same way.
 
+    not_completed      a rollout that failed, or was not finished: its score means nothing
     missing_reward     a rollout without reward["score"], or with one that is not finite
     length_mismatch    ids, logprobs and mask of a group differ in length
     no_prompt          no prompt ids, and a trained first token, which nothing predicts
@@ -28,12 +29,14 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
+from buffer.model.rollout import Status
 from consumer.training.packing import trains_unpredicted
 from consumer.training.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
 
 REASONS = (
+    "not_completed",
     "missing_reward",
     "length_mismatch",
     "no_prompt",
@@ -49,7 +52,7 @@ class Filtered:
     """Hold what is left of a batch.
 
     `groups`: the groups to train, in their order. `counts`: what was excluded, by reason: groups
-    for the first five of `REASONS`, rollouts for the others.
+    for the first six of `REASONS`, rollouts for the others.
 
         filtered = BatchFilter().apply(batch.groups)
         metrics = train(filtered.groups) | filtered.metrics()
@@ -137,6 +140,8 @@ class BatchFilter:
 
 def _problem(group: RolloutGroup) -> tuple[str, str] | None:
     """Return why a group cannot be trained, as (reason, detail); None where it can."""
+    if group.status is not Status.COMPLETED:
+        return "not_completed", f"it is {group.status}"
     if group.multimodal:
         return (
             "multimodal",

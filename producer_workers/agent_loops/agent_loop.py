@@ -37,7 +37,8 @@ class AgentLoop(Protocol):
         sampled and will be judged has its `finish_reason` ("stop", "length") at once: from then on
         its slot in the engine is free for the next group. Errors of the engine are passed on: the
         worker decides whether the group or the worker failed. Cancelling it cancels what runs in
-        the engine.
+        the engine. The prompt stays as it is, unless the class has `makes_prompts = True`: then a
+        group may return with another one, the same for all of its rollouts.
         """
         ...
 

@@ -7,7 +7,9 @@ Parquet, one row group is in memory, even of large files.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from array import array
 from bisect import bisect_right
@@ -21,6 +23,7 @@ from buffer.errors import ConfigError, DatasetError
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, problem_of
 
+_LONG_NUMBER = re.compile(rb"\d{19}")
 HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
@@ -90,9 +93,21 @@ def _record(line: bytes) -> Any:
             f"not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}"
         ) from error
     try:
-        return orjson.loads(text)
+        record = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg}, character {error.colno}") from error
+    if _LONG_NUMBER.search(line):
+        # orjson reads larger integers as floats
+        json.loads(text, parse_int=_int64)
+    return record
+
+
+def _int64(digits: str) -> int:
+    # Python refuses to parse thousands of digits
+    number = int(digits) if len(digits) <= 20 else 2**64
+    if -(2**63) <= number < 2**64:
+        return number
+    raise ValueError(f"the integer {digits[:40]} has more than 64 bits: write it as a string")
 
 
 def _identity(lines: BinaryIO) -> tuple[int, int]:

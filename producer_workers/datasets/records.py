@@ -61,6 +61,10 @@ def problem_of(record: Any) -> Problem:
     tools = _take_tools(record)
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
+    try:
+        check_plain("the record", messages, tools, truth, record, extra)
+    except WireError as error:
+        raise ValueError(str(error)) from error
     return Problem(
         messages=messages,
         ground_truth=truth,

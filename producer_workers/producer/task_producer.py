@@ -14,11 +14,13 @@ from itertools import islice
 from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
-from buffer.errors import ConfigError, PayloadMissing
+from buffer.errors import ConfigError, DatasetError, PayloadMissing, WireError
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
+from buffer.model.rollout import RolloutState
 from buffer.run import Run
+from buffer.store.payloads import CHUNK_BYTES
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan
 
@@ -112,7 +114,7 @@ class SamplerWithReplayBuffer:
         self._cursor = done.cursor
         self._ahead = {draw: prompt for draw, prompt in self._ahead.items() if draw >= done.cursor}
         if skipped := samples[: done.cursor - cursor].count(0):
-            log.warning("skipped %d prompts that are too long", skipped, extra={"task": self.task})
+            log.warning("skipped %d prompts that are too large", skipped, extra={"task": self.task})
         return done.count
 
     def _prompts(self, cursor: int, room: int) -> list[Prompt]:
@@ -124,7 +126,7 @@ class SamplerWithReplayBuffer:
         return prompts
 
     def _prompt(self, draw: int) -> Prompt:
-        """Return a prompt that is ready to be stored; one that is too long has no rollouts."""
+        """Return a prompt that is ready to be stored; one that is too large has no rollouts."""
         if draw not in self._ahead:
             gid = self._sampler.gid(draw)
             with self._work.on(f"draws prompt {draw} of task {self.task}"):
@@ -132,9 +134,30 @@ class SamplerWithReplayBuffer:
             if isinstance(states, TooLong):
                 self._ahead[draw] = (gid, 0, b"")
             else:
-                payload = wire.encode(RolloutGroup(gid, self.task, states))
-                self._ahead[draw] = (gid, len(states), payload)
+                payload = self._encode(draw, states)
+                self._ahead[draw] = (gid, len(states) if payload else 0, payload)
         return self._ahead[draw]
+
+    def _encode(self, draw: int, states: list[RolloutState]) -> bytes:
+        """Return the payload of a prompt; b"" for one that cannot be stored.
+
+        Raises DatasetError for a row that no worker could read.
+        """
+        row = self._sampler.place(draw).row
+        try:
+            payload = wire.encode_checked(RolloutGroup(self._sampler.gid(draw), self.task, states))
+        except WireError as error:
+            raise DatasetError(f"{self.task}: row {row}: {error}") from error
+        if self._run.payloads.fits(payload):
+            return payload
+        log.warning(
+            "task %s: row %d is skipped: its prompt has %d bytes, and at most %d can be stored",
+            self.task,
+            row,
+            len(payload),
+            CHUNK_BYTES,
+        )
+        return b""
 
     def prepare(self) -> bool:
         """Draw some of the next prompts while none may be started; return whether more are missing.

@@ -40,7 +40,7 @@ from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.judges.user_function import describe
 from producer_workers.worker.failure_backoff import FailureBackoff
 from producer_workers.worker.group_tokens import oldest_weights
-from producer_workers.worker.loop_result import GroupFilter, check_result
+from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
 from producer_workers.worker.restarts import restart_too_old, restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
@@ -73,11 +73,12 @@ class TaskRunner:
 
         Raises GroupTimeout when the time is up; its requests are aborted then.
         """
-        given = [state.index for state in states]
+        given = Given.of(states)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
                 made = await self.agent_loop.generate_group(states, engine, gid)
-            return check_result(given, made)
+            makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
+            return check_result(given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
@@ -225,9 +226,11 @@ class GroupRunner:
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         states = self._members[job] = group.states
+        given = Given.of(states)
         engine = cast(Engine, self._engine)
         with shown(engine, job.gid, states[0].multimodal):
             made = await self._runners[job.task].generate(states, engine, job.gid)
+        check_weights(given, made, self._engine.sampled_with)
         self._members[job] = made
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
@@ -257,7 +260,7 @@ class GroupRunner:
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
-        elif status is Status.ABORTED and job in self.doomed:
+        elif status is Status.ABORTED and job in self.doomed and not self._keeps_members(group):
             await self._end_early(job, known_tokens)
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
@@ -267,6 +270,10 @@ class GroupRunner:
             self.tokens += new_tokens
             self.done += status is Status.COMPLETED
             self.failures.succeeded()
+
+    def _keeps_members(self, group: RolloutGroup) -> bool:
+        """Return whether members that are not too old may be kept when the group expires."""
+        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         """Release a group that can serve no train step any more."""

@@ -7,16 +7,18 @@ unknown weights, would look like any other group to a trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from buffer.config.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from producer_workers.judges.function_judge import Call
 from producer_workers.judges.judge import check_verdict
 
@@ -31,14 +33,33 @@ _APPEND = (
 )
 
 
-def check_result(given: Sequence[int], made: Any) -> list[RolloutState]:
-    """Return what the loop made of the rollouts with the indexes `given`. Raises LoopError."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a loop was given: the rollouts, their prompt, and the weights of their tokens."""
+
+    indexes: frozenset[int]
+    prompt_ids: NDArray[np.int32] | None
+    weights: frozenset[PolicyVersion]
+
+    @classmethod
+    def of(cls, states: Sequence[RolloutState]) -> Given:
+        """Return what these rollouts are now; a loop may change them."""
+        prompt = states[0].prompt_ids
+        indexes = frozenset(state.index for state in states)
+        return cls(indexes, None if prompt is None else prompt.copy(), _weights_of(states))
+
+
+def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> list[RolloutState]:
+    """Return what the loop made of the rollouts.
+
+    `makes_prompts`: the loop may give the group a prompt of its own. Raises LoopError.
+    """
     if not isinstance(made, list) or not all(isinstance(state, RolloutState) for state in made):
         raise LoopError(
             f"the agent loop returned {made!r:.80}",
             hint="return the list of states that it was given",
         )
-    if lost := set(given) - {state.index for state in made}:
+    if lost := given.indexes - {state.index for state in made}:
         hint = "return every rollout; one that cannot be made is FAILED, with its `error`"
         raise LoopError(
             f"the agent loop returned nothing for the rollouts {sorted(lost)}", hint=hint
@@ -47,7 +68,34 @@ def check_result(given: Sequence[int], made: Any) -> list[RolloutState]:
     for state in alive:
         _check_rollout(state)
     _check_prompts(alive)
+    if alive and not makes_prompts and not _same(alive[0].prompt_ids, given.prompt_ids):
+        raise LoopError(
+            "the agent loop changed the prompt of the group",
+            hint="leave prompt_ids as they are, or set `makes_prompts = True` in the loop's class",
+        )
     return made
+
+
+def check_weights(
+    given: Given, made: Sequence[RolloutState], sampled: Collection[PolicyVersion]
+) -> None:
+    """Check that all tokens are stamped with weights that made them (I9).
+
+    `sampled`: the weights of everything that the engine has returned. Raises LoopError.
+    """
+    alive = [state for state in made if state.status is not Status.FAILED]
+    if invented := _weights_of(alive) - given.weights - set(sampled):
+        names = ", ".join(sorted(map(str, invented)))
+        raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
+
+
+def _weights_of(states: Sequence[RolloutState]) -> frozenset[PolicyVersion]:
+    spans = (span for state in states for span in state.spans)
+    return frozenset(PolicyVersion(span.lineage, span.version) for span in spans)
+
+
+def _same(left: NDArray[np.int32] | None, right: NDArray[np.int32] | None) -> bool:
+    return left is right or np.array_equal(left, right)  # type: ignore[arg-type]
 
 
 def _check_rollout(state: RolloutState) -> None:
@@ -74,7 +122,7 @@ def _check_rollout(state: RolloutState) -> None:
 
 def _check_prompts(states: Sequence[RolloutState]) -> None:
     for state in states[1:]:
-        if not np.array_equal(state.prompt_ids, states[0].prompt_ids):  # type: ignore[arg-type]
+        if not _same(state.prompt_ids, states[0].prompt_ids):
             raise LoopError(
                 f"rollout {state.index} has another prompt than rollout {states[0].index}",
                 hint="a group has one prompt; add what else a rollout read with state.read(ids)",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.model.rollout import SampleParams, no_logprobs, no_tokens
+from buffer.model.rollout import PolicyVersion, SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
@@ -36,8 +36,8 @@ class SharedEngine:
     where a row of the data set or an agent asks for something else.
 
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
-    the engine died. `tokens`: what was sampled for each group. Everything but `generate` is the
-    engine's own.
+    the engine died. `tokens`: what was sampled for each group. `sampled_with`: the weights of all
+    that the engine returned. Everything but `generate` is the engine's own.
     """
 
     def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
@@ -46,6 +46,7 @@ class SharedEngine:
         self._uncut_tasks = frozenset(uncut_tasks)
         self.alone = set[str]()
         self.suspects = set[str]()
+        self.sampled_with = set[PolicyVersion]()
         self.tokens = GroupTokens()
         self._sampled = Counter[str]()
         self._waiting_alone = Counter[str]()
@@ -98,6 +99,7 @@ class SharedEngine:
             self.suspects.add(gid)
             raise
         _check_generation(self._engine.name, made, params)
+        self.sampled_with.update(PolicyVersion(span.lineage, span.version) for span in made.spans)
         self.tokens.add(gid, made)
         return made
 

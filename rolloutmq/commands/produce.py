@@ -194,7 +194,10 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
 
 
 def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
+    from buffer.config.fingerprint import origin_of
+    from buffer.control.continuation import check_origin
     from buffer.open_run import open_store, server_url, wait_for_run
+    from producer_workers.build import model_dir
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
@@ -203,7 +206,9 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
         from buffer.monitoring.process_metrics import serve_process
 
         serve_process(name, store, metrics)
-    return wait_for_run(store, settings.run.name)
+    run = wait_for_run(store, settings.run.name)
+    check_origin(run.store, run.keys, origin_of(settings, model_dir(settings)))
+    return run
 
 
 async def _work(

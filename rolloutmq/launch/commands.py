@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
 
 
+log = logging.getLogger("rolloutmq.trainer")
+
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
 Set = Annotated[
     list[str] | None,
@@ -146,6 +148,8 @@ def train(
         serve_process("trainer", store, metrics)
     model_dir = settings.policy.model or settings.run.folder / "model"
     run = make_run(store, settings, model_dir, regenerate=regenerate)
+    for change in run.changes:
+        log.warning("continued with another config: %s", change)
     trace_run(run, "trainer")
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         logging.getLogger("rolloutmq.trainer").warning(warning)

@@ -13,6 +13,7 @@ from buffer.model.rollout import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.datasets.files import JsonlDataset
+from producer_workers.datasets.records import ToProblem, problem_of
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
@@ -28,11 +29,12 @@ def make_producer(
     steps: int = 1000,
     threshold: int = 1,
     slice_size: int = 7,
+    to_problem: ToProblem = problem_of,
 ) -> AgentLoopManager:
     """Return a producer that starts `share` groups for every step that the newest weights serve."""
     sampler = Sampler(
         TASK,
-        JsonlDataset(dataset),
+        JsonlDataset(dataset, to_problem),
         Letters(),
         SampleParams(),
         prompt_repeat_k=2,

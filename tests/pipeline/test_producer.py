@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -85,6 +87,36 @@ def test_prompts_that_are_too_long_are_counted_and_replaced(yard: Yard, dataset:
     assert places == {"waiting": 95, "dropped": counters["cursor"] - 95}
     assert places["dropped"] >= 10
     yard.check()
+
+
+@on_both
+def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
+    yard: Yard, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"{n:04d}", "answer": "x" * (2**20 if n == 3 else 1)} for n in range(8)]
+    path.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
+    producer = make_producer(yard.run, path, share=7)
+    take_the_role(producer, yard)
+    play(producer, yard)
+    assert yard.places() == {"waiting": 7, "dropped": 1}
+    assert f"task {TASK}: row 3 is skipped: its prompt has" in caplog.text
+    yard.check()
+
+
+def test_a_row_that_cannot_be_encoded_stops_its_task_with_its_number(
+    yard: Yard, dataset: Path
+) -> None:
+    def dated(record: dict[str, Any]) -> Problem:
+        question = {"role": "user", "content": "when?"}
+        return Problem(messages=[question], extra={"when": datetime.date(2026, 1, 1)})
+
+    producer = make_producer(yard.run, dataset, share=5, to_problem=dated)
+    take_the_role(producer, yard)
+    play(producer, yard)
+    halt = yard.run.task_stops.of(TASK)
+    assert halt.kind == "broken"
+    assert re.search(rf"{TASK}: row \d+: .*date", halt.reason)
 
 
 def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -> None:

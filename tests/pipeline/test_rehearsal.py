@@ -21,7 +21,7 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.model.distributions import Fixed
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
+from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.gateway.agents import AgentTask
@@ -153,16 +153,18 @@ class Forgets:
         match self.what:
             case "status":
                 state.status = Status.INIT
-            case "reward":
-                state.reward = None
+            case "reward" | "score":
+                state.reward = {"score": 1e39} if self.what == "score" else None
             case "spans":
                 state.spans = []
             case "mask":
                 state.response_mask = None
             case "logprobs":
                 state.logprobs = made.logprobs
-            case "prompt":
-                state.prompt_ids = state.prompt_ids[state.index :]
+            case "prompt" | "all prompts":
+                state.prompt_ids = state.prompt_ids[state.index if self.what == "prompt" else 1 :]
+            case "weights":
+                state.spans = [VersionSpan(0, len(made.token_ids), 77, "invented")]
             case "errors":
                 raise KeyError("mine")
 
@@ -178,6 +180,9 @@ class Forgets:
         ("mask", "rollout 0 trains 35 tokens, but its spans do not cover"),
         ("logprobs", "differ in length"),
         ("prompt", "rollout 1 has another prompt than rollout 0"),
+        ("all prompts", "the agent loop changed the prompt"),
+        ("weights", "spans name weights that sampled nothing here: invented:77"),
+        ("score", "the range of float32"),
         ("errors", "KeyError: 'mine'"),
     ],
 )

@@ -51,6 +51,9 @@ class GatewayAgentLoop:
     Sessions of its group that had ended keep what they have; one without a reward is only judged.
     """
 
+    makes_prompts = True
+    """the prompt of a group is what its sessions have in common"""
+
     def __init__(
         self,
         *,

@@ -92,6 +92,7 @@ def test_put_goes_by_the_worst_status_of_a_group(
         (rollouts(Status.FILTERED, Status.COMPLETED), "is filtered"),
         (rollouts(version=None), "no spans that name the weights"),
         (rollouts(extra={"x": object()}), "extra"),
+        ([rollouts()[0].model_copy(update={"reward": {"score": 1e39}})], "reward"),
     ],
 )
 def test_put_refuses_what_is_no_result_and_puts_nothing(

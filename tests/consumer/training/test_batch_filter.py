@@ -12,6 +12,8 @@ from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
+from buffer.model.rollout import Status
+from buffer.model.table import STATUSES
 from buffer.model.wire_schema import Media
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.learner import Learner
@@ -49,6 +51,12 @@ def showing() -> RolloutGroup:
     return group
 
 
+def failed() -> RolloutGroup:
+    group = make_group(54)
+    group.table.columns["statuses"][1] = STATUSES.index(Status.FAILED)
+    return group
+
+
 def make_controller(model_dir: Path, batch_filter: BatchFilter | None = None) -> TrainController:
     learner = Learner(model_dir, LearnerConfig(learning_rate=1e-3), seed=7)
     return TrainController(learner, batch_filter=batch_filter)
@@ -58,7 +66,7 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [make_group(i, prompt=3 + i) for i in range(3)]
-    mixed = [good[0], without_score(), good[1], torn(), promptless(), showing(), good[2]]
+    mixed = [good[0], without_score(), good[1], failed(), torn(), promptless(), showing(), good[2]]
     clean = make_controller(model_dir)
     dirty = make_controller(model_dir)
     with caplog.at_level(logging.WARNING):
@@ -66,6 +74,7 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
     expected = clean.fit(good)
     counts = {name: metrics.pop(name) for name in list(metrics) if name.startswith("filtered/")}
     assert {name: value for name, value in counts.items() if value} == {
+        "filtered/not_completed": 1,
         "filtered/missing_reward": 1,
         "filtered/length_mismatch": 1,
         "filtered/no_prompt": 1,
@@ -75,7 +84,7 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
         name: value for name, value in expected.items() if not name.startswith("filtered/")
     }
     assert {record.__dict__["gid"] for record in caplog.records} == {
-        f"task-{n:010d}" for n in (50, 51, 52, 53)
+        f"task-{n:010d}" for n in (50, 51, 52, 53, 54)
     }
     assert "rollouts [2] have no score" in caplog.text
 

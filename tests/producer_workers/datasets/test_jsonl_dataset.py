@@ -85,6 +85,12 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
             + b"}}}",
             '"structured": maps and arrays are nested too deeply',
         ),
+        (
+            b'{"prompt": "p", "answer": ' + b"[" * 40 + b"]" * 40 + b"}",
+            "at the record: maps and arrays are nested too deeply",
+        ),
+        (b'{"prompt": "p", "id": ' + b"9" * 20 + b"}", "the integer 99999999999999999999 has"),
+        (b'{"prompt": "p", "id": [-9223372036854775809]}', "the integer -9223372036854775809 has"),
         (b'{"messages": []}', '"messages" is not a list of at least one message'),
         (b'{"messages": "hi"}', '"messages" is not a list'),
         (b'{"messages": ["hi"]}', 'message 0 is not an object with a "role"'),
