@@ -191,8 +191,18 @@ def task_text(task: TaskView) -> Text:
         (f"{count(task.started)} of {limit} groups", near),
         (" · produced ", "dim"),
         f"{count(task.number('produced_tokens'))} tokens",
+        *_seconds(task),
         (" · mean reward ", "dim"),
         reward,
+    )
+
+
+def _seconds(task: TaskView) -> list[str | tuple[str, str]]:
+    groups = task.number("produced_groups")
+    return (
+        [(" · ", "dim"), f"{task.number('produced_ms') / 1000 / groups:.1f} s a group"]
+        if groups
+        else []
     )
 
 
@@ -220,6 +230,9 @@ def staleness_text(task: TaskView) -> Text:
     text.append(f"limit {task.stale_threshold - 1}", style="dim")
     if task.too_old:
         text.append(f" · {task.too_old} too old, about to expire", style="yellow")
+    if ended := int(task.number("ended_early")):
+        tokens = count(int(task.number("discarded_tokens")))
+        text.append(f" · {ended} ended early, too old ({tokens} tokens)", style="dim")
     return text
 
 
