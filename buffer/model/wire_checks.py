@@ -6,7 +6,7 @@ type of their own, and columns against each other, in a few calls for all rollou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -30,7 +30,7 @@ _HEAD_BYTES = 2**19
 """A head of this size cannot contain many more containers than allowed."""
 
 _LARGEST = float(np.finfo("<f4").max)
-_PLAIN = frozenset({str, int, float, bool, type(None), bytes})
+_PLAIN = frozenset({dict, list, tuple, str, int, float, bool, type(None), bytes})
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
 _PER_TOKEN = ("response_ids", "logprobs", "mask", "ref_logprobs", "values", "token_rewards")
 _OPTIONAL = ("ref_logprobs", "values", "token_rewards")
@@ -109,25 +109,36 @@ def check_plain(where: str, *values: Any) -> None:
 
     `where`: named in the error.
     """
-    level: list[Any] = list(values)
-    for _ in range(MAX_NESTING):
-        children: list[Any] = []
+    for level in _levels(where, values):
         for item in level:
             kind = type(item)
-            if kind is dict:
-                if not all(type(key) is str for key in item):
-                    raise WireError(f"at {where}: a key that is not a text")
-                children.extend(item.values())
-            elif kind is list or kind is tuple:
-                children.extend(item)
-            elif kind not in _PLAIN:
+            if kind is dict and not all(type(key) is str for key in item):
+                raise WireError(f"at {where}: a key that is not a text")
+            if kind not in _PLAIN:
                 raise WireError(f"at {where}: {kind.__name__} is not part of the format")
-        if not children:
+
+
+def check_nesting(where: str, *values: Any) -> None:
+    """Raise WireError for maps and arrays that are nested too deeply."""
+    for _ in _levels(where, values):
+        pass
+
+
+def _levels(where: str, values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the values, what they contain, what that contains, and so on."""
+    level = list(values)
+    for _ in range(MAX_NESTING):
+        if not level:
             return
-        level = children
-    raise WireError(
-        f"at {where}: maps and arrays are nested too deeply", hint=f"at most {MAX_NESTING} levels"
-    )
+        yield level
+        maps = (value for item in level if type(item) is dict for value in item.values())
+        arrays = (value for item in level if type(item) in (list, tuple) for value in item)
+        level = [*maps, *arrays]
+    if level:
+        raise WireError(
+            f"at {where}: maps and arrays are nested too deeply",
+            hint=f"at most {MAX_NESTING} levels",
+        )
 
 
 # -- columns -------------------------------------------------------------

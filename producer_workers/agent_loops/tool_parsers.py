@@ -26,7 +26,7 @@ import orjson
 
 from buffer.errors import WireError
 from buffer.model.rollout import StructuredOutput, ToolCall
-from buffer.model.wire_checks import check_plain
+from buffer.model.wire_checks import check_nesting
 
 Tools = Sequence[dict[str, Any]] | None
 """Functions that a model may call, as JSON schemas in OpenAI's form."""
@@ -242,7 +242,7 @@ def _loads(text: str) -> Any:
     """Return the value of a JSON text; None where it is invalid, or nested deeper than allowed."""
     try:
         value = orjson.loads(text)
-        check_plain("arguments", value)
+        check_nesting("arguments", value)
     except (orjson.JSONDecodeError, WireError):
         return None
     return value

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import StructuredOutput
-from buffer.model.wire_checks import check_plain
+from buffer.model.wire_checks import check_nesting
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (
@@ -62,7 +62,7 @@ def problem_of(record: Any) -> Problem:
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
     try:
-        check_plain("the record", messages, tools, truth, record, extra)
+        check_nesting("the record", messages, tools, truth, record, extra)
     except WireError as error:
         raise ValueError(str(error)) from error
     return Problem(
@@ -121,7 +121,7 @@ def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
     try:
         value = orjson.loads(given) if isinstance(given, str) else given
         structured = StructuredOutput.model_validate(value)
-        check_plain("json_schema", structured.json_schema)
+        check_nesting("json_schema", structured.json_schema)
         if structured.regex is not None:
             re.compile(structured.regex)
     except ValidationError as error:

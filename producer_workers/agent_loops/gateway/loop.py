@@ -29,7 +29,7 @@ from producer_workers.agent_loops.gateway.agents import (
 from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
 from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
-from producer_workers.agent_loops.gateway.session_record import SessionRecord
+from producer_workers.agent_loops.gateway.session_record import SessionRecord, without_record
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
@@ -146,7 +146,7 @@ class GatewayAgentLoop:
             key,
             state.messages,
             state.data_source,
-            record.agent_extra,
+            without_record(state.extra),
             state.ground_truth,
             session_id=name,
             finished=[list(segment.messages) for segment in finished],

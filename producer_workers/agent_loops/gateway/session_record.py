@@ -23,8 +23,6 @@ class SessionRecord:
     """The record of one group, as it was claimed."""
 
     def __init__(self, extra: dict[str, Any]) -> None:
-        own = (OPEN_SESSIONS, SESSIONS_RESTARTED)
-        self.agent_extra = {name: value for name, value in extra.items() if name not in own}
         self._found: dict[str, list[Any]] = dict(extra.get(OPEN_SESSIONS, {}))
         self._open: dict[str, list[Any]] = {}
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
@@ -52,6 +50,12 @@ class SessionRecord:
     def write(self, states: Sequence[RolloutState]) -> None:
         """Write the record into the `extra` of a group."""
         counts = {SESSIONS_RESTARTED: self._restarted, OPEN_SESSIONS: self._open}
-        extra = self.agent_extra | {name: value for name, value in counts.items() if value}
+        record = {name: value for name, value in counts.items() if value}
         for state in states:
-            state.extra = extra
+            state.extra = without_record(state.extra) | record
+
+
+def without_record(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the `extra` of a rollout as its agent gets it."""
+    own = (OPEN_SESSIONS, SESSIONS_RESTARTED)
+    return {name: value for name, value in extra.items() if name not in own}

@@ -83,7 +83,7 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
             + b"[" * 40
             + b"]" * 40
             + b"}}}",
-            '"structured": maps and arrays are nested too deeply',
+            '"structured": at json_schema: maps and arrays are nested too deeply',
         ),
         (
             b'{"prompt": "p", "answer": ' + b"[" * 40 + b"]" * 40 + b"}",
