@@ -13,6 +13,7 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from buffer.config.config import ConfigFile
+from buffer.config.fingerprint import origin_of
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.model.rollout import FIRST_WEIGHTS
@@ -113,10 +114,10 @@ def write_nonce(folder: Path, nonce: str) -> None:
 
 
 def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
-    """Create the run of this config, or open it again.
+    """Create the run of this config, or continue it with this config (`Run.changes`).
 
     Raises RunExists when the name belongs to the run of another folder, ConfigError when the
-    server's maxmemory is too small for the run.
+    server's maxmemory is too small for the run, or an edited config cannot continue it.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
@@ -125,7 +126,8 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     nonce = run_nonce(config.run.folder)
     limits = config.limits(maxmemory)
     path = str(model_dir.resolve())
-    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path)
+    origin = origin_of(config, model_dir)
+    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin)
 
 
 def _restore_nonce(store: Store, config: ConfigFile) -> None:

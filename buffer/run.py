@@ -10,6 +10,7 @@ from buffer.batches import memory
 from buffer.batches.account import Account
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.trainer_opening import TrainerOpening
+from buffer.control.continuation import Continuation, continue_run
 from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
@@ -25,6 +26,7 @@ from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
 from buffer.model.ids import new_nonce
 from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
+from buffer.model.origin import Origin
 from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
@@ -63,6 +65,8 @@ class Run:
         # a server that lost data counts changes from an older number again: the nonce of the last
         # change distinguishes two changes of the same number
         self._limits_stamp = _stamp(None, None)
+        self.changes: list[str] = []
+        """what `create` changed of a run that existed, in words"""
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.jobs = JobQueue(store, self.keys, limits)
@@ -93,12 +97,15 @@ class Run:
         limits: RunLimits,
         weights: PolicyVersion = FIRST_WEIGHTS,
         path: str = "",
+        origin: Origin | None = None,
     ) -> Run:
-        """Create a run, or open it if it exists with this nonce.
+        """Create a run, or continue it with these limits if it exists with this nonce.
 
         `nonce`: 32 random hex digits (`secrets.token_hex(16)`), which distinguish this run from
         others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
-        the ones that workers start with, at `path`. Raises RunExists for another run of the name.
+        the ones that workers start with, at `path`. `origin`: what its draws mean, if a config says
+        so. `Run.changes` is then what differs from the run so far. Raises RunExists for another run
+        of the name, ConfigError for limits or an origin that cannot continue it.
 
         Usage:
             limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
@@ -106,24 +113,45 @@ class Run:
         """
         keys = Keys(name)
         store = store.at(keys.meta, limits.wait_replicas)
-        reply = store.call(
-            "create_run",
-            keys.slots(),
-            {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path},
-            tail_args=limits.to_meta(),
-            durable=True,
-        )
-        match reply:
-            case ["EXISTS", other, created_ms, _]:
-                raise RunExists(
-                    f"another run named {name!r} is on this server "
-                    f"(nonce {other[:8]}…, created at {created_ms} ms)",
-                    hint="choose another [run] name, or use the folder that belongs to it",
-                )
-        run = cls(store, name, nonce, limits)
+        facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
+        facts["operation"] = new_nonce()
+        reply = ["CONFLICT"]
+        while reply[0] == "CONFLICT":
+            settings = cls._settings(store, keys, nonce, limits, origin)
+            reply = store.call(
+                "create_run",
+                keys.slots(),
+                {**facts, "version": settings.version},
+                tail_args=settings.to_meta(),
+                durable=True,
+            )
+        if reply[0] == "EXISTS":
+            _, other, created_ms, _ = reply
+            raise RunExists(
+                f"another run named {name!r} is on this server "
+                f"(nonce {other[:8]}…, created at {created_ms} ms)",
+                hint="choose another [run] name, or use the folder that belongs to it",
+            )
+        run = cls(store, name, nonce, settings.limits)
+        run.changes = settings.changes
+        if not settings.version:
+            run._limits_stamp = _stamp("0", facts["operation"])
         if run.media:
             run.media.claim()
         return run
+
+    @staticmethod
+    def _settings(
+        store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None
+    ) -> Continuation:
+        """Return what `create` writes: the settings of a new run, or those that continue it."""
+        meta = _read_hash(store, "create run", keys.meta)
+        if meta.get("nonce") != nonce:
+            return Continuation(limits, origin)
+        _require_schema(keys.run, meta)
+        ledger = _read_hash(store, "create run", keys.ledger("train"))
+        step = int(ledger.get("taken", 0)) + 1
+        return continue_run(keys.run, meta, limits, origin, step)
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:

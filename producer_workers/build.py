@@ -15,6 +15,7 @@ import orjson
 from buffer.config.config import ProducingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
+from buffer.config.fingerprint import origin_of
 from buffer.config.strategy import FILTERS
 from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
@@ -71,7 +72,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     should_continue = {}
     for name in config.tasks:
         if name not in run.limits.tasks:
-            hint = "the run was started with another config"
+            hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
         samplers[name] = _make_sampler(config, run, name, tokenizer)
@@ -82,6 +83,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=Curriculum(run, weights) if weights else None,
+        origin=origin_of(config, model_dir(config)),
     )
 
 

@@ -58,6 +58,29 @@ RunName = Annotated[
         "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
     ),
 ]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
+    ),
+]
+ConfigUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        metavar="URL",
+        help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
+    ),
+]
+MetricsAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Serve metrics of this process there; any host but loopback needs "
+        "ROLLOUTMQ_METRICS_TOKEN.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -113,6 +113,7 @@ def test_who_loads_code_by_name_is_known() -> None:
         "producer_workers/judges/load.py",
         "producer_workers/producer/curriculum.py",
         "producer_workers/producer/strategy.py",
+        "producer_workers/user_functions.py",
         "producer_workers/worker/loop_result.py",
         "rolloutmq/launch/commands.py",
     }

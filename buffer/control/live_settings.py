@@ -88,7 +88,7 @@ class LiveSettings(Section, LiveLimits):
 
     @staticmethod
     def _apply_to_task(limits: RunLimits, name: str, task: LiveTaskSettings) -> None:
-        if name not in limits.training_tasks:
+        if name not in limits.training_tasks or limits.tasks[name].is_gone:
             raise ConfigError(
                 f"there is no training task {name!r}",
                 hint=f"the training tasks are {', '.join(limits.training_tasks)}",

@@ -6,26 +6,35 @@
 -- KEYS control HASH
 -- KEYS ledger  HASH    of the trainer
 -- KEYS events  STREAM
--- ARGV nonce   token       128 random bits, hex
--- ARGV schema  name        version of keys and scripts
--- ARGV weights weights     "lineage:version" of the initial weights
--- ARGV path    text..4096  where they are
+-- ARGV nonce     token       128 random bits, hex
+-- ARGV schema    name        version of keys and scripts
+-- ARGV weights   weights     "lineage:version" of the initial weights
+-- ARGV path      text..4096  where they are
+-- ARGV operation token       nonce of this call
+-- ARGV version   ''|0..      of the limits that these are based on; '' = there was no run
 -- ARGV field, value  name, text..65536 x0..64  limits of the run, for meta
--- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema
--- keeps I6 (a run is known by its nonce), I13 (natural key: the nonce)
+-- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema | CONFLICT (read the run again)
+-- keeps I6 (a run is known by its nonce), I13 (operation); compare-and-set, so that no change is undone unseen
 
-local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema')
+local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema', 'limits_version', 'limits_op')
 if known[1] and known[1] ~= nonce then return {'EXISTS', known[1], known[2], known[3]} end
+if known[1] and known[5] == operation then return {'OK'} end
+local current = num(known[4])
+if known[1] and version ~= current then return {'CONFLICT'} end
 
 local changes = 0
 for _, field, value in each_unit do
-  if redis.call('HGET', meta, field) ~= value then changes = changes + 1 end
+  if redis.call('HGET', meta, field) ~= value then
+    changes = changes + 1
+    if known[1] then
+      log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', int(current + 1))
+    end
+  end
   redis.call('HSET', meta, field, value)
 end
 -- processes that still run from before adopt them
 if known[1] and changes > 0 then
-  redis.call('HINCRBY', meta, 'limits_version', 1)
-  redis.call('HSET', meta, 'limits_op', 'file-' .. int(now_ms()))
+  redis.call('HSET', meta, 'limits_version', int(current + 1), 'limits_op', operation)
 end
 if known[1] then
   if redis.call('HGET', control, 'trainer_mode') == 'finish' then
@@ -34,7 +43,7 @@ if known[1] then
   end
   return {'OK'}
 end
-redis.call('HSET', meta, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()))
+redis.call('HSET', meta, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
 redis.call('HSET', control, 'epoch', 1, 'mode', 'run', 'lanes', 'eval resume fresh',
   'trainer_mode', 'run', 'operator_mode', 'run', 'weights', weights, 'weights_path', path)
 redis.call('HSET', ledger, 'taken', 0, 'committed', 0, 'freed', 0)

@@ -21,7 +21,8 @@
 -- keeps I1, I8, I12 (frees), I13 (a repeated call finds nothing)
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
-local gids = redis.call('ZRANGEBYSCORE', age_index, '-inf', '(' .. int(step - threshold), 'LIMIT', passed, limit)
+local cut = step - threshold
+local gids = redis.call('ZRANGEBYSCORE', age_index, '-inf', '(' .. int(cut), 'LIMIT', passed, limit)
 local waiting = {}
 for _, gid in ipairs(gids) do
   local record = redis.call('HMGET', groups .. gid, 'stage', 'entry', 'tokens')
@@ -32,7 +33,7 @@ for _, one in ipairs(waiting) do
   redis.call('XDEL', jobs_resume, one.entry)
   redis.call('ZREM', age_index, one.gid)
   expire_group({record = groups .. one.gid, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
-    bytes = bytes}, one.gid, retryable)
+    bytes = bytes}, one.gid, retryable, cut)
   tokens = tokens + one.tokens
 end
 if #waiting > 0 then

@@ -55,13 +55,13 @@ if not held[2] and kind == 'expired' then
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
 end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
-local is_doomed = false
+local is_doomed, cut = false, 0
 if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
   local oldest = age_of(lineages, each_unit)
   if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
-  local step = num(redis.call('HGET', ledger, 'taken')) + 1
-  is_doomed = threshold and oldest ~= '' and tonumber(oldest) < step - threshold
+  cut = num(redis.call('HGET', ledger, 'taken')) + 1 - (threshold or 0)
+  is_doomed = threshold and oldest ~= '' and tonumber(oldest) < cut
   kind = 'aborted'
 end
 
@@ -78,7 +78,7 @@ if is_doomed then
   redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
   redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
   place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
-    bytes = bytes}, gid, retryable)
+    bytes = bytes}, gid, retryable, cut)
 elseif kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
     local failures = note_failure(progress, workers, worker, lease_ms, message, patience, first)

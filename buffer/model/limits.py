@@ -105,6 +105,8 @@ class LiveLimits(TaskSettings):
 class TaskLimits(TaskSettings):
     """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
 
+    is_gone: bool = False
+    """the config lacks the task now: nothing of it is started, what there is is kept"""
     weight: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
     stale_threshold: Steps | None = None
     """None: that of the run"""
@@ -204,6 +206,18 @@ class RunLimits(LiveLimits):
             from_step=1, weights={name: self.tasks[name].weight for name in self.training_tasks}
         )
         return TaskMix(self.batch_size, [first, *self.reweighted])
+
+    def keeping_tasks_of(self, before: RunLimits) -> RunLimits:
+        """Return these limits with the tasks that only `before` has, which get no share any more.
+
+        Their groups are kept until the task is back, or they are dropped.
+        """
+        gone = {
+            name: task.model_copy(update={"is_gone": True, "weight": 0.0})
+            for name, task in before.tasks.items()
+            if name not in self.tasks
+        }
+        return self.model_copy(deep=True, update={"tasks": {**self.tasks, **gone}})
 
     def newest_weights(self) -> dict[str, float]:
         """Return the weights of the training tasks as they were set last, used by a step or not."""

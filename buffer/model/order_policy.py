@@ -117,7 +117,13 @@ def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | N
             f"the run's order policy {order!r} is not loaded",
             hint="set ReplayBuffer.order_function to load_order(…)",
         )
-    score = float(function(Finished.of(group)))
+    try:
+        score = float(function(Finished.of(group)))
+    except (Exception, SystemExit) as error:  # of the user's code: it is this group's failure
+        raise ConfigError(
+            f"the order policy {order!r} raised {type(error).__name__} for {group.gid}: {error}",
+            hint="return a finite number",
+        ) from error
     if not math.isfinite(score):
         raise ConfigError(
             f"the order policy {order!r} returned {score} for {group.gid}",

@@ -175,6 +175,12 @@ class SampleParams(BaseModel):
         }
         return self.model_copy(update=left)
 
+    def attempt(self, number: int) -> SampleParams:
+        """Return the parameters of a further response or turn, each number with its own seed."""
+        if not number or self.seed is None:
+            return self
+        return self.model_copy(update={"seed": derived_seed(self.seed, "attempt", number)})
+
     def within(self, tokens: int) -> SampleParams:
         """Return the parameters with at most `tokens` tokens for the response."""
         if tokens >= self.max_tokens:

@@ -96,9 +96,7 @@ class MetricsEndpoint:
         try:
             self._server = make_server(host, port, self._answer, _Server, _Quiet)
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port"
-            ) from error
+            raise cannot_listen(host, port, error) from error
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -127,6 +125,13 @@ class MetricsEndpoint:
             return _respond(start, "200 OK", orjson.dumps(page()), "application/json")
         known = ", ".join(["/metrics", *self._pages])
         return _respond(start, "404 Not Found", f"not found; there is {known}\n".encode())
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error for an address that is taken, forbidden, or not of this machine."""
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port or host"
+    )
 
 
 def _respond(

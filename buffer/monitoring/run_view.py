@@ -43,6 +43,8 @@ class TaskView:
     asked: int
     stale_threshold: int
     """staleness from which its groups are expired"""
+    is_gone: bool = False
+    """the run's config lacks it now"""
 
     @property
     def stop_reason(self) -> str:
@@ -177,7 +179,7 @@ class Snapshot:
     @property
     def training(self) -> list[TaskView]:
         """Tasks that a train step takes from."""
-        return [task for task in self.tasks if not task.is_eval]
+        return [task for task in self.tasks if not (task.is_eval or task.is_gone)]
 
     @property
     def troubles(self) -> list[str]:
@@ -306,6 +308,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         staleness={} if is_eval else counts,
         asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
+        is_gone=run.limits.tasks[name].is_gone,
     )
 
 

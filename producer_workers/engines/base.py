@@ -143,7 +143,8 @@ class SupportsStructure(Protocol):
 
 def structures(engine: object) -> bool:
     """Return whether `engine` constrains responses to a structure."""
-    return isinstance(engine, SupportsStructure) and engine.structures_output
+    # not by isinstance: from Python 3.12 on, it does not see the attributes behind a wrapper
+    return bool(getattr(engine, "structures_output", False))
 
 
 @runtime_checkable
@@ -228,16 +229,17 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
     if not media:
         yield
         return
-    if not isinstance(engine, ShowsImages):
+    images: GroupImages | None = getattr(engine, "images", None)
+    if images is None:
         hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
         raise GenerationError(
             f"{gid} has images, which the engine {engine.name} cannot show", hint=hint
         )
-    engine.images.show(gid, media)
+    images.show(gid, media)
     try:
         yield
     finally:
-        engine.images.forget(gid)
+        images.forget(gid)
 
 
 class NoImages:

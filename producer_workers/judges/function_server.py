@@ -1,8 +1,9 @@
 """Run a user's function for the worker that started this process (process_function.py).
 
 A frame is a header, call number and length, and that many bytes. The worker sends a group in the
-wire format, or an empty frame that cancels its call; the answer is JSON: {"result": …} or
-{"error": …, "hint": …}. The first answer, number 0, is the end of the start.
+wire format, or an empty frame that cancels its call. The answer is JSON: {"result": …} or
+{"error": …, "hint": …, "is_last": whether this process is to be replaced}. The first answer,
+number 0, is the end of the start.
 
 A plain function is called in the main thread, one call after the other. The calls of a coroutine
 function run at the same time.
@@ -117,6 +118,7 @@ def _frame(number: int, order: Order, outcome: Outcome) -> bytes:
     try:
         answer = {"result": outcome.unwrap(order["what"])}
     except RolloutMQError as error:
-        answer = {"error": error.message, "hint": error.hint}
+        is_last = isinstance(outcome.error, MemoryError)
+        answer = {"error": error.message, "hint": error.hint, "is_last": is_last}
     data = orjson.dumps(answer)
     return HEADER.pack(number, len(data)) + data

@@ -3,8 +3,8 @@
     call ──▶ a process with room, or a new one ──▶ answer
                  │ over its limit, or interrupted: a plain function's process is killed,
                  │                                 a coroutine is cancelled, or else killed
-                 └ ended by itself (os._exit, a crash): its call has failed; of several calls, each
-                   is repeated alone, in a process of its own, since one of them may have ended it
+                 └ ended by itself (os._exit, a crash): each of its calls is repeated alone, in a
+                   process of its own, since another may have ended it; the second end is its own
 
 Processes are started by exec, never by fork, so they share no engine and no device with the worker.
 Groups travel in the wire format and answers as JSON over a socket pair, never as pickle. The kernel
@@ -55,12 +55,7 @@ main(order)
 
 
 class _Ended(Exception):
-    """A process ended with calls under way. `reason`: how, for people."""
-
-    def __init__(self, reason: str, calls: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.calls = calls
+    """A process ended with calls under way. Its text: how, for people."""
 
 
 class ProcessFunction:
@@ -95,15 +90,16 @@ class ProcessFunction:
             process = self._with_room()
             try:
                 return await process.ask(frame)
-            except _Ended as end:
-                if end.calls == 1:
-                    raise self._failure(end) from end
+            except _Ended:
+                pass
         async with self._alone:
-            process = self._start()
+            process = self._start(is_shared=False)
             try:
                 return await process.ask(frame)
             except _Ended as end:
-                raise self._failure(end) from end
+                raise JudgeError(
+                    f"{self._what} ended its process: {end}", hint="see the log of the worker"
+                ) from end
             finally:
                 process.end("its only call is over")
 
@@ -116,21 +112,19 @@ class ProcessFunction:
         self._processes = [process for process in self._processes if not process.is_ended]
         found = next((each for each in self._processes if each.calls < self._room), None)
         if found is None:
-            found = self._start()
+            found = self._start(is_shared=self._room > 1)
             self._processes.append(found)
         return found
 
-    def _start(self) -> _Process:
-        return _Process(self._order, self._limit_s, is_shared=self._room > 1)
-
-    def _failure(self, end: _Ended) -> JudgeError:
-        return JudgeError(
-            f"{self._what} ended its process: {end.reason}", hint="see the log of the worker"
-        )
+    def _start(self, *, is_shared: bool) -> _Process:
+        return _Process(self._order, self._limit_s, is_shared=is_shared)
 
 
 class _Process:
-    """One process. It is started by the first call, and ends with `end`, or by itself."""
+    """One process, which makes several calls at once if it `is_shared`.
+
+    It is started by the first call, and ends with `end`, or by itself.
+    """
 
     def __init__(self, order: Order, limit_s: float, *, is_shared: bool) -> None:
         self.calls = 0
@@ -169,8 +163,8 @@ class _Process:
             await asyncio.wait({answer}, timeout=CANCEL_S)
             if not answer.done():  # its event loop does not run: perhaps for another call's fault
                 self.end("a call exceeded its limit and cannot be cancelled")
-            if isinstance(end := answer.exception(), _Ended) and end.calls > 1:
-                raise end
+            if isinstance(answer.exception(), _Ended):
+                answer.result()
         raise over_limit(self._order["what"], self._limit_s)
 
     def _give_up(self, number: int) -> None:
@@ -189,6 +183,13 @@ class _Process:
         return answer
 
     async def _start(self) -> None:
+        try:
+            await self._begin()
+        except BaseException:
+            self.end("it did not start")
+            raise
+
+    async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader))
@@ -204,7 +205,6 @@ class _Process:
             )
         done, _ = await asyncio.wait({ready}, timeout=START_S)
         if not done:
-            self.end("it did not start")
             raise JudgeError(f"{self._order['what']} was not imported within {START_S:g} s")
         _result(ready.result())
 
@@ -215,29 +215,36 @@ class _Process:
                 answer = orjson.loads(await reader.readexactly(size))
                 if future := self._answers.pop(number, None):
                     future.set_result(answer)
+                if answer.get("is_last"):
+                    self.end("it ran out of memory, which may be full of what it keeps")
         except (asyncio.IncompleteReadError, OSError):
             self.end("")
 
     def end(self, why: str) -> None:
         """Kill the process with its children, unless it has ended, and fail its calls."""
-        if self.is_ended or self._process is None:
+        if self.is_ended:
             return
         self.is_ended = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()  # at once: it was killed
-        reason = why or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
-        log.info("a process of %s ended: %s", self._order["what"], reason)
+        reason = _kill(self._process) if self._process else "it was not started"
+        log.info("a process of %s ended: %s", self._order["what"], why or reason)
         if self._writer:
             self._writer.close()
-        self._fail_calls(reason)
+        self._fail_calls(why or reason)
 
     def _fail_calls(self, reason: str) -> None:
         left = [answer for answer in self._answers.values() if not answer.done()]
         self._answers.clear()
         for answer in left:
-            answer.set_exception(_Ended(reason, len(left)))
+            answer.set_exception(_Ended(reason))
             answer.exception()  # retrieved, also if nobody waits for it
+
+
+def _kill(process: subprocess.Popen[bytes]) -> str:
+    """End a process with its children, unless it has ended, and return how it ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()  # at once: it was killed
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _result(answer: dict[str, Any]) -> Any:

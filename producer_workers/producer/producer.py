@@ -18,12 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from buffer.batches.memory import MemoryUse
+from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
+from buffer.model.origin import Origin
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
@@ -72,8 +74,10 @@ class AgentLoopManager:
         *,
         slice_size: int = 64,
         curriculum: Curriculum | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self._run = run
+        self._origin = origin
         self._strategies = strategies
         self._curriculum = curriculum
         work = Work()
@@ -94,9 +98,13 @@ class AgentLoopManager:
         """Be the producer of the run during the block.
 
         A thread sends heartbeats, since a data set may take long for a row. Raises RoleHeld while
-        another one is alive, LostRun.
+        another one is alive, LostRun, ConfigError for another `origin`.
         """
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
+        if self._origin:
+            run = self._run
+            for change in record_origin(run.store, run.keys, self._origin, self.nonce):
+                log.warning("continued with another config: %s", change)
         log.info("producing", extra={"run": self._run.name, "tasks": list(self._samplers)})
         limits = self._run.limits
         self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, lambda: None)
@@ -183,6 +191,7 @@ class AgentLoopManager:
         if not state.lanes:
             return 0
         self._refresh_limits()
+        self._report_unknown_tasks()
         progress = self._run.read_progress(self._samplers)
         if self._curriculum:
             self._curriculum.follow(progress, self.nonce)
@@ -195,6 +204,14 @@ class AgentLoopManager:
             return 0
         self._refusal.report("")
         return started
+
+    def _report_unknown_tasks(self) -> None:
+        """Stop the tasks that the trainer's config added after this process read its own."""
+        tasks = self._run.limits.tasks.items() if self._origin else ()
+        for task, limits in tasks:
+            if task not in self._samplers and not limits.is_gone:
+                reason = "the producer's config lacks it: restart the producer with the new config"
+                self._publish(task, TaskStop("broken", 0, reason))
 
     def _refresh_limits(self) -> None:
         before = self._memory

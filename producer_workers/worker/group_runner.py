@@ -260,7 +260,7 @@ class GroupRunner:
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
-        elif status is Status.ABORTED and job in self.doomed:
+        elif status is Status.ABORTED and job in self.doomed and not self._keeps_members(group):
             await self._end_early(job, known_tokens)
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
@@ -270,6 +270,10 @@ class GroupRunner:
             self.tokens += new_tokens
             self.done += status is Status.COMPLETED
             self.failures.succeeded()
+
+    def _keeps_members(self, group: RolloutGroup) -> bool:
+        """Return whether members that are not too old may be kept when the group expires."""
+        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         """Release a group that can serve no train step any more."""

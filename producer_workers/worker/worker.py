@@ -429,7 +429,8 @@ class Worker:
     async def _hand_back(self) -> None:
         """Release, unharmed, the groups that did not end."""
         if isinstance(self._failure, EngineDeadError):
-            # groups that die with their engine release themselves
+            # groups that die with their engine release themselves; judged ones keep their tokens
+            self._judges.interrupt()
             await self._handle_events(HAND_BACK_S, lambda: self._groups)
         for job in await self._groups.cancel_all():
             await self._runner.hand_back(job)

@@ -59,6 +59,7 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
         *_failing(snap),
         *_curriculum(snap),
         *(() if snap.paused_by else _supply(snap)),
+        *_gone(snap),
         *_recovery(snap),
         *_dead(snap),
     ]
@@ -199,7 +200,7 @@ def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
     The workers serve other tasks or lanes, or hang.
     """
     quiet_ms = last_event_ms(snap)
-    waiting = snap.places.get("waiting", 0)
+    waiting = sum(task.account.waiting for task in snap.tasks if not task.is_gone)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     if (
         waiting
@@ -314,6 +315,20 @@ def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
             None,
             "fix the function of [plan] curriculum, and restart the producer",
         )
+
+
+def _gone(snap: Snapshot) -> Iterator[Symptom]:
+    """Report groups that are kept of tasks that the config lacks."""
+    for task in snap.tasks:
+        account = task.account
+        kept = account.waiting + account.completed + account.aborted + account.expired
+        if task.is_gone and kept:
+            fix = (
+                f"`rolloutmq drop --task {account.task} --yes` drops them; with the task in the "
+                "config again, they continue"
+            )
+            what = f"the config lacks task {account.task} now: {plural(kept, 'group')} kept"
+            yield Symptom("note", what, None, fix)
 
 
 def _supply(snap: Snapshot) -> Iterator[Symptom]:

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError, QueryError
+from buffer.groups.record_walk import RecordWalk
 from buffer.model.ids import POOLS
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import locate
@@ -222,7 +223,13 @@ DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
 def drop(
     gid: Annotated[
         str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
-    ],
+    ] = "",
+    task: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="End all groups of a task that the run's config lacks now."
+        ),
+    ] = "",
     revoke: Annotated[
         str,
         typer.Option(
@@ -242,6 +249,12 @@ def drop(
     It is counted as dropped, its payload is freed, and its prompt is not drawn again. A running
     group is refused unless its worker is named with --revoke; one in a batch is always refused.
     """
+    if bool(gid) == bool(task):
+        raise ConfigError("drop needs a group or a task", hint="give either GID or --task NAME")
+    if task:
+        with open_target(redis_url, run_dir, run) as target:
+            _drop_task(target.run, task, yes=yes, as_json=as_json)
+        return
     with open_target(redis_url, run_dir, run) as target:
         where = locate(target.run, gid).where
         if not yes:
@@ -256,3 +269,30 @@ def drop(
         console().print(f"{gid} had been dropped before; nothing was changed")
     else:
         console().print(f"{gid} was {before}; it is dropped")
+
+
+def _drop_task(run: Run, task: str, *, yes: bool, as_json: bool) -> None:
+    """Drop what is left of a task that is gone. Raises ConfigError for one that is not."""
+    if task not in run.limits.tasks or not run.limits.tasks[task].is_gone:
+        gone = [name for name, limits in run.limits.tasks.items() if limits.is_gone]
+        raise ConfigError(
+            f"task {task!r} is not one that the run's config lacks",
+            hint=f"those are: {', '.join(gone) or 'none'}; `rolloutmq drop GID` ends one group",
+        )
+    stages = [
+        (gid, record["stage"]) for gid, record in RecordWalk(run.store, run.keys).records(task)
+    ]
+    free = [gid for gid, stage in stages if stage not in ("running", "taken")]
+    held = len(stages) - len(free)
+    if not yes:
+        raise ConfigError(
+            f"this would end {plural(len(free), 'group')} of task {task}; nothing was changed",
+            hint="pass --yes to do it",
+        )
+    for gid in free:
+        run.jobs.drop(gid)
+    if as_json:
+        emit({"task": task, "dropped": len(free), "held": held})
+    else:
+        left = f"; {held} running or in a batch are left" if held else ""
+        console().print(f"{plural(len(free), 'group')} of task {task} dropped{left}")

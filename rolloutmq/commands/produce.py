@@ -20,6 +20,7 @@ from buffer.config.load import load_config
 from buffer.config.task import is_url
 from buffer.errors import ConfigError, RoleHeld
 from buffer.server.process import follow_owner, log_json
+from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
@@ -30,21 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.worker")
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
-    ),
-]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url",
-        metavar="URL",
-        help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
-    ),
-]
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
 ]
@@ -58,14 +44,6 @@ Workers = Annotated[
     int,
     typer.Option(
         "--workers", min=1, help="Number of processes; each judges one rollout at a time."
-    ),
-]
-Metrics = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[HOST:]PORT",
-        help="Serve metrics of this process there; any host but loopback needs "
-        "ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
 TakeOverId = Annotated[
@@ -88,12 +66,12 @@ def register(app: typer.Typer) -> None:
 
 
 def worker(
-    config: Config,
-    overrides: Set = None,
-    redis_url: Url = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
     worker_id: WorkerId = None,
     take_over: TakeOverId = False,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
 ) -> None:
     """Start one rollout worker.
 
@@ -108,12 +86,12 @@ def worker(
 
 
 def producer(
-    config: Config,
-    overrides: Set = None,
-    redis_url: Url = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
     take_over: TakeOver = False,
     standby: Standby = False,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
 ) -> None:
     """Start the producer.
 
@@ -146,7 +124,10 @@ def producer(
 
 
 def judge(
-    config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    workers: Workers = 1,
 ) -> None:
     """Judge rollouts of tasks whose judging is of kind rq.
 
@@ -175,7 +156,7 @@ def judge(
     JudgePool(url, settings.run.name, judges, workers).run()
 
 
-def problems(config: Config, overrides: Set = None) -> None:
+def problems(config: ConfigPath, overrides: Overrides = None) -> None:
     """Write generated problems to the run's folder, and check what the config names.
 
     They are problems of reasoning-gym data sets, written once; later calls only print their number.
@@ -199,7 +180,10 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
 
 
 def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
+    from buffer.config.fingerprint import origin_of
+    from buffer.control.continuation import check_origin
     from buffer.open_run import open_store, server_url, wait_for_run
+    from producer_workers.build import model_dir
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
@@ -208,7 +192,9 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
         from buffer.monitoring.process_metrics import serve_process
 
         serve_process(name, store, metrics)
-    return wait_for_run(store, settings.run.name)
+    run = wait_for_run(store, settings.run.name)
+    check_origin(run.store, run.keys, origin_of(settings, model_dir(settings)))
+    return run
 
 
 async def _work(

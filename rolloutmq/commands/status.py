@@ -220,6 +220,9 @@ def staleness_text(task: TaskView) -> Text:
     text.append(f"limit {task.stale_threshold - 1}", style="dim")
     if task.too_old:
         text.append(f" · {task.too_old} too old, about to expire", style="yellow")
+    if ended := int(task.number("ended_early")):
+        tokens = count(int(task.number("discarded_tokens")))
+        text.append(f" · {ended} ended early, too old ({tokens} tokens)", style="dim")
     return text
 
 

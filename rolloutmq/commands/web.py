@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from buffer.monitoring.console import console
-from buffer.monitoring.http_endpoint import is_loopback, read_token
+from buffer.monitoring.http_endpoint import cannot_listen, is_loopback, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
 
 EPILOG = """
@@ -70,9 +71,12 @@ def web(
         )
         settings = uvicorn.Config(app, host=host, port=port, log_level="warning")
         server = uvicorn.Server(settings)
-        listening = settings.bind_socket()
-        # before the address is printed, so that a request that comes at once is queued
-        listening.listen()
+        try:
+            # listens before the address is printed, so that a request that comes at once is queued
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
         shown = (name or [host])[0]
         # the token follows the #: browsers do not send that part, so servers do not log it
         console().print(

@@ -15,28 +15,15 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.server.process import follow_owner, log_json
-from rolloutmq.options import AsJson
+from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
 
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
-    ),
-]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url",
-        metavar="URL",
-        help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
-    ),
-]
+log = logging.getLogger("rolloutmq.trainer")
+
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Fence another trainer that is still alive.")
 ]
@@ -52,16 +39,6 @@ ChaosFlag = Annotated[
 ]
 
 
-Metrics = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[HOST:]PORT",
-        help="Serve metrics of this process there; any host but loopback needs "
-        "ROLLOUTMQ_METRICS_TOKEN.",
-    ),
-]
-
-
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
@@ -72,9 +49,9 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    config: Config,
-    overrides: Set = None,
-    redis_url: Url = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
     chaos: ChaosFlag = False,
     regenerate: Regenerate = False,
 ) -> None:
@@ -96,7 +73,10 @@ def run(
 
 
 def create(
-    config: Config, overrides: Set = None, redis_url: Url = None, as_json: AsJson = False
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make the run of a config on its server, and start nothing.
 
@@ -116,12 +96,12 @@ def create(
 
 
 def train(
-    config: Config,
-    overrides: Set = None,
-    redis_url: Url = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
     take_over: TakeOver = False,
     regenerate: Regenerate = False,
-    metrics: Metrics = None,
+    metrics: MetricsAddress = None,
 ) -> None:
     """Start the trainer of a run.
 
@@ -146,6 +126,8 @@ def train(
         serve_process("trainer", store, metrics)
     model_dir = settings.policy.model or settings.run.folder / "model"
     run = make_run(store, settings, model_dir, regenerate=regenerate)
+    for change in run.changes:
+        log.warning("continued with another config: %s", change)
     trace_run(run, "trainer")
     if settings.trainer.loop:
         load_object(settings.trainer.loop, kind="loop of a trainer")(
@@ -165,7 +147,7 @@ def train(
         raise typer.Exit(130)
 
 
-def warm_start(config: Config, overrides: Set = None) -> None:
+def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     """Build and warm-start the small model of a config.
 
     The warm start is a short supervised phase on separate problems; the model is kept in the run's

@@ -31,8 +31,9 @@ class Creation:
     server: EmbeddedServer | None
     folder: Path
     model: Path
+    changes: list[str]
 
-    def facts(self) -> dict[str, str | int]:
+    def facts(self) -> dict[str, str | int | list[str]]:
         """Return what programs need to know."""
         return {
             "run": self.name,
@@ -41,6 +42,7 @@ class Creation:
             "url": mask_url(self.url),
             "folder": str(self.folder),
             "model": str(self.model),
+            "changes": self.changes,
         }
 
     def lines(self, command: Sequence[str]) -> list[str]:
@@ -56,6 +58,7 @@ class Creation:
             f"server   {mask_url(self.url)} ({where})",
             f"model    {self.model}",
             f"run      {self.name} {state}; its folder is {self.folder}",
+            *(f"changed  {change}" for change in self.changes),
             "",
             "to start all of its processes on this machine:",
             f"  rolloutmq run {config}",
@@ -80,7 +83,8 @@ def create(
         run = make_run(store, config, model, regenerate=False)
         taken = run.ledger.steps().taken
         store.close()
-    return Creation(run.name, run.nonce, taken, url, server, config.run.folder, model)
+    folder = config.run.folder
+    return Creation(run.name, run.nonce, taken, url, server, folder, model, run.changes)
 
 
 @contextmanager

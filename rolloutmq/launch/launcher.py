@@ -144,6 +144,8 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        for change in run.changes:
+            say(f"changed  {change}", highlight=False)
         self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"

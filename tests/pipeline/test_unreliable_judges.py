@@ -19,6 +19,7 @@ from buffer.model.group import RolloutGroup
 from buffer.model.ids import LANES
 from buffer.model.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from producer_workers.worker import loop_watch
 from producer_workers.worker.group_runner import TaskRunner
@@ -318,3 +319,42 @@ def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
 
     assert asyncio.run(scenario()) == 2
     yard.check()
+
+
+def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:
+    (judged,) = yard.enqueue(1)
+    gate = Gate()
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=gate.score, die_after=3)):
+            await yard.until(lambda: gate.asked == 2)
+            yard.enqueue(1)
+            await yard.until(lambda: not yard.run.fleet.workers())
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(scenario())
+    assert yard.run.record(judged)["status"] == "aborted"
+    assert unjudged(yard.group(judged))
+    yard.check()
+
+
+@pytest.mark.parametrize("fault", [nothing_found, leave])
+def test_an_order_policy_that_does_anything_fails_its_own_group_only(
+    yard: Yard, fault: Any
+) -> None:
+    bad, *_ = yard.enqueue(3)
+
+    def order(group: Any) -> float:
+        return fault() if group.gid == bad else 1.0
+
+    limits = yard.run.limits
+    limits = limits.model_copy(update={"order": "mine:order"})
+    yard.run.buffer._limits = limits
+    yard.run.buffer.order_function = order
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()):
+            await yard.until_places(dead=1, completed=2)
+
+    asyncio.run(scenario())
+    assert "order policy 'mine:order' raised" in str(yard.run.dead_letters.reason(bad))

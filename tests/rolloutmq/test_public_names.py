@@ -18,7 +18,7 @@ PUBLIC = """
     MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
     RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
     ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
-    padded_tensors publish rehearse run_all
+    cheap padded_tensors publish rehearse run_all
 """
 NAMES = PUBLIC.split()
 HEAVY = {"torch", "vllm", "rq", "transformers", "fakeredis"}

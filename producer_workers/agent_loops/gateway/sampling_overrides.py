@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import SampleParams, StructuredOutput, derived_seed
+from buffer.model.rollout import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, structures
 
@@ -57,14 +57,12 @@ class SamplingOverrides:
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
         """Return the parameters of request `number` of a session, limited to `allowed` tokens."""
-        return params.model_copy(
+        return params.attempt(number).model_copy(
             update={
                 "max_tokens": allowed,
                 "min_tokens": 0,
                 "stops": [*params.stops, *self.stops],
                 "structured": self.structured or params.structured,
-                # the same seed would give the same answer again
-                "seed": None if params.seed is None else derived_seed(params.seed, "turn", number),
             }
         )
 

@@ -44,6 +44,7 @@ function showRun() {
       bar("ahead", task.started, task.may_start || task.started, `${task.started} / ${task.may_start}`, task.may_start && task.started >= task.may_start ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
       task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
+      task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,
       task.trouble ? el("p", { class: "bad" }, task.trouble) : null));
   }
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));

@@ -20,7 +20,7 @@ def test_a_silent_worker_is_named_and_a_dead_one_is_not_waited_for(scene: Scene)
     scene.beat([], "w0", ack=state.epoch)
     with pytest.raises(PauseTimeout, match="from w1") as refused:
         scene.run.receipts.wait(state, timeout_s=0.0)
-    assert "rolloutmq fence" in refused.value.hint
+    assert "rolloutmq fence" in refused.value.command_hint
     scene.raw.zadd(scene.keys.workers, {"w1": 1})
     assert scene.run.receipts.wait(state, timeout_s=0.0) < 10.0
 

@@ -7,9 +7,10 @@ import pytest
 from buffer.config.load import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced
+from buffer.model.group import RolloutGroup
 from buffer.model.job import EndedEarly, Job
 from buffer.model.rollout import PolicyVersion, Status
-from tests.buffer.scene import FIRST, Scene
+from tests.buffer.scene import FIRST, Scene, rollout
 
 SECOND = PolicyVersion("l1", 1)
 TOKENS = EndedEarly(tokens=7, unmade_tokens=30, oldest={FIRST.lineage: FIRST.version})
@@ -127,6 +128,23 @@ def test_groups_that_became_too_old_in_the_queue_leave_it(trained: Scene) -> Non
     assert {gid for gid, _ in scene.pool("expired")} == left
     assert scene.record(jobs[3].gid)["stage"] == scene.record(young.gid)["stage"] == "running"
     assert scene.run.janitor.sweep().expired == 0
+    scene.check()
+
+
+def test_members_that_are_not_too_old_keep_their_tokens_in_the_queue(trained: Scene) -> None:
+    """As in a pool; the worker that claims the group restarts the others."""
+    scene = trained
+    scene.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    (job,) = running(scene)
+    states = [rollout(Status.ABORTED, FIRST), rollout(Status.ABORTED, PolicyVersion("l1", 2), 1)]
+    scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, states), 4)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
+    assert scene.run.jobs.expire_waiting("math") == 1
+    record = scene.record(job.gid)
+    assert (record["status"], record["cut"], record["version"]) == ("expired", "1", "")
+    assert record["payload"] == job.token
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
     scene.check()
 
 

@@ -143,6 +143,20 @@ def test_a_call_that_is_not_wanted_any_more_gives_its_process_free() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", ["score", "score_later"])
+def test_a_process_that_ran_out_of_memory_is_replaced(name: str) -> None:
+    async def scenario() -> None:
+        async with judging(name, processes=1) as judge:
+            (before,) = await ask(judge, "pid")
+            (error,) = await ask(judge, "memory")
+            assert "MemoryError" in str(error)
+            while not judge._call._processes[0].is_ended:
+                await asyncio.sleep(0.01)
+            assert await ask(judge, "pid") != [before]
+
+    asyncio.run(scenario())
+
+
 def test_functions_are_called_in_processes_unless_they_are_cheap() -> None:
     auto = JudgingSection()
     assert isinstance(load_worker_judge("gsm8k", auto), FunctionJudge)

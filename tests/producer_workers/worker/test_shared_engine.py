@@ -169,3 +169,5 @@ def test_a_resumed_response_has_another_seed_and_the_same_one_each_time() -> Non
     assert params.after(7) == params.after(7)
     assert (params.after(30).max_tokens, params.after(30).min_tokens) == (20, 0)
     assert SampleParams().after(7).seed is None
+    assert params.attempt(0) == params
+    assert len({params.attempt(number).seed for number in range(50)} | seeds) == 99

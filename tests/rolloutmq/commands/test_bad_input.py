@@ -64,6 +64,17 @@ def test_nothing_listens_at_the_url() -> None:
     )
 
 
+@pytest.mark.parametrize("name", [("web", "--port"), ("metrics", "--serve", "--port")])
+def test_a_port_that_is_taken(scene: Scene, command: Command, name: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check(command(*name, str(port)), 2, f"cannot listen on 127.0.0.1:{port}", "another port")
+
+
+def test_a_host_of_another_machine(scene: Scene, command: Command) -> None:
+    check(command("web", "--host", "192.0.2.1"), 2, "cannot listen on 192.0.2.1:9465")
+
+
 def test_url_of_no_server() -> None:
     check(
         rolloutmq("status", "--redis-url", "http://localhost"),

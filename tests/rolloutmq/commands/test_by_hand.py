@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from buffer.model.ids import group_id
+from buffer.model.limits import TaskLimits
+from buffer.run import Run
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 
@@ -81,3 +83,21 @@ def test_what_cannot_be_moved_is_told(scene: Scene, command: Command) -> None:
         done = command(*arguments)
         assert done.returncode == code, done
         assert words in done.stderr
+
+
+def test_the_groups_of_a_task_that_is_gone_are_dropped_by_name(
+    scene: Scene, command: Command
+) -> None:
+    run = scene.run
+    assert command("drop", "--task", "math", "--yes").returncode == 2
+    assert command("drop", "--yes").returncode == 2
+    tasks = {"other": TaskLimits()}
+    limits = run.limits.model_copy(update={"tasks": tasks})
+    Run.create(run.store, run.name, run.nonce, limits)
+    notes = json_of(command("doctor", "--json"))["runs"][run.name]
+    assert any("the config lacks task math now" in note["what"] for note in notes)
+    assert "--yes" in command("drop", "--task", "math").stderr
+    done = json_of(command("drop", "--task", "math", "--yes", "--json"))
+    assert done["dropped"] > 0
+    assert json_of(command("drop", "--task", "math", "--yes", "--json"))["dropped"] == 0
+    assert Run.open(run.store, run.name).account.fsck().clean

@@ -1,0 +1,115 @@
+"""What gives the draws of a run their meaning, and how a config that continues the run may differ.
+
+A draw is a number: the data set, the seed and the tokenizer make a prompt of it. With others, draws
+that were trained would mean other prompts. So the run records them when it is created, and every
+process that reads a config compares it with that record before it does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+FIELD = "origin"
+"""The field of the run's `meta` that holds the record as JSON."""
+
+
+class TaskOrigin(BaseModel):
+    """What one task draws from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    data: str | None = None
+    """fingerprint of the data set; None if no process has seen it"""
+    eval_of: str | None = None
+    shuffle: bool = True
+    prompt_repeat_k: int = 1
+
+
+class Origin(BaseModel):
+    """What a run draws from. Fingerprints are None if no process has seen the files."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seed: int = 0
+    tokenizer: str | None = None
+    """fingerprint of the tokenizer and its chat template"""
+    architecture: str | None = None
+    """fingerprint of the model's shape"""
+    tasks: dict[str, TaskOrigin] = {}
+    """every task that the run ever had"""
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, str]) -> Origin | None:
+        """Return the record in a run's meta hash; None for a run that has none that can be read."""
+        try:
+            return cls.model_validate_json(meta[FIELD])
+        except (KeyError, ValidationError):
+            return None
+
+    def contradictions(self, other: Origin) -> Iterator[str]:
+        """Yield why a process with `other` would break the guarantees of a run with this record."""
+        if other.seed != self.seed:
+            yield f"[run] seed is {other.seed}, the run was made with {self.seed}"
+        if _differ(self.tokenizer, other.tokenizer):
+            yield "[policy] model has another tokenizer or chat template"
+        if _differ(self.architecture, other.architecture):
+            yield "[policy] model has another architecture or size"
+        for name, task in other.tasks.items():
+            if name in self.tasks:
+                yield from _task_contradictions(name, self.tasks[name], task)
+            elif task.eval_of is None and (former := self._former_name(task, other)):
+                yield f"task {former} is named {name} now, and would draw the same prompts again"
+
+    def _former_name(self, task: TaskOrigin, other: Origin) -> str | None:
+        """Return the task that `other` lacks and that draws from the same data, if there is one."""
+        if task.data is None:
+            return None
+        return next(
+            (
+                name
+                for name, known in self.tasks.items()
+                if name not in other.tasks and known.data == task.data and known.eval_of is None
+            ),
+            None,
+        )
+
+    def adopting(self, other: Origin, *, draws: bool) -> Origin:
+        """Return this record with what `other` adds.
+
+        Group sizes are those of the process that draws the prompts.
+        """
+        tasks = dict(self.tasks)
+        for name, task in other.tasks.items():
+            known = self.tasks.get(name, task)
+            size = task.prompt_repeat_k if draws else known.prompt_repeat_k
+            data = task.data if known.data is None else known.data
+            tasks[name] = task.model_copy(update={"data": data, "prompt_repeat_k": size})
+        return Origin(
+            seed=self.seed,
+            tokenizer=self.tokenizer or other.tokenizer,
+            architecture=self.architecture or other.architecture,
+            tasks=tasks,
+        )
+
+    def resized(self, other: Origin) -> dict[str, tuple[int, int]]:
+        """Return the group sizes that differ in `other`, by task: (before, after)."""
+        return {
+            name: (self.tasks[name].prompt_repeat_k, task.prompt_repeat_k)
+            for name, task in other.tasks.items()
+            if name in self.tasks and self.tasks[name].prompt_repeat_k != task.prompt_repeat_k
+        }
+
+
+def _task_contradictions(name: str, before: TaskOrigin, after: TaskOrigin) -> Iterator[str]:
+    if _differ(before.data, after.data):
+        yield f"[tasks.{name}.dataset] is not the data set that the run draws from"
+    if before.shuffle != after.shuffle:
+        yield f"[tasks.{name}] shuffle is {str(after.shuffle).lower()}: prompts get another order"
+    if before.eval_of != after.eval_of:
+        yield f"[tasks.{name}] eval_of is {after.eval_of!r}, it was {before.eval_of!r}"
+
+
+def _differ(before: str | None, after: str | None) -> bool:
+    return before is not None and after is not None and before != after
