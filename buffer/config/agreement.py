@@ -37,6 +37,25 @@ def disagreements(sections: Mapping[str, Any]) -> Iterator[str]:
             yield from check(**{name: sections[name] for name in names})
 
 
+def restarts_of_stale_work(
+    policy: PolicySection, tasks: TaskSections, strategies: Mapping[str, StrategySection]
+) -> Iterator[str]:
+    """Yield the tasks that may train older rollouts while every update throws unfinished ones away.
+
+    It is allowed, but hardly meant.
+    """
+    for name, task in training(tasks).items():
+        own = policy.max_staleness if task.max_staleness is None else task.max_staleness
+        strategy = strategies[name]
+        keeps = strategy.enable_partial_rollout or strategy.kind == "sync"
+        if policy.pause_mode == "abort" and own and not keeps:
+            yield (
+                f"task {name} has max_staleness = {own}, but [policy] pause_mode = abort without "
+                "[strategy] enable_partial_rollout throws the tokens of unfinished rollouts away "
+                "at every weight update; set enable_partial_rollout = true, or pause_mode = keep"
+            )
+
+
 def training(tasks: TaskSections) -> dict[str, TaskSection]:
     """Return the tasks that are trained on."""
     return {name: task for name, task in tasks.items() if task.eval_of is None}

@@ -8,6 +8,7 @@ from buffer.config.agreement import (
     context_problems,
     disagreements,
     memory_problem,
+    restarts_of_stale_work,
     too_many_problems,
     training,
 )
@@ -75,6 +76,11 @@ class Config(Section):
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""
         return disagreements(dict(self))
+
+    def warnings(self) -> list[str]:
+        """Return what is allowed, but hardly meant."""
+        strategies = {name: self.strategy_of(name) for name in self.tasks}
+        return list(restarts_of_stale_work(self.policy, self.tasks, strategies))
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.

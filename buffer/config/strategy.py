@@ -41,6 +41,12 @@ class StrategySection(Section, TaskSettings):
     wanted, progress=…); once it returns False, the next batch is what is completed; default:
     continue until the batch is complete
     """
+    on_failed_member: Literal["drop", "train"] = "drop"
+    """a rollout that fails is generated again alone, up to max_tries times on a worker. After the
+    last time, drop: its group has used up a try, and starts again as a whole. train: the group is
+    trained without it if at least 2 are left; your trainer must accept smaller groups. Evaluations
+    always drop
+    """
     group_time_limit_s: float | None = Field(None, gt=0, le=YEAR_S)
     """time after which a group on a worker counts as a failed try; default: no limit"""
 

@@ -41,6 +41,10 @@ class TaskProgress:
     """sum of the scores of completed groups, before any is filtered"""
     raw_rewards_count: int = 0
     """number of these scores"""
+    produced_groups: int = 0
+    """groups that were completed or filtered"""
+    produced_ms: int = 0
+    """time that workers held these groups, in sum"""
     produced_samples: int = 0
     """rollouts in submitted groups"""
     produced_tokens: int = 0
@@ -71,6 +75,11 @@ class TaskProgress:
     """draw at which an evaluation ends, however many of its groups failed; 0: none was requested"""
     stopped: str = ""
     """why the scripts start nothing more of the task; empty while they do"""
+
+    @property
+    def seconds_per_group(self) -> float | None:
+        """Return how long a worker takes for a group on average; None before the first."""
+        return self.produced_ms / 1000 / self.produced_groups if self.produced_groups else None
 
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:

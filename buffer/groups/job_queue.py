@@ -271,7 +271,7 @@ class JobQueue:
                 "task": task,
                 "worker": worker,
                 "lease_ms": self._limits.lease_ms,
-                "message": " ".join(text[:200].split()),
+                "message": " ".join(text[:150].split()),
                 "patience": patience,
                 "first": first,
             },

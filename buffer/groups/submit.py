@@ -15,7 +15,7 @@ import numpy as np
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
 from buffer.model import wire
-from buffer.model.group import RolloutGroup
+from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
@@ -134,6 +134,7 @@ class Submission:
             "order": "" if status is Status.FILTERED else self._order(group),
             "lag": self._limits.token_lag(group.task),
             "task": group.task,
+            "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "patience": self._limits.of(group.task).max_consecutive_filtered or "",
             "chunks": ref.chunks,
         }

@@ -70,16 +70,7 @@ redis.call('SREM', holds, gid)
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place
-if is_doomed then
-  redis.call('HINCRBY', record, 'tries', -1)
-  redis.call('HINCRBY', record, 'aborts', 1)
-  redis.call('ZREM', age_index, gid)
-  redis.call('HINCRBY', progress, 'ended_early', 1)
-  redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
-  redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
-  place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
-    bytes = bytes}, gid, retryable, cut)
-elseif kind == 'failed' or kind == 'lost' then
+if kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
     local failures = note_failure(progress, workers, worker, lease_ms, message, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
@@ -90,7 +81,15 @@ elseif kind == 'failed' or kind == 'lost' then
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
 else
   redis.call('HINCRBY', record, 'tries', -1)
-  if kind == 'aborted' then
+  if is_doomed then
+    redis.call('HINCRBY', record, 'aborts', 1)
+    redis.call('ZREM', age_index, gid)
+    redis.call('HINCRBY', progress, 'ended_early', 1)
+    redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
+    redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
+    place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
+      bytes = bytes}, gid, retryable, cut)
+  elseif kind == 'aborted' then
     place = 'pool'
     redis.call('ZREM', age_index, gid)
     local aborts = redis.call('HINCRBY', record, 'aborts', 1)

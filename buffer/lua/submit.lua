@@ -31,6 +31,7 @@
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV task         name
+-- ARGV ms           0..                         time from the group's claims to its result, without that in between
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
 -- ARGV chunks       1..1024
 -- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  of each lineage in the group: its oldest version; of
@@ -59,12 +60,16 @@ redis.call('SREM', holds, gid)
 redis.call('ZREM', age_index, gid)
 -- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
-  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row')
+  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row',
+  'produced_groups', 'produced_ms')
 local arrival = string.format('%010d', num(counts[6]) + 1)
 redis.call('HSET', progress, 'running', int(num(counts[1]) - 1), 'produced_samples', int(num(counts[2]) + samples),
   'produced_tokens', int(num(counts[3]) + tokens),
   'raw_rewards_sum', string.format('%.17g', num(counts[4]) + num(reward_sum)),
   'raw_rewards_count', int(num(counts[5]) + reward_count), 'arrivals', int(num(counts[6]) + 1))
+if status ~= 'aborted' then
+  redis.call('HSET', progress, 'produced_groups', int(num(counts[9]) + 1), 'produced_ms', int(num(counts[10]) + ms))
+end
 -- a filtered group was generated and judged: its task works
 if status ~= 'aborted' and num(counts[7]) > 0 then redis.call('HSET', progress, 'failures_in_row', 0) end
 if status == 'completed' and num(counts[8]) > 0 then redis.call('HSET', progress, 'filtered_in_row', 0) end

@@ -67,6 +67,8 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "staleness": task.staleness,
         "produced_samples": int(task.number("produced_samples")),
         "produced_tokens": int(task.number("produced_tokens")),
+        "produced_groups": int(task.number("produced_groups")),
+        "produced_ms": int(task.number("produced_ms")),
         "mean_reward": task.mean_reward,
         "leases_lost": int(task.number("leases_lost")),
         "failed": int(task.number("failed")),

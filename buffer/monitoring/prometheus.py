@@ -254,6 +254,14 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _task_counter("groups_enqueued", "Groups that were drawn and started.", "enqueued"),
     _task_counter("groups_consumed", "Groups that were handed out in batches.", "consumed"),
     _task_counter("samples_produced", "Rollouts in submitted groups.", "produced_samples"),
+    _task_counter("groups_produced", "Groups that were completed or filtered.", "produced_groups"),
+    _counter(
+        _of_task(
+            "group_seconds",
+            "Time that workers held the produced groups.",
+            lambda task: task.number("produced_ms") / 1000,
+        )
+    ),
     _task_counter("tokens_produced", "Generated tokens; resumed ones once.", "produced_tokens"),
     _task_counter("tries_failed", "Tries that ended in an error or a lost lease.", "failed"),
     _task_counter("leases_lost", "Leases that ran out or were revoked.", "leases_lost"),

@@ -29,8 +29,11 @@ LEDGERS = ("train", "eval")
 _ROLES = {
     f"{role}{suffix}"
     for role in ("trainer", "producer")
-    for suffix in ("", "_seen_ms", "_waited_ms", "_pause_ms", "_pause_buckets", "_closed")
-}
+    for suffix in (
+        "", "_seen_ms", "_waited_ms", "_pause_ms", "_pause_buckets",
+        "_turns", "_doing", "_doing_ms", "_closed",
+    )
+}  # fmt: skip
 """Fields of `control` that change with every heartbeat of a role's holder."""
 
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
+from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, RolloutMQError, WireError
 from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
-from producer_workers.engines.base import Engine
+from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.user_function import describe
 
 
 class SingleTurnAgentLoop:
@@ -52,11 +53,12 @@ class SingleTurnAgentLoop:
     ) -> list[RolloutState]:
         """See `AgentLoop`.
 
-        An error of one rollout cancels the others of the group, then is raised.
+        A rollout whose request is refused, or whose environment raises, has failed alone. Any other
+        error of one rollout cancels the others of the group, then is raised.
         """
         _check_tool_choice(states[0], gid)
         open_ones = [state for state in states if state.status is not Status.COMPLETED]
-        await run_all(self._run(state, engine, gid) for state in open_ones)
+        await run_all(self._attempt(state, engine, gid) for state in open_ones)
         if isinstance(self._judge, GroupJudge):
             await self._judge_together(self._judge, states, open_ones)
         return states
@@ -85,6 +87,16 @@ class SingleTurnAgentLoop:
         for state in ended:
             state.status = Status.COMPLETED
             state.reward = {**(state.reward or {}), **rewards[id(state)]}
+
+    async def _attempt(self, state: RolloutState, engine: Engine, gid: str) -> None:
+        try:
+            await self._run(state, engine, gid)
+        # the environment is a user's code and may raise anything
+        except Exception as error:
+            if isinstance(error, RolloutMQError) and not isinstance(error, GenerationError):
+                raise
+            state.status = Status.FAILED
+            state.error = describe(error)
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         self._begin(state)

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -41,7 +41,13 @@ from producer_workers.judges.user_function import describe
 from producer_workers.worker.failure_backoff import FailureBackoff
 from producer_workers.worker.group_tokens import oldest_weights
 from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
-from producer_workers.worker.restarts import restart_too_old, restart_unfinished
+from producer_workers.worker.restarts import (
+    interrupt,
+    is_interrupted,
+    restart,
+    restart_too_old,
+    restart_unfinished,
+)
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
@@ -59,12 +65,14 @@ class TaskRunner:
     """How a worker treats the groups of one task.
 
     `is_valid_sample`: None accepts every completed group. `group_time_limit_s`: None for no limit.
+    `on_failed_member`: see `generate_each`.
     """
 
     agent_loop: AgentLoop
     partial_rollout: bool = False
     is_valid_sample: GroupFilter | None = None
     group_time_limit_s: float | None = None
+    on_failed_member: Literal["drop", "train"] = "drop"
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -86,6 +94,39 @@ class TaskRunner:
                 raise
             message = f"{gid} took longer than {self.group_time_limit_s:g} s"
             raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
+
+    async def generate_each(
+        self, states: list[RolloutState], engine: Engine, gid: str, tries: int
+    ) -> list[RolloutState]:
+        """Run the agent loop, and again for members that failed, up to `tries` times in all.
+
+        Their siblings keep what they have. A group in which all failed is returned at once. After
+        the last try, the group is returned as it is, or without the failed members if the task
+        trains such groups and at least 2 are left. Raises what `generate` raises.
+        """
+        while True:
+            made = await self.generate(states, engine, gid)
+            failed = {state.index: state.error for state in made if state.status is Status.FAILED}
+            others = [state for state in made if state.index not in failed]
+            if not failed or not others:
+                return made
+            for index, error in failed.items():
+                log.warning("rollout %d failed: %s", index, error, extra={"gid": gid})
+            tries -= 1
+            if any(map(is_interrupted, others)):
+                states = restart(made, failed)
+                for state in states:
+                    if state.index in failed:
+                        interrupt(state)
+                return states
+            if tries > 0:
+                states = restart(made, failed)
+            elif self.on_failed_member == "train" and len({s.index for s in others}) > 1:
+                states = others
+                if all(state.status is Status.COMPLETED for state in others):
+                    return others
+            else:
+                return made
 
     async def is_valid(self, states: list[RolloutState]) -> bool:
         """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
@@ -229,7 +270,8 @@ class GroupRunner:
         given = Given.of(states)
         engine = cast(Engine, self._engine)
         with shown(engine, job.gid, states[0].multimodal):
-            made = await self._runners[job.task].generate(states, engine, job.gid)
+            tries = self._run.limits.max_tries - job.tries + 1
+            made = await self._runners[job.task].generate_each(states, engine, job.gid, tries)
         check_weights(given, made, self._engine.sampled_with)
         self._members[job] = made
         if not self._runners[job.task].partial_rollout:

@@ -191,8 +191,18 @@ def task_text(task: TaskView) -> Text:
         (f"{count(task.started)} of {limit} groups", near),
         (" · produced ", "dim"),
         f"{count(task.number('produced_tokens'))} tokens",
+        *_seconds(task),
         (" · mean reward ", "dim"),
         reward,
+    )
+
+
+def _seconds(task: TaskView) -> list[str | tuple[str, str]]:
+    groups = task.number("produced_groups")
+    return (
+        [(" · ", "dim"), f"{task.number('produced_ms') / 1000 / groups:.1f} s a group"]
+        if groups
+        else []
     )
 
 

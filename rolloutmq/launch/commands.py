@@ -14,7 +14,7 @@ import typer
 from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.server.process import follow_owner, log_json
+from buffer.server.process import OWNER, follow_owner, log_json
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
 
@@ -129,6 +129,8 @@ def train(
     for change in run.changes:
         log.warning("continued with another config: %s", change)
     trace_run(run, "trainer")
+    for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
+        logging.getLogger("rolloutmq.trainer").warning(warning)
     if settings.trainer.loop:
         load_object(settings.trainer.loop, kind="loop of a trainer")(
             run, settings, model_dir, take_over=take_over

@@ -144,6 +144,8 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        for warning in config.warnings():
+            say(f"warning  {warning}", highlight=False)
         for change in run.changes:
             say(f"changed  {change}", highlight=False)
         self._continue_tasks(run)

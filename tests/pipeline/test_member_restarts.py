@@ -9,12 +9,23 @@ import numpy as np
 import pytest
 
 from buffer.control.control import Mode
+from buffer.errors import JudgeError
 from buffer.groups.claim import Claim
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
 from buffer.model.limits import TaskLimits
+from buffer.model.manifest import NotReady
 from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
+from tests.pipeline.yard import (
+    FAST_S,
+    FIRST,
+    LINEAGE,
+    SLOW_S,
+    TASK,
+    WatchedEngine,
+    Yard,
+    versions,
+)
 
 
 def by_member(group: RolloutGroup) -> dict[int, RolloutState]:
@@ -163,3 +174,97 @@ def claim(yard: Yard, worker: str, weights: PolicyVersion, limit: int) -> Claim:
     nonce = new_nonce()
     yard.run.fleet.register(worker, nonce, {"engine": "none"})
     return yard.run.jobs.claim(worker, nonce, new_nonce(), weights, limit)
+
+
+class FailsFor:
+    """Judges every rollout with 1, but raises for one member, `times` times."""
+
+    name = "fails for"
+
+    def __init__(self, index: int, times: int = 1000) -> None:
+        self.index = index
+        self.left = times
+        self.judged: list[int] = []
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        self.judged.append(state.index)
+        if state.index == self.index and self.left:
+            self.left -= 1
+            raise JudgeError("no verdict")
+        return {"score": 1.0}
+
+
+def members_of(engine: WatchedEngine) -> list[str]:
+    return [request.split("/")[1] for request, _, _ in engine.requests]
+
+
+def test_a_member_that_fails_is_generated_again_alone(yard: Yard) -> None:
+    yard.enqueue(1, (10, 10, 10))
+    judge = FailsFor(1, times=2)
+
+    async def scenario() -> list[str]:
+        async with yard.working(yard.worker(judge=judge)) as engine:
+            await yard.until_places(completed=1)
+            return members_of(engine)
+
+    assert sorted(asyncio.run(scenario())) == ["0", "1", "1", "1", "2"]
+    assert sorted(judge.judged) == [0, 1, 1, 1, 2]
+    (record,) = yard.records()
+    assert (record["tries"], record["samples"], record["tokens"]) == ("0", "3", "30")
+    assert yard.counters().get("failed", 0) == 0
+    yard.check()
+
+
+def test_a_group_is_dropped_with_a_member_that_always_fails(make_yard: Callable[..., Yard]) -> None:
+    yard = make_yard(max_tries=2)
+    (gid,) = yard.enqueue(1, (10, 10))
+
+    async def scenario() -> list[str]:
+        async with yard.working(yard.worker(judge=FailsFor(1))) as engine:
+            await yard.until_places(dead=1)
+            return members_of(engine)
+
+    # two tries of the member at the first claim, one at the last
+    assert asyncio.run(scenario()) == ["0", "1", "1", "0", "1"]
+    assert "no verdict" in yard.run.dead_letters.reason(gid)["reason"]
+    yard.check()
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_a_group_is_trained_without_a_member_that_always_fails_if_two_are_left(
+    make_yard: Callable[..., Yard], size: int
+) -> None:
+    yard = make_yard(max_tries=1)
+    (gid,) = yard.enqueue(1, [10] * size)
+
+    async def scenario() -> None:
+        worker = yard.worker(judge=FailsFor(1), on_failed_member="train")
+        async with yard.working(worker):
+            await yard.until_places(**{"completed" if size == 3 else "dead": 1})
+
+    asyncio.run(scenario())
+    if size == 3:
+        assert sorted(by_member(yard.group(gid))) == [0, 2]
+        assert yard.records()[0]["samples"] == "2"
+        taken = yard.run.buffer.take_batch(yard.trainer, 1, {TASK: 1})
+        assert not isinstance(taken, NotReady)
+        (group,) = taken[TASK]
+        assert group.scores.tolist() == [1.0, 1.0]
+    yard.check()
+
+
+def test_a_group_judge_judges_the_members_that_are_left(make_yard: Callable[..., Yard]) -> None:
+    yard = make_yard(max_tries=1)
+    (gid,) = yard.enqueue(1, (10, 11, 12))
+    judge = Ranking()
+
+    async def scenario() -> None:
+        worker = yard.worker(judge=judge, on_failed_member="train")
+        async with yard.working(worker) as engine:
+            engine.refused.add("1")
+            await yard.until_places(completed=1)
+
+    asyncio.run(scenario())
+    assert judge.judged == [2]
+    assert yard.group(gid).scores.tolist() == [10.0, 12.0]
+    yard.check()

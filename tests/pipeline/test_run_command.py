@@ -226,14 +226,16 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
         assert f"{file}:41: not valid JSON" in output
 
 
-def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_bytes(b'{"question": "1 + 1", "answer": 2}\n[]\n')
+def test_another_data_set_ends_the_producer_and_leaves_the_run_intact(
+    live: Site, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(b'{"question": "1 + 1", "answer": 2}\n')
     code, output = live.command(
-        "producer", "--take-over", "--set", f"tasks.sums.dataset.path={bad}"
+        "producer", "--take-over", "--set", f"tasks.sums.dataset.path={other}"
     )
     assert code == 2
-    assert f"{bad}:2: it is a list, not an object" in output
+    assert "[tasks.sums.dataset] is not the data set that the run draws from" in output
 
 
 def test_a_folder_that_is_no_model_is_reported(

@@ -15,6 +15,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
 from buffer.model.distributions import Fixed
+from buffer.model.group import GROUP_TIME
 from buffer.model.rollout import RolloutState, SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -273,3 +274,21 @@ def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(
         mixture.round()
     mixture.run.set(LiveSettings(tasks={"math": LiveTaskSettings(weight=0.0)}))
     assert [job.task for job in mixture.claim()] == ["math"] * 5 + ["code"] * 2
+
+
+def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yard]) -> None:
+    yard = make_yard()
+    yard.enqueue(3, tokens=(5, 5))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()):
+            while yard.places().get("completed", 0) < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    progress = yard.run.read_progress([TASK]).tasks[TASK]
+    assert progress.produced_groups == 3
+    groups = yard.run.buffer.get(3, TASK)
+    spent_s = sum(group.shared.extra[GROUP_TIME] for group in groups)
+    assert abs(progress.produced_ms / 1000 - spent_s) < 0.004
+    assert (progress.seconds_per_group or 0) * 3 == pytest.approx(spent_s, abs=0.004)

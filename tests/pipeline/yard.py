@@ -26,7 +26,7 @@ from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.engines.base import Generation
+from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.user_function import UserFunction
@@ -77,14 +77,17 @@ class Letters:
 
 
 class WatchedEngine(SimulatedEngine):
-    """Notes every request: (id, prompt length, what was asked for)."""
+    """Notes every request: (id, prompt length, what was asked for). `refused`: of these members."""
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         super().__init__(config, version)
         self.requests: list[tuple[str, int, SampleParams]] = []
+        self.refused: set[str] = set()
 
     async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
         self.requests.append((request_id, len(prompt_ids), params))
+        if request_id.split("/")[1:2] and request_id.split("/")[1] in self.refused:
+            raise GenerationError("refused")
         return await super().generate(request_id, prompt_ids, params)
 
 
@@ -174,7 +177,7 @@ class Yard:
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
-            for key in ("is_valid_sample", "group_time_limit_s")
+            for key in ("is_valid_sample", "group_time_limit_s", "on_failed_member")
             if key in options
         }
         if function := chosen.get("is_valid_sample"):

@@ -341,3 +341,15 @@ def test_every_field_of_sample_params_has_a_key() -> None:
     for wrong in ({"presence_penalty": 3}, {"repetition_penalty": 0}):
         with pytest.raises(ValidationError):
             SampleParamsSection(**wrong)
+
+
+def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path: Path) -> None:
+    abort = "policy.pause_mode=abort"
+    stale = "tasks.math.max_staleness=2"
+    (warning,) = load(tmp_path, GOOD, abort, stale).warnings()
+    assert "task math has max_staleness = 2" in warning
+    assert load(tmp_path, GOOD, abort).warnings() == []
+    assert load(tmp_path, GOOD, stale).warnings() == []
+    assert (
+        load(tmp_path, GOOD, abort, stale, "strategy.enable_partial_rollout=true").warnings() == []
+    )

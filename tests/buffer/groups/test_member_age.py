@@ -117,3 +117,27 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
     assert scene.record(job.gid)["tokens"] == "4"
     assert old() == [False, False]
     assert scene.run.account.totals().clean
+
+
+def test_a_group_that_expires_while_it_waits_keeps_members_that_are_not_too_old(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(stale_threshold=3, tail_batch_trigger_size=0)
+    scene.open_trainer()
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = scene.run.buffer.read(job.payload)
+    for state, version in zip(group.states, (0, 2), strict=True):
+        state.response_ids = np.array([5, 6], "<i4")
+        state.logprobs = np.array([-0.5, -0.5], "<f4")
+        state.spans = [VersionSpan(0, 2, version, "l1")]
+        state.status = Status.ABORTED
+    scene.run.buffer.submit("w0", job, type(group)(job.gid, "math", group.states), 4)
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 3)
+    scene.run.janitor.sweep()
+    assert [gid for gid, _ in scene.pool("expired")] == [job.gid]
+    limit = limit_of(scene, job.gid)
+    kept = scene.run.buffer.read(scene.payload(job.gid))
+    assert [limit.is_too_old(state) for state in kept.states] == [True, False]
+    assert scene.run.account.totals().clean

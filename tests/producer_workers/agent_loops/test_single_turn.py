@@ -227,10 +227,17 @@ def test_rollout_without_a_token_fails(tokenizer: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("error", [GenerationError("too long"), EngineDeadError("gone")])
-def test_engine_error_is_passed_on_and_the_rest_is_cancelled(
-    tokenizer: Any, error: Exception
-) -> None:
+def test_a_request_that_is_refused_fails_its_rollout_alone(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.broken = {1: GenerationError("too long")}
+    states = bench.run(group())
+    done = Status.COMPLETED
+    assert [state.status for state in states] == [done, Status.FAILED, done]
+    assert states[1].error == "GenerationError: too long"
+
+
+def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any) -> None:
+    error = EngineDeadError("gone")
     bench = Bench(tokenizer)
     bench.engine.broken = {1: error}
     bench.engine.hangs = True

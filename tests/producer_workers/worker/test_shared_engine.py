@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -139,8 +140,9 @@ def test_tokens_that_nobody_asked_for_or_without_logprobs_are_refused(
         return made
 
     monkeypatch.setattr(engine, "generate", broken)
-    with pytest.raises(GenerationError, match=r"50 tokens where 5 were allowed|finite logprob"):
-        run(SingleTurnAgentLoop(**common(chat)), engine, rollout(5, max_tokens=5))
+    state = run(SingleTurnAgentLoop(**common(chat)), engine, rollout(5, max_tokens=5))
+    assert state.status is Status.FAILED
+    assert re.search(r"50 tokens where 5 were allowed|finite logprob", state.error or "")
 
 
 @pytest.mark.parametrize(
