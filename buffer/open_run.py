@@ -141,8 +141,8 @@ def _restore_nonce(store: Store, config: ConfigFile) -> None:
     nonce = Run.open(store, config.run.name).nonce
     if store.url != embedded_server(config).url:
         raise RunExists(
-            f"run {config.run.name!r} is on this server, and {folder} has no run.json, by which a "
-            "folder knows its run",
+            f"another run named {config.run.name!r} is on this server, or {folder} has lost its "
+            "run.json, by which a folder knows its run",
             hint="choose another [run] name; or, if this folder is that run's, write the file "
             f'again: echo \'{{"nonce": "{nonce}"}}\' > {folder}/run.json',
         )
