@@ -91,7 +91,7 @@ def _cause(record: logging.LogRecord) -> tuple[str, ...] | None:
     frame = error.__traceback__
     while frame and frame.tb_next:
         frame = frame.tb_next
-    line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else str(error)[:80]
+    line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else ""
     return (record.name, str(record.msg), type(error).__name__, line)
 
 

@@ -299,7 +299,7 @@ def _error_age_ms(task: TaskView, snap: Snapshot) -> int | None:
 
 def _fix_of_errors(task: TaskView) -> str:
     return (
-        "the workers' logs have a traceback, and `rolloutmq dead` the reasons; fix the cause, "
+        "`rolloutmq dead` has the reasons in full; fix the cause, "
         f"restart the workers, then run `rolloutmq continue --task {task.account.task}`"
     )
 

@@ -62,7 +62,7 @@ class Creation:
             "",
             "to start all of its processes on this machine:",
             f"  rolloutmq run {config}",
-            "or one by one, in any order:",
+            "or one by one:",
             *([own] if self.server else []),
             f"  rolloutmq producer {config}",
             f"  rolloutmq worker {config}",
