@@ -135,7 +135,7 @@ class LostRun(RunError):
 
 
 class RoleHeld(RunError):
-    """Another trainer or producer of this run still sends heartbeats (I7)."""
+    """Another trainer, producer, or worker of that id still sends heartbeats (I7)."""
 
 
 class ProducerGone(RunError):

@@ -14,7 +14,7 @@ from redis.exceptions import NoPermissionError
 
 from buffer.config.config import ConfigFile
 from buffer.config.fingerprint import origin_of
-from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
+from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.run import Run
@@ -93,13 +93,24 @@ def run_nonce(folder: Path) -> str:
     """
     file = folder / "run.json"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # renamed when it is whole: a process that dies here must not leave half a nonce
-        part = file.with_suffix(".tmp")
-        part.write_bytes(orjson.dumps({"nonce": new_nonce()}))
-        part.rename(file)
-    nonce: str = orjson.loads(file.read_bytes())["nonce"]
+        write_nonce(folder, new_nonce())
+    try:
+        nonce: str = orjson.loads(file.read_bytes())["nonce"]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file} does not contain the nonce of a run",
+            hint="remove it: the next start writes it again, or says how",
+        ) from error
     return nonce
+
+
+def write_nonce(folder: Path, nonce: str) -> None:
+    """Make `folder` that of the run with this nonce."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # renamed when it is whole: a process that dies here must not leave half a nonce
+    part = folder / "run.tmp"
+    part.write_bytes(orjson.dumps({"nonce": nonce}))
+    part.rename(folder / "run.json")
 
 
 def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
@@ -111,11 +122,32 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
+    _restore_nonce(store, config)
     nonce = run_nonce(config.run.folder)
     limits = config.limits(maxmemory)
     path = str(model_dir.resolve())
     origin = origin_of(config, model_dir)
     return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin)
+
+
+def _restore_nonce(store: Store, config: ConfigFile) -> None:
+    """Write a lost run.json again, where the server shows that the run is this folder's.
+
+    Raises RunExists for a run of this name on another server.
+    """
+    folder = config.run.folder
+    if (folder / "run.json").exists() or config.run.name not in Run.names(store):
+        return
+    nonce = Run.open(store, config.run.name).nonce
+    if store.url != embedded_server(config).url:
+        raise RunExists(
+            f"another run named {config.run.name!r} is on this server, or {folder} has lost its "
+            "run.json, by which a folder knows its run",
+            hint="choose another [run] name; or, if this folder is that run's, write the file "
+            f'again: echo \'{{"nonce": "{nonce}"}}\' > {folder}/run.json',
+        )
+    log.warning("%s/run.json was lost, and is written again", folder)
+    write_nonce(folder, nonce)
 
 
 def maxmemory_bytes(store: Store) -> int:

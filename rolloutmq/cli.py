@@ -7,6 +7,8 @@ them when it runs.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -126,9 +128,13 @@ UsageError = cast(
 def main() -> None:
     """Run the command and exit with its code."""
     as_json = "--json" in sys.argv
+    _accept_any_text()
     try:
-        # without --json, typer reports usage errors itself, and prints the usage
-        sys.exit(app(prog_name="rolloutmq", standalone_mode=not as_json))
+        try:
+            # without --json, typer reports usage errors itself, and prints the usage
+            sys.exit(app(prog_name="rolloutmq", standalone_mode=not as_json))
+        finally:
+            sys.stdout.flush()
     except UsageError as error:
         usage: Any = error
         _exit(ConfigError(usage.format_message(), hint="see --help of the command"), as_json=True)
@@ -139,9 +145,40 @@ def main() -> None:
         if missing is None:
             raise
         _exit(missing, as_json=as_json)
+    except OSError as error:
+        known = _describe_file_error(error)
+        _drop_output()
+        _exit(known, as_json=as_json)
     except KeyboardInterrupt:
         # outside of a command; typer exits with 130 for one inside
         sys.exit(130)
+
+
+def _accept_any_text() -> None:
+    """Print `?` for what a terminal in ASCII or ISO-8859-1 cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _describe_file_error(error: OSError) -> RolloutMQError:
+    """Return the error for a file, a folder or an output; raise any other again."""
+    if isinstance(error, BrokenPipeError):
+        # the reader of a pipe wants no more: that is no error
+        _drop_output()
+        sys.exit(1)
+    if error.filename is None and error.errno != errno.ENOSPC:
+        raise error
+    where = "the output" if error.filename is None else error.filename
+    return RolloutMQError(
+        f"{where}: {error.strerror}",
+        hint="check the path, its permissions and the space on its disk",
+    )
+
+
+def _drop_output() -> None:
+    """Discard what is still buffered: Python would fail to write it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import redis
 import typer
 
@@ -116,7 +115,7 @@ def _belongs(folder: Path, run: Run) -> bool:
     Its run.json holds the run's nonce.
     """
     note = folder / "run.json"
-    return note.is_file() and orjson.loads(note.read_bytes()).get("nonce") == run.nonce
+    return note.is_file() and run.nonce.encode() in note.read_bytes()
 
 
 def _folder_of(run: Run, named: Path | None) -> Path | None:

@@ -143,7 +143,7 @@ def sources() -> dict[str, str]:
     for prefix, folder in (("", lua), (_FOLDER, lua / "include")):
         for file in folder.iterdir():
             if file.name.endswith(".lua"):
-                found[prefix + file.name.removesuffix(".lua")] = file.read_text()
+                found[prefix + file.name.removesuffix(".lua")] = file.read_text(encoding="utf-8")
     return found
 
 

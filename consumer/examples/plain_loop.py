@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
+from buffer.errors import ConfigError
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.batches.batch import Batch
@@ -47,6 +48,7 @@ def fit(
     take_over: bool,
 ) -> None:
     """Train any model with any loss, from the newest checkpoint to the last step."""
+    check_temperature(config)
     folder = config.run.folder
     last = config.plan.steps
     checkpoints = CheckpointFolder(folder / "checkpoints")
@@ -102,6 +104,17 @@ def fit(
             log.add_evaluation(last, name, Evaluator().evaluate(groups))
     consumer.finish()
     consumer.close()
+
+
+def check_temperature(config: TrainingConfig) -> None:
+    """Raise ConfigError where rollouts are not sampled from the distribution of `grpo_loss`."""
+    for name in config.training_tasks:
+        if (sampled := config.tasks[name].sample.temperature) != 1:
+            raise ConfigError(
+                f"task {name} is sampled with temperature {sampled:g}, and this loop computes the "
+                "log-probabilities of temperature 1",
+                hint="set the task's sample.temperature to 1, or divide the logits by it",
+            )
 
 
 def batch_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:

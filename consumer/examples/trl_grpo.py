@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` on a run: its optimizer, losses and logging, with the workers' rollouts.
 
-rolloutmq run configs/demo.toml --set run.name=trl --set
+rolloutmq run configs/demo.toml --set run.name=trl --set policy.max_staleness=0 --set
 trainer.loop=consumer.examples.trl_grpo:train
 
 TRL requests a generation once per optimizer step, through its hook `rollout_func`. The hook takes
@@ -26,6 +26,7 @@ from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from consumer.examples.plain_loop import check_temperature
 from consumer.models.model_folder import load_model, load_tokenizer
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
@@ -117,6 +118,8 @@ def complete_checkpoints(folder: Path) -> list[int]:
 
 def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from TRL's newest checkpoint to the last step of the plan."""
+    check_temperature(config)
+    _check_on_policy(run)
     folder = config.run.folder / "trl"
     steps = complete_checkpoints(folder)
     newest = folder / f"checkpoint-{steps[-1]}" if steps else None
@@ -144,6 +147,17 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
     trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     queue.consumer.finish()
     queue.consumer.close()
+
+
+def _check_on_policy(run: Run) -> None:
+    """Refuse stale rollouts: TRL takes its own newest weights for the policy that sampled."""
+    oldest = max(run.limits.horizon(task) for task in run.limits.training_tasks)
+    if oldest > 1:
+        raise ConfigError(
+            f"rollouts of this run may be {oldest - 1} steps old, and TRL corrects for the weights "
+            "that sampled only rollouts of its own vLLM",
+            hint="set [policy] max_staleness = 0, or use the reference trainer",
+        )
 
 
 def _group_size(config: TrainingConfig) -> int:

@@ -50,7 +50,9 @@ def list_groups(
     order: Annotated[
         str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, help="The highest number of rows.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="The highest number of rows.")
+    ] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -129,7 +131,9 @@ DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
 
 def dead(
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="The highest number of rows.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="The highest number of rows.")
+    ] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,

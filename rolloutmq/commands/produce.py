@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ import typer
 
 from buffer.config.load import load_config
 from buffer.config.task import is_url
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RoleHeld
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 
@@ -45,6 +46,9 @@ Workers = Annotated[
         "--workers", min=1, help="Number of processes; each judges one rollout at a time."
     ),
 ]
+TakeOverId = Annotated[
+    bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
+]
 WorkerId = Annotated[
     str | None,
     typer.Option(
@@ -66,6 +70,7 @@ def worker(
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
     worker_id: WorkerId = None,
+    take_over: TakeOverId = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start one rollout worker.
@@ -77,7 +82,7 @@ def worker(
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
     log_json("worker", settings.run.name, name)
     follow_owner()
-    asyncio.run(_work(settings, redis_url, name, metrics))
+    asyncio.run(_work(settings, redis_url, name, metrics, take_over))
 
 
 def producer(
@@ -193,7 +198,11 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
 
 
 async def _work(
-    settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None
+    settings: ProducingConfig,
+    redis_url: str | None,
+    name: str,
+    metrics: str | None,
+    take_over: bool,
 ) -> None:
     from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
@@ -216,8 +225,28 @@ async def _work(
 
     _on_signals(os._exit, 130)
     run = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    if not take_over:
+        await asyncio.to_thread(_await_silence, run, name)
     tracer = trace_run(run, name)
     await engine_restarts.serve(start, work, settings.engine.restarts)
+
+
+def _await_silence(run: Run, worker: str) -> None:
+    """Wait until no live worker has this id: the last one may have died a moment ago.
+
+    Raises RoleHeld if one still sends heartbeats.
+    """
+    first_ms = None
+    while record := next((found for found in run.fleet.workers() if found.id == worker), None):
+        if not record.is_live(run.limits.lease_ms):
+            return
+        first_ms = record.seen_ms if first_ms is None else first_ms
+        if record.seen_ms != first_ms:
+            raise RoleHeld(
+                f"a worker {worker!r} is alive",
+                hint="choose another --id, or replace that worker with --take-over",
+            )
+        time.sleep(run.limits.heartbeat_ms / 4000)
 
 
 def _on_signals(do: Callable[..., object], *args: object) -> None:

@@ -33,55 +33,79 @@ _PAUSE = (
     "What an update does to running groups: keep, partial (abort, and resume "
     "their tokens), abort or drain"
 )
-Workers = Annotated[int, typer.Option(min=1, help="Rollout workers, with one engine each.")]
+Workers = Annotated[
+    int, typer.Option(min=1, max=1024, help="Rollout workers, with one engine each.")
+]
 Sequences = Annotated[
-    int, typer.Option(min=1, help="Sequences that an engine generates concurrently.")
+    int, typer.Option(min=1, max=65_536, help="Sequences that an engine generates concurrently.")
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, help="Groups that a worker holds.  [default: as many as its engine fits]"),
+    typer.Option(
+        min=1, max=1024, help="Groups that a worker holds.  [default: as many as its engine fits]"
+    ),
 ]
-GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts per prompt.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Groups per train step.")]
+GroupSize = Annotated[int, typer.Option(min=1, max=4096, help="Rollouts per prompt.")]
+BatchSize = Annotated[int, typer.Option(min=1, max=1024, help="Groups per train step.")]
 Median = Annotated[
-    float, typer.Option(min=1, help="Tokens per response: median of a lognormal distribution.")
+    float,
+    typer.Option(
+        min=1, max=10_000_000, help="Tokens per response: median of a lognormal distribution."
+    ),
 ]
 Sigma = Annotated[
-    float, typer.Option(min=0, help="Sigma of that distribution: 0.5 is mild, 1 has a long tail.")
+    float,
+    typer.Option(min=0, max=10, help="Sigma of that distribution: 0.5 is mild, 1 has a long tail."),
 ]
 Long = Annotated[
     int | None,
-    typer.Option("--long", min=1, help="Use two lengths instead: --median and this one."),
+    typer.Option(
+        "--long", min=1, max=10_000_000, help="Use two lengths instead: --median and this one."
+    ),
 ]
 LongShare = Annotated[
     float, typer.Option(min=0, max=1, help="Share of responses with the length --long.")
 ]
-Longest = Annotated[int, typer.Option(min=1, help="Length at which responses are cut off.")]
+Longest = Annotated[
+    int, typer.Option(min=1, max=10_000_000, help="Length at which responses are cut off.")
+]
 Trace = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="JSONL file with lengths or latencies that you measured."),
 ]
 TokensPerS = Annotated[
-    float, typer.Option(min=0.001, help="Tokens per second of one sequence in a busy engine.")
+    float,
+    typer.Option(
+        min=0.001, max=1_000_000, help="Tokens per second of one sequence in a busy engine."
+    ),
 ]
-FirstTokenS = Annotated[float, typer.Option(min=0, help="Seconds to the first token of a request.")]
-StepS = Annotated[float, typer.Option(min=0, help="Seconds per train step.")]
+FirstTokenS = Annotated[
+    float, typer.Option(min=0, max=1_000_000, help="Seconds to the first token of a request.")
+]
+StepS = Annotated[float, typer.Option(min=0, max=1_000_000, help="Seconds per train step.")]
 SyncS = Annotated[
     float,
-    typer.Option(min=0, help="Seconds per weight update, during which workers and trainer wait."),
+    typer.Option(
+        min=0,
+        max=1_000_000,
+        help="Seconds per weight update, during which workers and trainer wait.",
+    ),
 ]
-SyncInterval = Annotated[int, typer.Option(min=1, help="Train steps between two weight updates.")]
+SyncInterval = Annotated[
+    int, typer.Option(min=1, max=1_000_000, help="Train steps between two weight updates.")
+]
 Staleness = Annotated[
-    list[int] | None, typer.Option(min=0, help="max_staleness; repeatable.  [default: 0, 1, 2, 4]")
+    list[int] | None,
+    typer.Option(min=0, max=1_000_000, help="max_staleness; repeatable.  [default: 0, 1, 2, 4]"),
 ]
 Pause = Annotated[
     list[str] | None, typer.Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")
 ]
 OverSample = Annotated[
-    float, typer.Option(min=0, help="Groups beyond the batch, as a share of it.")
+    float, typer.Option(min=0, max=10_000, help="Groups beyond the batch, as a share of it.")
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Train steps to simulate.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the lengths.")]
+Steps = Annotated[int, typer.Option(min=1, max=100_000, help="Train steps to simulate.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the lengths.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart (PNG, SVG).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

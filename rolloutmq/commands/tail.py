@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import sys
 import time
 from collections.abc import Iterator
 from typing import Annotated
@@ -9,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
 from buffer.monitoring.console import console, plain
 from buffer.run import Run
@@ -52,7 +55,7 @@ def tail(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow the events of a run, until Ctrl-C."""
+    """Follow the events of a run, until it is finished or Ctrl-C."""
     with open_target(redis_url, run_dir, run) as target:
         screen = console()
         for number, (identity, event) in enumerate(
@@ -67,12 +70,28 @@ def tail(
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
-    """Yield (id, event) without end, from the oldest event on, or only new ones."""
+    """Yield (id, event), from the oldest event on, or only new ones.
+
+    Ends with the run, or once nobody reads the output.
+    """
     last = START if from_start else run.events.newest()
     while True:
-        for identity, event in run.events.read(last, block_ms=_BLOCK_MS):
+        found = run.events.read(last, block_ms=_BLOCK_MS)
+        for identity, event in found:
             last = identity
             yield identity, event
+        if not found and (run.control.state().mode is Mode.FINISH or _is_unread()):
+            return
+
+
+def _is_unread() -> bool:
+    """Return whether the output is a pipe whose reader has ended."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, select.POLLERR)
+    except (OSError, ValueError):  # a test's, or closed: not a pipe
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def event_text(event: Event) -> Text:

@@ -79,6 +79,11 @@ class Child:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     @property
+    def exit_code(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    @property
     def succeeded(self) -> bool:
         """Return whether it ended by itself with exit code 0."""
         return self._process is not None and self._process.poll() == 0

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
-from buffer.errors import RoleHeld, StoreUnavailable
+from buffer.control.control import Mode
+from buffer.errors import Fenced, RoleHeld, StoreUnavailable
 from buffer.monitoring.console import console as open_console
 from buffer.open_run import open_store
 from buffer.run import Run
@@ -71,6 +72,7 @@ class Launcher:
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
+        self._has_other_trainer = False
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -177,7 +179,9 @@ class Launcher:
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
             self._child(
-                f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus)
+                f"worker-{i}",
+                ["worker", "--id", f"worker-{i}", "--take-over"],
+                placement.environment(gpus),
             )
             for i, gpus in enumerate(placement.workers)
         ]
@@ -220,19 +224,49 @@ class Launcher:
         def is_over() -> bool:
             # without a terminal, lines are rare, but processes are checked as often
             for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
-                if self._trainer.succeeded:
+                if self._is_over(run):
                     return True
                 self._report(
                     view,
-                    self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []),
+                    self._keep_alive(run) + (self._strike(run, chaos) if self._with_chaos else []),
                 )
                 time.sleep(POLL_S)
             view.started_s = self._started_s()
-            return self._trainer.succeeded
+            return self._is_over(run)
 
         watch(run, view, self._console, is_over, every_s=0.01)
         if self._with_chaos:
             self._console.print(chaos.outcome)
+
+    def _is_over(self, run: Run) -> bool:
+        if not self._has_other_trainer:
+            return self._trainer.succeeded
+        try:
+            is_finished = run.control.state().mode is Mode.FINISH
+            return is_finished and not run.control.holder("trainer").is_alive
+        except StoreUnavailable:
+            return False
+
+    def _notice_other_trainer(self, run: Run) -> str | None:
+        """Leave the role to a trainer that has fenced this run's own, until that one is gone.
+
+        Everything else of the run is kept for it: the server, the producer and the workers.
+        """
+        if self._trainer.exit_code != Fenced.exit_code:
+            return None
+        try:
+            holder = run.control.holder("trainer")
+            is_finished = run.control.state().mode is Mode.FINISH
+        except StoreUnavailable:
+            return None
+        was_there = self._has_other_trainer
+        self._has_other_trainer = holder.is_alive or (was_there and is_finished)
+        if holder.is_alive and not was_there:
+            return f"another trainer took over ({holder}); the rest of the run continues for it"
+        if was_there and not self._has_other_trainer:
+            self._trainer.start("--take-over")
+            return "the other trainer is gone; trainer restarted"
+        return None
 
     def _started_s(self) -> dict[str, float]:
         return {child.name: child.age_s for child in self._workers if child.pid}
@@ -250,9 +284,12 @@ class Launcher:
             for line in news:
                 self._console.print(line)
 
-    def _keep_alive(self) -> list[str]:
+    def _keep_alive(self, run: Run) -> list[str]:
+        news = [self._notice_other_trainer(run)]
         # this process saw them die, so there is no need to wait until their heartbeats are old
-        news = [self._trainer.keep_alive("--take-over"), self._producer.keep_alive("--take-over")]
+        if not self._has_other_trainer:
+            news.append(self._trainer.keep_alive("--take-over"))
+        news.append(self._producer.keep_alive("--take-over"))
         if self._server and not self._server.is_running:
             self._server.start()
             news.append("server restarted")

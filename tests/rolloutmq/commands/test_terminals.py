@@ -1,0 +1,105 @@
+"""Every option survives every value, and output goes to any terminal, pipe or disk."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from buffer.control.control import Mode
+from buffer.server.embedded import EmbeddedServer
+from rolloutmq.cli import app
+from tests.rolloutmq.conftest import ROOT, Command, rolloutmq
+from tests.rolloutmq.populate import Scene
+
+COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
+ENDLESS = (
+    "top",
+    "tail",
+    "web",
+    "metrics",
+    "gpu-check",
+    "server",
+    "doctor",
+    "drain",
+    "janitor",
+    "run",
+)
+"""Commands that run until they are stopped, take minutes, or look at the whole machine."""
+BAD = ("", "-1", str(2**70), ".")
+
+
+def calls(name: str) -> Iterator[list[str]]:
+    """Return the command with each of its options and arguments wrong in each way."""
+    parameters = COMMANDS[name].params
+    arguments = [one for one in parameters if not one.opts[0].startswith("-")]
+    flags = [one for one in parameters if one.opts[0].startswith("--") and not one.is_flag]
+    for value in BAD:
+        if arguments:
+            yield [name, *([value] * len(arguments))]
+        for flag in flags:
+            if flag.opts[0] not in ("--redis-url", "--run-dir"):
+                yield [name, *(["math-0000000001"] * len(arguments)), flag.opts[0], value]
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - set(ENDLESS)))
+def test_no_option_ends_in_a_traceback(command: Command, scene: Scene, name: str) -> None:
+    for call in calls(name):
+        takes_run_dir = any("--run-dir" in one.opts for one in COMMANDS[name].params)
+        with limited(20):
+            done = command(*call) if takes_run_dir else command(*call, cwd=ROOT)
+        assert "Traceback" not in done.stderr, call
+        assert done.returncode in (0, 1, 2, 3, 4, 5, 6), call
+
+
+def test_any_terminal_gets_the_screen(server: EmbeddedServer, scene: Scene) -> None:
+    done = rolloutmq("status", "--run-dir", str(server.folder), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+def test_a_full_disk_is_one_line(server: EmbeddedServer, scene: Scene) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rolloutmq", "status", "--run-dir", str(server.folder)],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "error: the output: No space left on device"
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = rolloutmq("run", "configs/demo.toml", "--set", f"run.dir={tmp_path / 'file'}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_tail_ends_with_its_run(server: EmbeddedServer, scene: Scene) -> None:
+    scene.run.control.set_mode("operator", Mode.FINISH)
+    done = rolloutmq("tail", "--run-dir", str(server.folder), "--from-start")
+    assert done.returncode == 0
+    assert done.stdout
