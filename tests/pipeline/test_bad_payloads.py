@@ -39,8 +39,9 @@ def dead(yard: Yard) -> dict[str, str]:
 
 def test_prompts(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
-    bad = yard.enqueue(len(KINDS))
-    good = yard.enqueue(3)
+    # in turns: a worker of which every try fails pauses between its claims
+    gids = yard.enqueue(2 * len(KINDS))
+    bad, good = gids[::2], gids[1::2]
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
         yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
@@ -112,8 +113,8 @@ async def _serve(yard: Yard, answers: dict[str, bytes], judge_from_function: Any
 
 def test_answers_of_a_judge(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
-    bad = yard.enqueue(len(KINDS))
-    good = yard.enqueue(3)
+    gids = yard.enqueue(2 * len(KINDS))
+    bad, good = gids[::2], gids[1::2]
     answers = {gid: REWARD[kind](GOOD) for gid, kind in zip(bad, KINDS, strict=True)}
 
     async def judged(url: str) -> None:
