@@ -158,7 +158,8 @@ class Snapshot:
     @property
     def judging(self) -> int:
         """Running groups that only wait for their judge, as the live workers report them."""
-        return sum(worker.judging for worker in self.live_workers)
+        # heartbeats are older than the number of leases, and the line shows both
+        return min(self.leases, sum(worker.judging for worker in self.live_workers))
 
     @property
     def pauses(self) -> Histogram:

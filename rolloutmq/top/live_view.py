@@ -113,6 +113,8 @@ class LiveView:
 
     def _loading(self, snap: Snapshot) -> list[str]:
         """Return a line for each worker that was started and has not joined yet."""
+        if snap.mode == "finish":
+            return []
         joined = {worker.id for worker in snap.live_workers}
         return [
             f"{name} loads its engine, {age(1000 * seconds)}"
