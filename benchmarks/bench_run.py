@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from benchmarks import sample
 from benchmarks.server import BenchServer
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.keys import Keys
 

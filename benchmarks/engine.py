@@ -23,11 +23,11 @@ from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from buffer.config.engine import VllmConfig
 from buffer.config.warm_start import TinyModelConfig
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -35,8 +35,8 @@ from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
+from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.load import load_judge
-from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "math"

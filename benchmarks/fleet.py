@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.engine import SimulatedConfig
-from buffer.model.distributions import Fixed
-from buffer.model.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.rollout import FIRST_WEIGHTS, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -22,10 +22,10 @@ from benchmarks.figure import Figure
 from benchmarks.fleet import Meter, read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
-from buffer.model.distributions import Bimodal, Distribution, LogNormal
 from buffer.model.ids import group_id
-from buffer.model.rollout import PolicyVersion
-from buffer.model.staleness import staleness
+from buffer.rollouts.distributions import Bimodal, Distribution, LogNormal
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.simulation.event_model import simulate

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.figure import Way
 from benchmarks.server import BenchServer
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 
 STREAM = "naive:stream"
 

@@ -15,7 +15,7 @@ from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import RolloutState, SampleParams
+from buffer.rollouts.rollout import RolloutState, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer

@@ -9,9 +9,9 @@ from benchmarks import naive, sample
 from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, per_second, ratio
 from benchmarks.server import BenchServer
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.job import Job
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
 from consumer.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75

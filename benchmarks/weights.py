@@ -25,7 +25,7 @@ from buffer.config.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
@@ -34,7 +34,7 @@ from buffer.weights.transport import WeightsSender
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.worker.engine_control import ControlledEngine, WeightSource
+from producer_workers.group_runs.engine_control import ControlledEngine, WeightSource
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),

@@ -16,7 +16,7 @@ from buffer.config.config import ConfigFile
 from buffer.config.fingerprint import origin_of
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import FIRST_WEIGHTS
+from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.server.check import Finding, require_all_safe
 from buffer.server.embedded import EmbeddedServer

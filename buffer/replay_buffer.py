@@ -18,14 +18,14 @@ from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
-from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from buffer.query.scan import GroupScan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unknown_reply
 

@@ -27,10 +27,10 @@ from buffer.maintenance.janitor import Janitor
 from buffer.model.ids import new_nonce
 from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
 from buffer.model.origin import Origin
-from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from buffer.config.config import TrainingConfig
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender

@@ -5,7 +5,7 @@
     consumer.open(position=position)
     for step in range(position.step + 1, 101):
         batch = consumer.take_batch(step, {"math": 16})     # blocks until 16 groups are ready
-        train(batch.groups)                                  # numpy columns, see buffer.model.group
+        train(batch.groups)                                  # numpy columns: RolloutGroup
         position.add(batch.manifest)
         save_checkpoint(step, position.model_dump_json())    # yours; only then:
         consumer.commit(step, keep=oldest_checkpoint_kept)
@@ -33,9 +33,9 @@ from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from buffer.batches.position import Position
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import CheckpointNow, Fenced, PayloadMissing, RolloutMQError, WireError
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.store.payloads import checksum
 from consumer.batches.batch import Batch, Stopped

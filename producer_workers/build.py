@@ -20,8 +20,8 @@ from buffer.config.strategy import FILTERS
 from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.monitoring.tracing import Tracer
+from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
@@ -37,20 +37,20 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
+from producer_workers.group_runs.group_runner import TaskRunner
+from producer_workers.group_runs.loop_result import GroupFilter, load_sample_filter
 from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_judge, load_worker_judge, make_judge, runs_inline
-from producer_workers.judges.process_function import ProcessFunction
-from producer_workers.judges.user_function import UserFunction
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import load_should_continue, strategies_of
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_result import GroupFilter, load_sample_filter
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 

@@ -18,10 +18,11 @@ from rolloutmq import own_packages as own_packages
 from buffer.batches.position import Position
 from buffer.control.control import Mode
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.group import RolloutGroup
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
-from buffer.model.rollout import (
+from buffer.replay_buffer import ReplayBuffer
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import (
     MediaRef,
     PolicyVersion,
     RolloutState,
@@ -30,7 +31,6 @@ from buffer.model.rollout import (
     ToolCall,
     VersionSpan,
 )
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -45,9 +45,9 @@ from producer_workers.agent_loops.multi_turn import Answer, Environment, MultiTu
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.engines.base import Engine
-from producer_workers.judges.cheap import cheap
 from producer_workers.judges.judge import GroupJudge, Judge
 from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.user_code.cheap import cheap
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import RehearsalError, rehearse
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from buffer.config.engine import SimulatedConfig
 from buffer.errors import RolloutMQError
-from buffer.model.distributions import Fixed
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import FIRST_WEIGHTS, SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
@@ -30,11 +30,11 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"

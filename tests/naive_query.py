@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from buffer.model.rollout import Status
 from buffer.query.record import STAGES
+from buffer.rollouts.rollout import Status
 
 NUMBERS = (
     "staleness",

@@ -109,12 +109,12 @@ def test_who_loads_code_by_name_is_known() -> None:
         "producer_workers/agent_loops/toolbox.py",
         "producer_workers/datasets/open.py",
         "producer_workers/datasets/records.py",
-        "producer_workers/judges/function_server.py",
+        "producer_workers/user_code/function_server.py",
         "producer_workers/judges/load.py",
         "producer_workers/producer/curriculum.py",
         "producer_workers/producer/strategy.py",
         "producer_workers/user_functions.py",
-        "producer_workers/worker/loop_result.py",
+        "producer_workers/group_runs/loop_result.py",
         "rolloutmq/launch/commands.py",
     }
     found = set()

@@ -15,10 +15,10 @@ import torch
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
 from buffer.control.fleet import HeartbeatReport, WorkerState
-from buffer.model import wire
 from buffer.model.ids import group_id, new_nonce
-from buffer.model.rollout import PolicyVersion
 from buffer.open_run import wait_for_run
+from buffer.rollouts import wire
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.producer.strategy import contexts

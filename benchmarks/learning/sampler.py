@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.learning.sums import MAX_TOKENS, problem
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.models.model_folder import load_model, load_tokenizer
 
 

@@ -17,7 +17,7 @@ from buffer.config.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender

@@ -20,7 +20,7 @@ from buffer.config.strategy import StrategySection
 from buffer.config.task import TaskSection
 from buffer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
 from buffer.config.worker import ProducerSection, WorkerSection
-from buffer.model.staleness import stale_threshold
+from buffer.rollouts.staleness import stale_threshold
 
 TaskSections = Mapping[str, TaskSection]
 

@@ -31,7 +31,7 @@ from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.model.staleness import stale_threshold
+from buffer.rollouts.staleness import stale_threshold
 
 
 class Config(Section):

@@ -20,7 +20,7 @@ from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
-from buffer.model.staleness import stale_threshold
+from buffer.rollouts.staleness import stale_threshold
 from buffer.store.url import SCHEMES, mask_url
 from buffer.weights.registry import TransportName
 

@@ -13,10 +13,10 @@ from buffer.config.run_settings import Name
 from buffer.config.section import YEAR_S, Count, Section
 from buffer.config.strategy import StrategySection
 from buffer.model.byte_size import format_size
-from buffer.model.compression import MAX_BYTES
 from buffer.model.dotted_path import is_dotted_path
-from buffer.model.rollout import SampleParams, StructuredOutput
-from buffer.model.wire_schema import MAX_MEMBERS
+from buffer.rollouts.compression import MAX_BYTES
+from buffer.rollouts.rollout import SampleParams, StructuredOutput
+from buffer.rollouts.wire_schema import MAX_MEMBERS
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""

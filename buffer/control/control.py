@@ -22,7 +22,7 @@ from buffer.control.work import Work
 from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.replies import opened, unfenced
 from buffer.store.store import Store

@@ -21,7 +21,7 @@ from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 

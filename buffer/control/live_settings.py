@@ -15,8 +15,8 @@ from buffer.config.problems import FIXED
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.staleness import stale_threshold
 from buffer.model.task_mix import Reweighting, newest_parts
+from buffer.rollouts.staleness import stale_threshold
 
 _BY_WORKERS = (
     "each worker reads it when it starts; change the config, then restart the workers one by one"

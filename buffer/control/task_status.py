@@ -21,7 +21,7 @@ from typing import Literal, cast
 
 from buffer.control.control import ControlState, Mode, shorten_reason
 from buffer.model.limits import RunLimits
-from buffer.model.staleness import staleness
+from buffer.rollouts.staleness import staleness
 from buffer.store.keys import Keys
 from buffer.store.replies import unfenced
 from buffer.store.store import Store

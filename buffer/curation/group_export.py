@@ -17,11 +17,11 @@ from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
 from buffer.groups.record_walk import Record, RecordWalk
 from buffer.model.job import PayloadRef
-from buffer.model.staleness import staleness
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
 from buffer.replay_buffer import ReplayBuffer
+from buffer.rollouts.staleness import staleness
 from buffer.store.keys import Keys
 from buffer.store.replies import Advance, no_advance
 from buffer.store.store import Store

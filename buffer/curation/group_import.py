@@ -14,10 +14,10 @@ from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
 from buffer.groups.intake import Intake
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
+from buffer.rollouts.group import RolloutGroup
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance

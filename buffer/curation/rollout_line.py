@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.errors import WireError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, SampleParams, Status, VersionSpan
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

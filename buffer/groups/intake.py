@@ -16,14 +16,14 @@ import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
 from buffer.groups.submit import order_argument
-from buffer.model import wire
 from buffer.model.byte_size import format_size
-from buffer.model.group import RolloutGroup, prompt_of
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
-from buffer.model.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup, prompt_of
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.store.replies import unknown_reply

@@ -18,7 +18,7 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, sta
 from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unfenced

@@ -13,13 +13,13 @@ from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.order_index import expire_all
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import POOLS, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
-from buffer.model.staleness import AgeLimit
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.staleness import AgeLimit
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import unknown_reply

@@ -14,12 +14,12 @@ import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
-from buffer.model import wire
-from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
-from buffer.model.rollout import Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import GROUP_TIME, RolloutGroup
+from buffer.rollouts.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
 from buffer.store.replies import unknown_reply

@@ -1,1 +1,1 @@
-"""What a group is: ids, rollouts, limits, staleness, order policies and the wire format."""
+"""Ids, jobs, limits, manifests, order policies and other values that all rooms share."""

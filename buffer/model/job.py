@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
+from buffer.rollouts.group import RolloutGroup
 
 ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
 

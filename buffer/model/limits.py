@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from buffer.model.byte_size import Bytes
-from buffer.model.compression import Compression
 from buffer.model.task_mix import Reweighting, TaskMix, allocate
+from buffer.rollouts.compression import Compression
 
 SCHEMA = "2"
 """Version of keys, scripts and payloads; a client refuses a run of another one."""
@@ -159,8 +159,7 @@ class RunLimits(LiveLimits):
     wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""
     compression: Compression = "none"
-    """compression of new payloads; payloads of any kind can be read (buffer/model/compression.py)
-    """
+    """compression of new payloads; all kinds can be read (buffer/rollouts/compression.py)"""
     tasks: dict[str, TaskLimits] = {}
 
     @model_validator(mode="after")

@@ -21,8 +21,8 @@ import numpy as np
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
+from buffer.rollouts.group import RolloutGroup
 
 BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 

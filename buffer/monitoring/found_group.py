@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import AccountError, ConfigError
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.model.job import PayloadRef
-from buffer.model.rollout import RolloutState
 from buffer.monitoring.json_views import group_json
 from buffer.monitoring.tracing import trace_id
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
 
 _WHY_GONE = {

@@ -8,9 +8,9 @@ from msgspec import to_builtins
 
 from buffer.control.fleet import WorkerRecord
 from buffer.control.role_holder import RoleHolder
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
 from buffer.monitoring.run_view import Snapshot, TaskView
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from buffer.control.fleet import WorkerRecord
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
 from buffer.model.ids import LANES
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 
 BUCKETS = 16

@@ -13,9 +13,9 @@ from buffer.model.ids import group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
-from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.tracing import Tracer, now_ns, open_tracer
 from buffer.replay_buffer import ReplayBuffer
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore

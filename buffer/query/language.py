@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from buffer.errors import QueryError
-from buffer.model.rollout import Status
 from buffer.query.record import STAGES, GroupRecord
+from buffer.rollouts.rollout import Status
 
 MAX_DEPTH = 32
 """Levels of $and and $or that a query may have."""

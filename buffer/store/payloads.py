@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeVar
 from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.model.compression import Compression, compress
 from buffer.model.job import PayloadRef
+from buffer.rollouts.compression import Compression, compress
 from buffer.store.bulk_io import Command, Parts
 from buffer.store.keys import Keys
 from buffer.store.store import Store

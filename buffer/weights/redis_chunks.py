@@ -18,7 +18,7 @@ from typing import IO, Any
 import orjson
 
 from buffer.errors import WireError
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.store.store import Store

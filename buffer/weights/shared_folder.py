@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.new_folder import new_folder
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest

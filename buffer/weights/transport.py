@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 
 Save = Callable[[Path], None]

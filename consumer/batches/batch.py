@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import Manifest
+from buffer.rollouts.group import RolloutGroup
 
 
 class Stopped(Exception):

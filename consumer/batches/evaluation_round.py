@@ -12,9 +12,9 @@ group, and no training counter moves.
 
 from __future__ import annotations
 
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest, NotReady
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.taker import BatchTaker, WaitOptions
 

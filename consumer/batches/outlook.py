@@ -37,7 +37,7 @@ from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
 from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
-from buffer.model.staleness import staleness
+from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.store.retry import OutageClock
 from consumer.batches.batch import Stopped

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Mapping
 
 from buffer.errors import RolloutMQError
-from buffer.model.group import RolloutGroup
 from buffer.model.job import PayloadRef
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")

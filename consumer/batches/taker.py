@@ -18,9 +18,9 @@ from buffer.errors import (
     TaskStopped,
     WireError,
 )
-from buffer.model.group import RolloutGroup
 from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.outlook import BatchOutlook, WaitReason, explain
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import padded_tensors

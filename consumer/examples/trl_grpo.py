@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.examples.plain_loop import check_temperature

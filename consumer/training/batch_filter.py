@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import Status
 from consumer.training.packing import trains_unpredicted
 from consumer.training.routing_replay import RecordedExperts
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.config import TrainingConfig
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import VersionSpan
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import VersionSpan
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.step_log import StepWriter

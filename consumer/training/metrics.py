@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.control.progress import ProduceProgress, TaskProgress
-from buffer.model.group import GROUP_TIME
-from buffer.model.staleness import staleness
+from buffer.rollouts.group import GROUP_TIME
+from buffer.rollouts.staleness import staleness
 from consumer.batches.batch import Batch
 
 POOLS = ("completed", "aborted", "expired")

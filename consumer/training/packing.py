@@ -34,7 +34,7 @@ FLOAT = torch.float32
 
 
 class GroupColumns(Protocol):
-    """The columns of a `buffer.model.group.RolloutGroup` that packing reads.
+    """The columns of a `buffer.rollouts.group.RolloutGroup` that packing reads.
 
     Any object with these attributes can be packed:
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, MediaError, WireError
-from buffer.model.expert_gates import expert_gates, layers_of
+from buffer.rollouts.expert_gates import expert_gates, layers_of
 from buffer.store.media_folder import MediaFolder
 
 Ints = NDArray[np.int64]

@@ -27,7 +27,7 @@ from torch import Tensor
 from buffer.config.config import TrainingConfig
 from buffer.config.learner import AdvantageEstimator
 from buffer.errors import ConfigError
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from consumer.training.advantages import session_advantages, shaped_scores
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.critic import Critic, packed_gae

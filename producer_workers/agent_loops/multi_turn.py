@@ -21,7 +21,7 @@ import numpy as np
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import RolloutState, Status, ToolCall, has_ended
+from buffer.rollouts.rollout import RolloutState, Status, ToolCall, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, RolloutMQError, WireError
-from buffer.model.rollout import RolloutState, Status, has_ended
+from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import AnyJudge, GroupJudge
-from producer_workers.judges.user_function import describe
+from producer_workers.user_code.user_function import describe
 
 
 class SingleTurnAgentLoop:

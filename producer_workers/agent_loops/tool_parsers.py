@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import WireError
-from buffer.model.rollout import StructuredOutput, ToolCall
-from buffer.model.wire_checks import check_nesting
+from buffer.rollouts.rollout import StructuredOutput, ToolCall
+from buffer.rollouts.wire_checks import check_nesting
 
 Tools = Sequence[dict[str, Any]] | None
 """Functions that a model may call, as JSON schemas in OpenAI's form."""

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import ToolCall
+from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
-from producer_workers.judges.sandbox import Limits, run_python
-from producer_workers.judges.user_function import USER_ERRORS, attempt
+from producer_workers.user_code.sandbox import Limits, run_python
+from producer_workers.user_code.user_function import USER_ERRORS, attempt
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")

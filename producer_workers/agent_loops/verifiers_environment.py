@@ -18,9 +18,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.multi_turn import Answer, Turn
-from producer_workers.judges.judge import check_reward
+from producer_workers.user_code.checked_result import check_reward
 
 
 class VerifiersEnvironment:

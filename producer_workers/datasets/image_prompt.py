@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.config.dataset import ImagesSection
 from buffer.errors import ModelError
-from buffer.model.rollout import MediaRef
+from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import MediaFolder
 from producer_workers.datasets.dataset import Problem
 from producer_workers.images.image_file import ImageFile, load_image

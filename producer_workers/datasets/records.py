@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import StructuredOutput
-from buffer.model.wire_checks import check_nesting
+from buffer.rollouts.rollout import StructuredOutput
+from buffer.rollouts.wire_checks import check_nesting
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from buffer.config.engine import EngineConfig
-    from buffer.model.rollout import PolicyVersion
+    from buffer.rollouts.rollout import PolicyVersion
     from producer_workers.engines.base import Engine
 
 

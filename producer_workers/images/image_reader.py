@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from buffer.config.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.model.rollout import MediaRef
+from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import SCHEME, MediaFolder
 from producer_workers.images.image_file import load_image
 

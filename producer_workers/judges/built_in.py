@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import RolloutState
-from producer_workers.judges.sandbox import Limits, run_python
+from buffer.rollouts.rollout import RolloutState
+from producer_workers.user_code.sandbox import Limits, run_python
 
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
@@ -127,7 +127,7 @@ def python_tests(*, response: str, ground_truth: Any, state: object = None) -> d
     `ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input":
     …, "output": …}: what the program gets on stdin, and what it must print (white space at the ends
     of lines aside). The program is the last ```python block of the response, or all of it. It runs
-    in `producer_workers.judges.sandbox`. Raises ValueError where the ground truth is not a test.
+    in `producer_workers.user_code.sandbox`. Raises ValueError where the ground truth is not a test.
     """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):

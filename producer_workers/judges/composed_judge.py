@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from buffer.errors import JudgeError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
 Weighted = Sequence[tuple[AnyJudge, float]]

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from buffer.config.task import JudgingSection
-from buffer.model.rollout import RolloutState
-from producer_workers.judges.judge import check_reward, check_rewards
-from producer_workers.judges.process_function import ProcessFunction
-from producer_workers.judges.user_function import Shape, UserFunction
+from buffer.rollouts.rollout import RolloutState
+from producer_workers.user_code.checked_result import check_reward, check_rewards
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import Shape, UserFunction
 
 LIMIT_S: float = JudgingSection().timeout_s
 

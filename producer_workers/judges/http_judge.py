@@ -17,9 +17,10 @@ import orjson
 
 from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from buffer.store.retry import Backoff
-from producer_workers.judges.judge import check_reward, rollout_fields
+from producer_workers.judges.judge import rollout_fields
+from producer_workers.user_code.checked_result import check_reward
 
 log = logging.getLogger("rolloutmq.judge")
 

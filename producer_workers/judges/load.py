@@ -9,7 +9,6 @@ from typing import Any
 from buffer.config.task import JUDGES, JudgeSpec, JudgingSection, is_url
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from producer_workers.judges.cheap import is_cheap
 from producer_workers.judges.composed_judge import compose
 from producer_workers.judges.function_judge import (
     LIMIT_S,
@@ -20,6 +19,7 @@ from producer_workers.judges.function_judge import (
 )
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
+from producer_workers.user_code.cheap import is_cheap
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:

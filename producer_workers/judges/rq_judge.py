@@ -24,11 +24,12 @@ from rq.results import Result
 
 from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from buffer.store.store import Store
-from producer_workers.judges.judge import check_rewards, rollout_fields
+from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.judges.user_function import over_limit
+from producer_workers.user_code.checked_result import check_rewards
+from producer_workers.user_code.user_function import over_limit
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from buffer.store.store import Store
 from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
-from producer_workers.judges.process_limits import limit_memory, lower
+from producer_workers.user_code.process_limits import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
 

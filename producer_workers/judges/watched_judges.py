@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from buffer.errors import JudgeInterrupted
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.user_function import outcome_of
+from producer_workers.user_code.user_function import outcome_of
 
 T = TypeVar("T")
 

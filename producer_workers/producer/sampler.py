@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import DatasetError, MediaError
-from buffer.model.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.model.ids import group_id
-from buffer.model.rollout import RolloutState, SampleParams, derived_seed
+from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.rollouts.rollout import RolloutState, SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts

@@ -15,10 +15,10 @@ from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
 from buffer.errors import ConfigError, DatasetError, PayloadMissing, WireError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import RolloutState
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
 from buffer.store.payloads import CHUNK_BYTES
 from producer_workers.producer.sampler import Sampler, TooLong

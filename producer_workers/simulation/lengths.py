@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from buffer.errors import DatasetError
-from buffer.model.distributions import Distribution
+from buffer.rollouts.distributions import Distribution
 
 Lengths = Callable[[int], list[int]]
 """Returns the tokens of each rollout of draw n, at least 1."""

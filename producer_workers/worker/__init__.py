@@ -1,1 +1,1 @@
-"""The rollout worker: claims jobs, runs agent loops, submits groups."""
+"""The process of a rollout worker: claims, control state, heartbeats."""

@@ -13,7 +13,7 @@ import threading
 import time
 from types import FrameType
 
-from producer_workers.judges.user_function import LAST_CALLS, attempt, outcome_of
+from producer_workers.user_code.user_function import LAST_CALLS, attempt, outcome_of
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from buffer.model.rollout import RolloutState
 from buffer.monitoring.tracing import Tracer
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge_times import JudgeTimes

@@ -45,19 +45,14 @@ from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.capacity import Capacity, Vacancy
-from producer_workers.worker.contained_tasks import contain_exits
-from producer_workers.worker.control_client import ControlClient, ControlView
-from producer_workers.worker.doomed_groups import DoomedGroups
-from producer_workers.worker.engine_control import ControlledEngine, WeightSource
-from producer_workers.worker.group_runner import GroupRunner, TaskRunner
-from producer_workers.worker.heartbeat import Heartbeat, Reporter
-from producer_workers.worker.inbox import (
+from producer_workers.group_runs.doomed_groups import DoomedGroups
+from producer_workers.group_runs.engine_control import ControlledEngine, WeightSource
+from producer_workers.group_runs.group_runner import GroupRunner, TaskRunner
+from producer_workers.group_runs.inbox import (
     ControlLineBroken,
     Event,
     GroupFinished,
@@ -71,9 +66,14 @@ from producer_workers.worker.inbox import (
     StepFinished,
     StopAsked,
 )
+from producer_workers.group_runs.pending_groups import PendingGroups, Protection
+from producer_workers.group_runs.shared_engine import SharedEngine
+from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.worker.capacity import Capacity, Vacancy
+from producer_workers.worker.contained_tasks import contain_exits
+from producer_workers.worker.control_client import ControlClient, ControlView
+from producer_workers.worker.heartbeat import Heartbeat, Reporter
 from producer_workers.worker.loop_watch import LoopWatch
-from producer_workers.worker.pending_groups import PendingGroups, Protection
-from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
 

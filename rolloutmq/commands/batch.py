@@ -13,8 +13,8 @@ from buffer.errors import ConfigError
 from buffer.model.byte_size import format_size
 from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
-from buffer.model.staleness import staleness
 from buffer.monitoring.console import console
+from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, facts, table

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.errors import ConfigError
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import split_group_id
-from buffer.model.rollout import RolloutState
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import FoundGroup, find_group
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, facts, state, version_style
 

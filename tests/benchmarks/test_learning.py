@@ -24,7 +24,7 @@ from benchmarks.learning.trial import (
     train,
     train_in_process,
 )
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from consumer.training.train_controller import TrainController

@@ -13,7 +13,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.plots import draw
 from benchmarks.report import write_json, write_readme
 from benchmarks.suite import SUITE, TINY, run_suite
-from buffer.model import wire
+from buffer.rollouts import wire
 
 MARKED = "before\n<!-- figures: written by `make bench` -->\nold\n<!-- end of figures -->\nafter\n"
 

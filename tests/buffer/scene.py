@@ -12,13 +12,13 @@ from buffer.control.control import Mode
 from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
 from tests.buffer.keyspace import dump

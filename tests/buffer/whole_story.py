@@ -14,7 +14,7 @@ from buffer.control.task_status import TaskStop
 from buffer.model.ids import new_nonce
 from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 

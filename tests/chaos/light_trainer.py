@@ -18,8 +18,8 @@ import orjson
 from safetensors.numpy import save_file
 
 from buffer.batches.position import Position
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import ManifestEntry
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from consumer.batches.batch import Batch, Stopped

@@ -10,7 +10,7 @@ from zlib import crc32
 import orjson
 
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 
 RUN = "chaos"
 INLINE = "sums"

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.batches import taker

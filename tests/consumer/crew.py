@@ -13,11 +13,11 @@ import numpy as np
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.fleet import HeartbeatReport, WorkerState
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce, split_group_id
 from buffer.model.job import Job
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from producer_workers.producer.strategy import contexts
 

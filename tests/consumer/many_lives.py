@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
-from buffer.model import wire
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
+from buffer.rollouts import wire
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store

@@ -18,7 +18,7 @@ import orjson
 import torch.distributed as dist
 
 from buffer.batches.position import Position
-from buffer.model import wire
+from buffer.rollouts import wire
 from buffer.run import Run
 from buffer.store.payloads import checksum
 from buffer.store.store import Store

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from buffer.model import wire
+from buffer.rollouts import wire
 from buffer.run import Run
 from consumer.async_consumer import AsyncRolloutConsumer
 from consumer.batches.batch import Stopped

@@ -25,10 +25,10 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
-from buffer.model import wire
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import FIRST_WEIGHTS, PolicyVersion
+from buffer.rollouts import wire
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender

@@ -21,13 +21,13 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     from buffer.control.control import ControlState
     from buffer.curation.rollout_line import RolloutLine, group_of
     from buffer.errors import ConfigError, JudgeError, QueryError, ScriptError, WireError
-    from buffer.model import wire
-    from buffer.model.group import RolloutGroup
-    from buffer.model.rollout import RolloutState, Status
     from buffer.query.language import parse
+    from buffer.rollouts import wire
+    from buffer.rollouts.group import RolloutGroup
+    from buffer.rollouts.rollout import RolloutState, Status
     from buffer.store.url import open_client, seeds
     from producer_workers.datasets.records import problem_of
-    from producer_workers.judges.judge import check_reward
+    from producer_workers.user_code.checked_result import check_reward
 
 GID = "math-0000000001"
 

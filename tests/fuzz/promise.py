@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import WireError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 
 
 def plain(state: RolloutState) -> dict[str, Any]:

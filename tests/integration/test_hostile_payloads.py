@@ -11,11 +11,11 @@ import pytest
 from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer

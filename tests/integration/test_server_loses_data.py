@@ -25,8 +25,8 @@ from buffer.errors import LedgerError, LostRun
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import PolicyVersion
-from buffer.model.staleness import staleness
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from buffer.model.rollout import RolloutState
-from producer_workers.judges.cheap import cheap
+from buffer.rollouts.rollout import RolloutState
+from producer_workers.user_code.cheap import cheap
 
 
 @cheap

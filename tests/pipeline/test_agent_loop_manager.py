@@ -13,8 +13,8 @@ from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.run_view import take_snapshot
+from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
 from rolloutmq.commands.diagnosis import diagnose
 from tests.pipeline.mixture import TASKS, Mixture

@@ -18,7 +18,7 @@ from aiohttp import web
 from buffer.config.task import JudgingSection
 from buffer.control.control import Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from buffer.store.store import Store
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge

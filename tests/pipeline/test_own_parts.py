@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.multi_turn import turns_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer.control.progress import ProduceProgress
-from buffer.model.rollout import Status
+from buffer.rollouts.rollout import Status
 from buffer.store.store import Store
 from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout

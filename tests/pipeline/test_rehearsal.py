@@ -19,9 +19,9 @@ from buffer.config.config import ProducingConfig
 from buffer.config.engine import SimulatedConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
-from buffer.model.distributions import Fixed
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.gateway.agents import AgentTask

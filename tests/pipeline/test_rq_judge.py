@@ -22,7 +22,7 @@ import rq
 
 from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from buffer.store.nodes import Servers
 from buffer.store.store import Store
 from producer_workers.judges import rq_judge

@@ -12,11 +12,11 @@ import pytest
 
 from buffer.errors import Fenced, ScriptError
 from buffer.groups.submit import SubmitOutcome
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job, Result
-from buffer.model.rollout import RolloutState, Status, VersionSpan
-from producer_workers.worker.submitter import Submitter
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from producer_workers.group_runs.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 
 

@@ -14,14 +14,14 @@ from buffer.config.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
-from buffer.model.distributions import Fixed
-from buffer.model.group import GROUP_TIME
-from buffer.model.rollout import RolloutState, SampleParams
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.group import GROUP_TIME
+from buffer.rollouts.rollout import RolloutState, SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
+from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from buffer.errors import WireError
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights import process_group, tensor_exchange
 from buffer.weights.announcement import Announcement

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer.errors import WireError
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.payloads import CHUNK_BYTES
 from buffer.store.retry import Backoff
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
-from producer_workers.worker import engine_control
+from producer_workers.group_runs import engine_control
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
 

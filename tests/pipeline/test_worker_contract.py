@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import pytest
 
 from buffer.control.control import Mode
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.rollout import PolicyVersion, SampleParams, VersionSpan
+from buffer.rollouts.rollout import PolicyVersion, SampleParams, VersionSpan
 from producer_workers.engines.base import Generation
 
 ANSWER = "the answer is 42"

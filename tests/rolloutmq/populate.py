@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 
 from buffer.control.fleet import HeartbeatReport, WorkerRecord, WorkerState
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import orjson
 
 from buffer.errors import RolloutMQError
-from producer_workers.judges.judge import check_reward
-from producer_workers.judges.user_function import USER_ERRORS, attempt, describe
+from producer_workers.user_code.checked_result import check_reward
+from producer_workers.user_code.user_function import USER_ERRORS, attempt, describe
 
 _THREADS = 256
 """Plain functions that run at the same time; more wait."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from buffer.model.group import OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.gateway.segment import Segment
 
 

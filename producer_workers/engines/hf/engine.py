@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.config.engine import TransformersConfig
-from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, SampleParams
 from buffer.weights.safetensors_files import is_adapter
 from producer_workers.engines.base import (
     EngineDeadError,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from buffer.config.engine import HttpConfig
 from buffer.errors import RolloutMQError
-from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

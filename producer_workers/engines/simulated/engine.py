@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.engine import SimulatedConfig
-from buffer.model.rollout import PolicyVersion, SampleParams, VersionSpan
+from buffer.rollouts.rollout import PolicyVersion, SampleParams, VersionSpan
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

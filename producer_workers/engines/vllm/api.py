@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.engine import VllmConfig
-from buffer.model.rollout import (
+from buffer.rollouts.rollout import (
     PolicyVersion,
     SampleParams,
     StructuredOutput,

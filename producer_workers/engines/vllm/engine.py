@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from buffer.config.engine import VllmConfig
 from buffer.errors import RolloutMQError
-from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, SampleParams
 from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import (
     EngineDeadError,

@@ -15,11 +15,11 @@ import pytest
 from buffer.batches.memory import Memory
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import RolloutState, Status, VersionSpan
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.run import Run
 from tests.buffer.scene import FIRST, Scene, prompt
 

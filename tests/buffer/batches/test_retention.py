@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import Manifest
+from buffer.rollouts.group import RolloutGroup
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 

@@ -14,7 +14,7 @@ from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from tests.buffer.scene import FIRST, LIMITS, Scene
 

@@ -12,7 +12,7 @@ from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from tests.buffer.scene import FIRST, LIMITS, Scene
 

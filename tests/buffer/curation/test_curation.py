@@ -14,9 +14,9 @@ from buffer.batches.account import TaskAccount
 from buffer.batches.position import TrainedDraws
 from buffer.errors import ConfigError, DatasetError, StoreError
 from buffer.groups.intake import Intake
-from buffer.model import wire
 from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts import wire
+from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.buffer.snapshot.test_snapshot import resumed

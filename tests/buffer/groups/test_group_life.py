@@ -9,11 +9,11 @@ import pytest
 
 from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import ReleaseKind, Result
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from buffer.model.rollout import RolloutState, Status, VersionSpan
-from buffer.model.staleness import AgeLimit
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.rollouts.staleness import AgeLimit
 from tests.buffer.scene import Scene
 
 TOKENS = 4

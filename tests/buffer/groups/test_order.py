@@ -11,7 +11,7 @@ from buffer.groups.pools import PoolSizes
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.order_policy import Finished
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
 from tests.buffer.scene import FIRST, Scene, extend
 

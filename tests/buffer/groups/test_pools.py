@@ -8,9 +8,9 @@ import pytest
 
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
 from buffer.groups.pools import PoolSizes
-from buffer.model.group import RolloutGroup
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import Status
 from tests.buffer.scene import FIRST, Scene
 
 Make = Callable[..., Scene]

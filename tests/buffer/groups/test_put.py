@@ -9,11 +9,11 @@ import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.intake import Intake
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.job import PayloadRef
 from buffer.model.order_policy import Finished
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.store.store import Store
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene, rollout

@@ -10,7 +10,7 @@ import pytest
 from buffer.errors import ConfigError, RunExists, WireError
 from buffer.groups.pools import PoolSizes
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan, group_status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan, group_status
 from buffer.run import Run
 from tests.buffer.scene import Scene, rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from buffer.errors import Fenced, WireError
 from buffer.groups.submit import Stored
 from buffer.model.job import Result
-from buffer.model.rollout import Status
+from buffer.rollouts.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 

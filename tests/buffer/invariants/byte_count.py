@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene, rollout
 

@@ -7,7 +7,7 @@ import pytest
 from buffer.errors import Fenced, PayloadMissing
 from buffer.groups.claim import Enqueued
 from buffer.model.ids import group_id, new_nonce
-from buffer.model.rollout import Status
+from buffer.rollouts.rollout import Status
 from tests.buffer.scene import Scene
 
 

@@ -4,10 +4,10 @@ I8, I12, I13).
 
 from __future__ import annotations
 
-from buffer.model import wire
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
-from buffer.model.rollout import Status
+from buffer.rollouts import wire
+from buffer.rollouts.rollout import Status
 from tests.buffer.machine.server_moves import ServerMoves
 from tests.buffer.scene import extend, prompt
 

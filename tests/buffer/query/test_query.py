@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, QueryError
-from buffer.model.rollout import Status
 from buffer.query.language import FALSE, FIELDS, MAX_DEPTH, TRUE, Condition, matches, parse
 from buffer.query.plan import (
     EVERY,
@@ -21,6 +20,7 @@ from buffer.query.plan import (
     version_range,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
+from buffer.rollouts.rollout import Status
 from tests.naive_query import QUERIES, says
 
 FEW = st.integers(0, 5)

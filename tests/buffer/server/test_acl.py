@@ -18,9 +18,9 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import StoreError
-from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import can_wait_for_disk
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.server.acl import ROLES, acl_line, user_name
 from buffer.server.check import require_all_safe

@@ -23,7 +23,7 @@ from buffer.errors import (
 )
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
-from buffer.model.rollout import PolicyVersion, Status
+from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader

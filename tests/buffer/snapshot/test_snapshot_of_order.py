@@ -11,7 +11,7 @@ from buffer.errors import GroupHeld, PayloadMissing, SnapshotError, WireError
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest
 from buffer.model.order_policy import BUILT_IN, Finished
-from buffer.model.rollout import Status
+from buffer.rollouts.rollout import Status
 from buffer.run import Run
 from tests.buffer.scene import FIRST, Scene, extend
 from tests.buffer.snapshot.test_snapshot import resumed

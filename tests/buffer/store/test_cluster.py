@@ -13,7 +13,7 @@ from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
 from buffer.model.job import PayloadRef
-from buffer.model.rollout import Status
+from buffer.rollouts.rollout import Status
 from buffer.run import Run
 from buffer.server.check import check_all, require_all_safe
 from buffer.server.embedded import valkey_binary

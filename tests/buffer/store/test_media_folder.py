@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, SnapshotError
-from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id
-from buffer.model.rollout import MediaRef, RolloutState, Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import MediaRef, RolloutState, Status
 from buffer.run import Run
 from buffer.snapshot import folder as in_snapshot
 from buffer.store.media_folder import MediaFolder

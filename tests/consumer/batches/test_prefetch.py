@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from buffer.model import wire
 from buffer.model.ids import group_id, new_nonce
+from buffer.rollouts import wire
 from buffer.run import Run
 from consumer.batches.prefetch import Prefetcher
 from tests.consumer.conftest import Trainers

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.warm_start import TinyModelConfig
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status
 from consumer.models.tiny_model import build_tiny_model
 from consumer.training.learner import Learner
 

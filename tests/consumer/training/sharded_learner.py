@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import LearnerConfig, LossConfig
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from consumer.ranks import ALONE, Ranks, balanced_shares
 from consumer.training.learner import Learner
 from consumer.training.train_controller import TrainController

@@ -10,11 +10,11 @@ import pytest
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import Status
-from buffer.model.table import STATUSES
-from buffer.model.wire_schema import Media
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import Status
+from buffer.rollouts.table import STATUSES
+from buffer.rollouts.wire_schema import Media
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.learner import Learner
 from consumer.training.metric_writers import open_writers

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status
 from consumer.training.evaluation import Evaluator
 
 

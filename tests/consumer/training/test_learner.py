@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ConfigError, ModelError
-from buffer.model.group import RolloutGroup
+from buffer.rollouts.group import RolloutGroup
 from consumer.models.model_folder import load_model
 from consumer.training.advantages import grpo_advantages
 from consumer.training.learner import Learner

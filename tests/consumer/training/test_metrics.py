@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
-from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.manifest import Manifest
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.group import GROUP_TIME, RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 from consumer.batches.batch import Batch
 from consumer.training.metrics import Throughput, Timing, batch_metrics, production_metrics
 

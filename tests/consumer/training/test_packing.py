@@ -14,9 +14,9 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, WireError
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
-from buffer.model.wire_schema import Media
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.wire_schema import Media
 from consumer.models.model_folder import load_model
 from consumer.training.learner import Learner
 from consumer.training.logprobs import TargetLogits, keeps_samples_apart, token_logprobs

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from buffer.config.engine import TransformersConfig
 from buffer.config.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams, Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, SampleParams, Status
 from buffer.store.media_folder import MediaFolder
 from consumer.training.learner import Learner
 from consumer.training.train_controller import TrainController

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import WireError
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.folder_manifest import verify
 from buffer.weights.shared_folder import FolderSender
 

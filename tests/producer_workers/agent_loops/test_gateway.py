@@ -17,9 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop

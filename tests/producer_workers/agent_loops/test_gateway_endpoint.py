@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.model.rollout import RolloutState, SampleParams, Status, StructuredOutput
+from buffer.rollouts.rollout import RolloutState, SampleParams, Status, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway import server, session
 from producer_workers.agent_loops.gateway.agents import AgentTask

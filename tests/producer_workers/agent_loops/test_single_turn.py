@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, JudgeError, WireError
-from buffer.model.rollout import (
+from buffer.rollouts.rollout import (
     PolicyVersion,
     RolloutState,
     SampleParams,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.model.rollout import PolicyVersion, SampleParams, StructuredOutput, VersionSpan
+from buffer.rollouts.rollout import PolicyVersion, SampleParams, StructuredOutput, VersionSpan
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -24,8 +24,8 @@ from producer_workers.engines.base import (
     WeightsError,
     context_length,
 )
-from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import SharedEngine
+from producer_workers.group_runs.inbox import Inbox
+from producer_workers.group_runs.shared_engine import SharedEngine
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 from tests.producer_workers.engines.tiny_model import allowed_logprobs, reference_logprobs
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from buffer.config.engine import HttpConfig, SimulatedConfig, VllmConfig
-from buffer.model.distributions import Fixed
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 from buffer.weights.memory_snapshot import MemorySnapshot
 from buffer.weights.tensor_exchange import TensorServer

@@ -14,7 +14,7 @@ import orjson
 import psutil
 
 from buffer.config.engine import VllmConfig
-from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, SampleParams
 from producer_workers.engines import build_engine
 
 

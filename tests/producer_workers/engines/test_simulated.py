@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from buffer.config.engine import SimulatedConfig
-from buffer.model.distributions import Bimodal, Distribution, Fixed, LogNormal
-from buffer.model.rollout import SampleParams
+from buffer.rollouts.distributions import Bimodal, Distribution, Fixed, LogNormal
+from buffer.rollouts.rollout import SampleParams
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

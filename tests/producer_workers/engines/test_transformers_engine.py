@@ -12,9 +12,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from buffer.config.engine import EngineConfig, TransformersConfig
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.model.wire import decode, encode
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts.wire import decode, encode
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError
 from producer_workers.engines.hf.sampling import sample

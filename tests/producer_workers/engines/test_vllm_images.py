@@ -18,9 +18,9 @@ from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.load import load_config
 from buffer.errors import MediaError
-from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
+from buffer.rollouts.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 
 
 def crash() -> None:

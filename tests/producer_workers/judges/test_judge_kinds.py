@@ -17,13 +17,13 @@ import pytest
 
 from buffer.config.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
-from buffer.model.rollout import RolloutState, Status
+from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.judges.built_in import math_verify, python_tests
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 from producer_workers.judges.load import judge_from_function, load_judge, make_judge
-from producer_workers.judges.sandbox import Limits, isolation, run_python
+from producer_workers.user_code.sandbox import Limits, isolation, run_python
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
 # -- at a URL ----------------------------------------------------------------

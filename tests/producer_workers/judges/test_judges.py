@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, JudgeError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.built_in import (
     UNSAFE_TASKS,
     answer_text,

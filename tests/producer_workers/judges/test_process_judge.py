@@ -16,8 +16,7 @@ import pytest
 
 from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError
-from buffer.model.rollout import RolloutState, Status
-from producer_workers.judges import cheap
+from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.judges.function_judge import (
     FunctionJudge,
     GroupProcessJudge,
@@ -25,7 +24,8 @@ from producer_workers.judges.function_judge import (
 )
 from producer_workers.judges.judge import AnyJudge, judge_all
 from producer_workers.judges.load import load_worker_judge
-from producer_workers.judges.process_function import ProcessFunction
+from producer_workers.user_code import cheap
+from producer_workers.user_code.process_function import ProcessFunction
 
 HOSTILE = "tests.producer_workers.judges.hostile"
 

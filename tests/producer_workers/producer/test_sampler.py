@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from buffer.errors import DatasetError
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, SampleParams, Status, StructuredOutput
-from buffer.model.wire import decode, encode
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, SampleParams, Status, StructuredOutput
+from buffer.rollouts.wire import decode, encode
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.sampler import Sampler, TooLong

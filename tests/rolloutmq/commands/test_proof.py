@@ -11,9 +11,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.model.ids import group_id
-from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.run_view import take_snapshot
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from rolloutmq.commands.diagnosis import diagnose

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from buffer.errors import WireError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import (
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import (
     PolicyVersion,
     RolloutState,
     SampleParams,

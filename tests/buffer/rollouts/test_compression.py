@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from buffer.config.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
-from buffer.model import wire
-from buffer.model.compression import MAGIC, MAX_BYTES, compress, expand
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
+from buffer.rollouts import wire
+from buffer.rollouts.compression import MAGIC, MAX_BYTES, compress, expand
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 
 
 def group() -> RolloutGroup:

@@ -1,7 +1,7 @@
 """Turns the rollouts of a group into a table, and a table into rollouts.
 
 What rollouts have in common is in `shared`, as the first one has it; what another one has instead
-is in `own`. Numbers are columns (`buffer.model.wire_columns`).
+is in `own`. Numbers are columns (`buffer.rollouts.wire_columns`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.rollout import (
+from buffer.rollouts.rollout import (
     MediaRef,
     RolloutState,
     SampleParams,
@@ -25,8 +25,8 @@ from buffer.model.rollout import (
     VersionSpan,
     expert_rows,
 )
-from buffer.model.wire_columns import Columns
-from buffer.model.wire_schema import Call, Media, Own, Sample, Shared, Structure
+from buffer.rollouts.wire_columns import Columns
+from buffer.rollouts.wire_schema import Call, Media, Own, Sample, Shared, Structure
 
 STATUSES = tuple(Status)
 """Column `statuses` holds positions in it: the order is part of the wire format."""

@@ -16,9 +16,9 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
-from buffer.model.staleness import last_trained, living_version, token_mask
-from buffer.model.table import (
+from buffer.rollouts.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.rollouts.staleness import last_trained, living_version, token_mask
+from buffer.rollouts.table import (
     STATUSES,
     Table,
     experts_of,
@@ -26,7 +26,7 @@ from buffer.model.table import (
     spans_of,
     tabulate,
 )
-from buffer.model.wire_schema import Sample, Shared
+from buffer.rollouts.wire_schema import Sample, Shared
 
 
 def prompt_of(group: RolloutGroup) -> RolloutGroup:
@@ -74,7 +74,7 @@ class RolloutGroup:
 
     @classmethod
     def of_table(cls, gid: str, task: str, table: Table) -> RolloutGroup:
-        """Return a received group; `buffer.model.wire` has checked that the columns agree."""
+        """Return a received group; `buffer.rollouts.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
         group.task = task
@@ -132,7 +132,7 @@ class RolloutGroup:
         self.table.columns["mask"] = mask
 
     def column(self, name: str) -> NDArray[Any] | None:
-        """Return a column of `buffer.model.wire_columns.LAYOUT`; None where no rollout has it."""
+        """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
         return self.table.columns.get(name)
 
     @property

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, VersionSpan
-from buffer.model.staleness import last_step_for, stale_threshold, staleness, token_mask
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, VersionSpan
+from buffer.rollouts.staleness import last_step_for, stale_threshold, staleness, token_mask
 
 TWO = [VersionSpan(0, 2, 0, "a"), VersionSpan(2, 1, 4, "a")]
 

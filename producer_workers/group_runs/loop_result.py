@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from buffer.config.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from producer_workers.judges.function_judge import Call
-from producer_workers.judges.judge import check_verdict
+from producer_workers.user_code.checked_result import check_verdict
 
 
 class LoopError(RolloutMQError):

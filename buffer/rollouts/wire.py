@@ -52,12 +52,12 @@ import msgpack
 import msgspec
 
 from buffer.errors import WireError
-from buffer.model.compression import MAX_BYTES, expand
-from buffer.model.group import RolloutGroup
-from buffer.model.table import Table
-from buffer.model.wire_checks import check_containers, check_table
-from buffer.model.wire_columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
-from buffer.model.wire_schema import SCHEMA, Document, Head, read
+from buffer.rollouts.compression import MAX_BYTES, expand
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.table import Table
+from buffer.rollouts.wire_checks import check_containers, check_table
+from buffer.rollouts.wire_columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
+from buffer.rollouts.wire_schema import SCHEMA, Document, Head, read
 
 _encode_head = msgspec.msgpack.Encoder().encode
 

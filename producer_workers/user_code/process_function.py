@@ -29,11 +29,11 @@ import orjson
 
 from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError, WireError
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
-from buffer.model.wire import encode
-from producer_workers.judges.function_server import HEADER, READY, Order
-from producer_workers.judges.user_function import Shape, over_limit
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.wire import encode
+from producer_workers.user_code.function_server import HEADER, READY, Order
+from producer_workers.user_code.user_function import Shape, over_limit
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -49,7 +49,7 @@ COROUTINES = 64
 _BOOT = """
 import json, sys
 order, sys.path[:] = map(json.loads, sys.argv[1:])
-from producer_workers.judges.function_server import main
+from producer_workers.user_code.function_server import main
 main(order)
 """
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.model.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollouts.rollout import RolloutState, SampleParams, Status, VersionSpan
 from producer_workers.agent_loops.multi_turn import Answer, MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
+from producer_workers.group_runs.inbox import Inbox
+from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.letter_engine import LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")

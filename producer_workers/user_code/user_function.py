@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import JudgeError
-from buffer.model.rollout import RolloutState
+from buffer.rollouts.rollout import RolloutState
 
 TURNS = 4
 """Calls of one function that run in threads at once."""

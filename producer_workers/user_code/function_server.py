@@ -23,10 +23,10 @@ import orjson
 
 from buffer.errors import RolloutMQError
 from buffer.model.dotted_path import load_object
-from buffer.model.wire import decode
-from producer_workers.judges.judge import checked
-from producer_workers.judges.process_limits import end_with_parent, limit_memory
-from producer_workers.judges.user_function import Outcome, Shape, attempt, call_with, outcome_of
+from buffer.rollouts.wire import decode
+from producer_workers.user_code.checked_result import checked
+from producer_workers.user_code.process_limits import end_with_parent, limit_memory
+from producer_workers.user_code.user_function import Outcome, Shape, attempt, call_with, outcome_of
 
 HEADER = struct.Struct("<QQ")
 READY = 0

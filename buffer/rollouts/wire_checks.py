@@ -1,7 +1,7 @@
 """Checks what a document of the wire format says against itself, before anything uses it.
 
-Types of values are checked while they are read (`buffer.model.wire_schema`). Here: values without a
-type of their own, and columns against each other, in a few calls for all rollouts.
+Types of values are checked while they are read (`wire_schema`). Here: values without a type of
+their own, and columns against each other, in a few calls for all rollouts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.rollout import expert_rows
-from buffer.model.table import NO_FINISH, STATUSES, Table
-from buffer.model.wire_columns import Columns
-from buffer.model.wire_schema import Own, Sample, Shared
+from buffer.rollouts.rollout import expert_rows
+from buffer.rollouts.table import NO_FINISH, STATUSES, Table
+from buffer.rollouts.wire_columns import Columns
+from buffer.rollouts.wire_schema import Own, Sample, Shared
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""

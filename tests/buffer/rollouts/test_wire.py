@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import SchemaVersionError, WireError
-from buffer.model import wire, wire_columns
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import (
+from buffer.rollouts import wire, wire_columns
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import (
     MediaRef,
     RolloutState,
     SampleParams,
@@ -33,8 +33,8 @@ from buffer.model.rollout import (
     ToolCall,
     VersionSpan,
 )
-from buffer.model.wire_columns import LAYOUT, NEEDED
-from buffer.model.wire_schema import Own, Sample
+from buffer.rollouts.wire_columns import LAYOUT, NEEDED
+from buffer.rollouts.wire_schema import Own, Sample
 from tests.fuzz.promise import keep, plain
 
 ROOT = Path(__file__).parents[3]
@@ -738,6 +738,6 @@ def test_threads_may_decode_their_first_group_at_the_same_moment() -> None:
     """A worker's threads do. msgspec dereferenced a null pointer there, which no thread can catch."""
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.buffer.model.decode_at_once"], cwd=ROOT, check=False
+            [sys.executable, "-m", "tests.buffer.rollouts.decode_at_once"], cwd=ROOT, check=False
         )
         assert done.returncode == 0

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.model.rollout import PolicyVersion, SampleParams, no_logprobs, no_tokens
+from buffer.rollouts.rollout import PolicyVersion, SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
@@ -25,8 +25,8 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
-from producer_workers.worker.group_tokens import GroupTokens
-from producer_workers.worker.inbox import Inbox, RequestFinished
+from producer_workers.group_runs.group_tokens import GroupTokens
+from producer_workers.group_runs.inbox import Inbox, RequestFinished
 
 
 class SharedEngine:

@@ -12,9 +12,9 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState, Status
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "buffer" / "golden").glob("*.msgpack"))

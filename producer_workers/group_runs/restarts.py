@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from buffer.model.rollout import RolloutState, Status, has_ended
-from buffer.model.staleness import AgeLimit
+from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.rollouts.staleness import AgeLimit
 
 
 def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:

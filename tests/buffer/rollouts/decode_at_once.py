@@ -10,9 +10,9 @@ import threading
 
 import numpy as np
 
-from buffer.model import wire
-from buffer.model.group import RolloutGroup
-from buffer.model.rollout import RolloutState
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
 
 THREADS = 24
 

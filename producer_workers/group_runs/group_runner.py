@@ -29,27 +29,27 @@ from buffer.errors import (
     StoreUnavailable,
     WireError,
 )
-from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
-from buffer.model.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.rollouts.group import GROUP_TIME, RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
-from producer_workers.judges.user_function import describe
-from producer_workers.worker.failure_backoff import FailureBackoff
-from producer_workers.worker.group_tokens import oldest_weights
-from producer_workers.worker.loop_result import Given, GroupFilter, check_result, check_weights
-from producer_workers.worker.restarts import (
+from producer_workers.group_runs.failure_backoff import FailureBackoff
+from producer_workers.group_runs.group_tokens import oldest_weights
+from producer_workers.group_runs.loop_result import Given, GroupFilter, check_result, check_weights
+from producer_workers.group_runs.restarts import (
     interrupt,
     is_interrupted,
     restart,
     restart_too_old,
     restart_unfinished,
 )
-from producer_workers.worker.shared_engine import SharedEngine
-from producer_workers.worker.submitter import Submitter
+from producer_workers.group_runs.shared_engine import SharedEngine
+from producer_workers.group_runs.submitter import Submitter
+from producer_workers.user_code.user_function import describe
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")

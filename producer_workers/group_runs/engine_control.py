@@ -15,7 +15,7 @@ from pathlib import Path
 
 from buffer.control.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
-from buffer.model.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.retry import Backoff
 from buffer.weights.announcement import Announcement

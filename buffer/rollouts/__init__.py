@@ -1,0 +1,1 @@
+"""Rollouts and groups of them, as objects, as tables, and as bytes (the wire format)."""

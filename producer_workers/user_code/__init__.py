@@ -1,0 +1,1 @@
+"""Call functions of users, and code that models wrote, so that they harm nothing but themselves."""

@@ -1,0 +1,72 @@
+"""Check what a user's function returned.
+
+Where it is not a reward, the error names the function and nothing is passed on: a NaN in one reward
+would reach every weight of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from buffer.errors import JudgeError
+from producer_workers.user_code.user_function import Shape
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest score: beyond it, a float32 is infinite."""
+
+
+def _fits(value: Real) -> bool:
+    """Return whether `value` is finite as a float32, which is what trainers get."""
+    try:
+        return abs(float(value)) <= LARGEST
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def check_verdict(what: str, result: Any) -> bool:
+    """Return `result` of a filter of groups as a bool. Raises JudgeError."""
+    if not isinstance(result, Real | np.bool_):
+        raise JudgeError(f"{what} returned {type(result).__name__}", hint="return True or False")
+    return bool(result)
+
+
+def check_reward(name: str, result: Any) -> dict[str, float]:
+    """Return `result` of judge `name` as a reward; a number is its score. Raises JudgeError."""
+    reward = {"score": result} if isinstance(result, Real) else result
+    if not isinstance(reward, Mapping) or "score" not in reward:
+        raise JudgeError(
+            f"judge {name!r} returned {result!r:.80}",
+            hint='return a finite number, or a dict of finite numbers that holds "score"',
+        )
+    for key, value in reward.items():
+        if not isinstance(key, str) or not isinstance(value, Real) or not _fits(value):
+            raise JudgeError(
+                f"judge {name!r} returned {key!r:.40} = {value!r:.80}",
+                hint="every value of a reward is a finite number within float32 "
+                "(.item() makes one of a tensor)",
+            )
+    return {key: float(value) for key, value in reward.items()}
+
+
+def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
+    """Return `results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
+    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
+    if not is_list or len(results) != count:
+        raise JudgeError(
+            f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
+        )
+    return [check_reward(name, result) for result in results]
+
+
+def checked(shape: Shape, name: str, result: Any, count: int) -> Any:
+    """Return what a function returned for `count` rollouts, as its shape demands it.
+
+    Raises JudgeError.
+    """
+    if shape == "filter":
+        return check_verdict(name, result)
+    return check_rewards(name, result, count) if shape == "group" else check_reward(name, result)
