@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from buffer.errors import StoreError, StoreUnavailable
+from buffer.store.durability import NotDurable
 from buffer.store.url import mask_url
 
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
@@ -139,6 +140,8 @@ def describe_connection_error(url: str, error: Exception) -> StoreError:
     """
     words = f"{type(error).__name__} {error}".lower()
     where = mask_url(url)
+    if isinstance(error, NotDurable):
+        return StoreUnavailable(f"{where}: {error}", hint="see its disk and its replicas")
     for signs, kind, what, hint in _REASONS:
         if any(sign in words for sign in signs):
             return kind(f"{where}: {what}", hint=hint)

@@ -19,6 +19,10 @@ WAIT_MS = 5_000
 """The longest wait for disk and replicas in one attempt; well below the socket's time-out."""
 
 
+class NotDurable(TimeoutError):
+    """A write is done, but not yet where it must be before it is answered."""
+
+
 class Durability(NamedTuple):
     """Where a write must be before it is answered."""
 
@@ -45,11 +49,11 @@ class Durability(NamedTuple):
         return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
 
     def check(self, answers: Sequence[Any]) -> None:
-        """Raise TimeoutError if the answers to these commands show that something is missing."""
+        """Raise NotDurable if the answers to these commands show that something is missing."""
         _, replicas, *disks = answers
         if [on_disk for on_disk, _ in disks] == [0]:
-            raise TimeoutError(f"not on the server's disk after {WAIT_MS} ms")
+            raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")
         if replicas < self.replicas:
-            raise TimeoutError(
+            raise NotDurable(
                 f"only {replicas} of {self.replicas} replicas have it after {WAIT_MS} ms"
             )

@@ -33,8 +33,8 @@ MUTATIONS = {
     "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
     # I8
     "nothing-is-too-old": ("take_batch",
-                           "local cut = threshold and int(step - threshold) or '-inf'\n",
-                           "local cut = '-inf'\n"),
+                           "cuts[n] = threshold and int(step - threshold) or '-inf'\n",
+                           "cuts[n] = '-inf'\n"),
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""
 

@@ -88,7 +88,7 @@ async function make(gid, token) {
   // BigInt: what is in the prompt's `extra` goes back as it was, integers beyond 2^53, too
   const group = decode(await redis.getBuffer(`${prefix}payload:${gid}:init`), { useBigInt64: true });
   const [offset, size] = group.columns.prompt_ids.map(Number);
-  const prompt = new Int32Array(group.data.slice(offset, offset + 4 * size).buffer); // a copy, which is aligned
+  const prompt = new Int32Array(new Uint8Array(group.data.subarray(offset, offset + 4 * size)).buffer); // a copy, which is aligned
   const ids = [], lengths = [], spans = [], scores = [];
   for (const n of group.responses.keys()) {
     const [tokens, made] = await respond(prompt, group.shared.sample, [gid, token]);
@@ -156,7 +156,7 @@ async function submit(gid, task, token, group, spans, scores) {
 
 process.on("SIGTERM", () => { stopping = true; });
 for (const [field, value] of Object.entries(await redis.hgetall(`${prefix}meta`)))
-  if (field !== "nonce") facts[field] = JSON.parse(value);
+  if (field !== "nonce" && field !== "limits_op") facts[field] = JSON.parse(value);
 hear((await call("register")).slice(2));
 while (!stopping && mode !== "finish") {
   await tick();

@@ -40,7 +40,9 @@ class Worker:
         self.due = 0
         limits = self.redis.hgetall(self.prefix + "meta").items()
         self.facts = {
-            name.decode(): json.loads(value) for name, value in limits if name != b"nonce"
+            name.decode(): json.loads(value)
+            for name, value in limits
+            if name not in (b"nonce", b"limits_op")
         }
         self.facts |= {
             "worker": name,

@@ -172,7 +172,7 @@ def test_prompts_never_change_once_stored(scene: Scene) -> None:
     scene.run.payloads.write_prompts({gid: b"first"})
     scene.run.payloads.write_prompts({gid: b"second"})
     assert scene.raw.get(scene.keys.payload(gid, "init")) == b"first"
-    with pytest.raises(WireError, match="does not fit"):
+    with pytest.raises(WireError, match="at most 1048000 can be stored"):
         scene.run.payloads.write_prompts({gid: bytes(1_048_001)})
 
 

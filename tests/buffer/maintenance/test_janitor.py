@@ -134,11 +134,11 @@ def dying(store: Store) -> Iterator[DyingStore]:
     opened.close()
 
 
-@pytest.mark.parametrize("lives", range(1, 14))
+@pytest.mark.parametrize("lives", range(1, 16))
 def test_a_janitor_may_die_behind_every_step(
     scene: Scene, server: Server, dying: DyingStore, lives: int
 ) -> None:
-    steps = 12 if server.kind == "cluster" else 11
+    steps = 14 if server.kind == "cluster" else 13
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
     assert isinstance(victim.store, DyingStore)

@@ -38,6 +38,7 @@ COMMANDS = sorted(
 )
 SERVERLESS = {
     "acl",
+    "create",
     "gpu-check",
     "judge",
     "problems",
