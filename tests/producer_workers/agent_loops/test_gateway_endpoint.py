@@ -9,16 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
-from buffer.rollouts.rollout import RolloutState, SampleParams, Status, StructuredOutput
+from buffer.config.engine import SimulatedConfig
+from buffer.rollouts.distributions import Fixed
+from buffer.rollouts.rollout import (
+    PolicyVersion,
+    RolloutState,
+    SampleParams,
+    Status,
+    StructuredOutput,
+)
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway import server, session
 from producer_workers.agent_loops.gateway.agents import AgentTask
@@ -26,6 +37,7 @@ from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.gateway.token_budget import TokenBudget
 from producer_workers.agent_loops.tool_parsers import OwnToolParser
+from producer_workers.engines.simulated.engine import SimulatedEngine
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]
@@ -426,3 +438,25 @@ def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever
             await scene()
 
     asyncio.run(in_time())
+
+
+def test_a_request_in_a_keep_pause_is_answered_after_it(chat: Any, tmp_path: Path) -> None:
+    now = Fixed(value=0.0)
+    config = SimulatedConfig(
+        first_token_s=now, token_s=now, response_tokens=Fixed(value=4), vocab_size=100
+    )
+    engine = SimulatedEngine(config, PolicyVersion("l0", 0))
+    save_file({"w": np.zeros(1, "<f4")}, tmp_path / "model.safetensors")
+
+    async def scene(desk: Desk) -> None:
+        await engine.start()
+        await engine.pause("keep")
+        asked = asyncio.create_task(desk.ask({"messages": USER}))
+        await until(lambda: bool((load := engine.load()) and load.waiting + load.running))
+        await engine.load_weights(tmp_path, PolicyVersion("l0", 1))
+        assert not asked.done()
+        await engine.resume()
+        assert (await asked)[0] == 200
+
+    made = at_desk(chat, engine, scene, max_tokens=4)
+    assert [span.version for span in made.segments[0].spans] == [1]
