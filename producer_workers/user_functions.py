@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from buffer.config.config import ProducingConfig
 from buffer.config.task import TaskSection, is_url
-from buffer.model.dotted_path import is_dotted_path, load_object
+from buffer.model.dotted_path import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.group_runs.loop_result import load_sample_filter
@@ -27,6 +27,8 @@ def check_functions(config: ProducingConfig, *, for_judges: bool) -> None:
 
     `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports.
     """
+    if config.trainer.loop:
+        check_module(config.trainer.loop, kind="trainer loop")
     load_weight_function(config.plan.curriculum)
     load_order(config.policy.order, config.policy.order)
     for name, task in config.tasks.items():

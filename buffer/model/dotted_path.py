@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import traceback
 from collections.abc import Iterable
@@ -17,6 +17,21 @@ def is_dotted_path(text: str) -> bool:
     """Return whether `text` has the form package.module:name."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+
+def check_module(spec: str, *, kind: str) -> None:
+    """Raise ConfigError where the module of "package.module:name" does not exist.
+
+    For modules that are slow to import: it is not imported, only the packages around it.
+    """
+    module_name = spec.partition(":")[0]
+    search_in(Path.cwd())
+    try:
+        found = importlib.util.find_spec(module_name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
 
 
 def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
@@ -37,10 +52,7 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     except ImportError as error:
         if missing := missing_extra(error):
             raise missing from error
-        message = f"{kind} {spec!r}: module {module_name!r} cannot be imported: {error}"
-        raise ConfigError(
-            message, hint="add its folder to PYTHONPATH, or put the file beside the config"
-        ) from error
+        raise _not_importable(spec, kind, module_name, str(error)) from error
     # the user's code may raise anything, and a module may call sys.exit
     except (Exception, SystemExit) as error:
         message = f"{kind} {spec!r}: {_describe(error)} while {module_name!r} was imported"
@@ -51,6 +63,13 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
             hint=f"the module is {module.__file__}",
         )
     return getattr(module, name)
+
+
+def _not_importable(spec: str, kind: str, module_name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{kind} {spec!r}: module {module_name!r} cannot be imported: {reason}",
+        hint="add its folder to PYTHONPATH, or put the file beside the config",
+    )
 
 
 def _describe(error: BaseException) -> str:

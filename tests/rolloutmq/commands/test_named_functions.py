@@ -32,6 +32,7 @@ kind = "simulated"
         "strategy.should_continue_fn=nowhere:enough",
         "plan.curriculum=nowhere:weights",
         "policy.order=nowhere:score",
+        "trainer.loop=nowhere:train",
     ],
 )
 @pytest.mark.parametrize("name", ["worker", "problems"])
