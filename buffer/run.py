@@ -280,6 +280,8 @@ class Run:
 
     def _adopt_limits(self) -> None:
         meta = _read_hash(self.store, "limits", self.keys.meta)
+        if meta.get("nonce") != self.nonce:
+            return  # the run is gone, or another one: the next call that needs it reports that
         self.limits.adopt(RunLimits.from_meta(meta))
         self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
 
