@@ -1,9 +1,9 @@
 """The learner: a model, its optimizer and the steps that turn rollouts into new weights.
 
 Parameters and optimizer state are float32; with `bf16` the forward pass runs in bfloat16
-(autocast). With several ranks both are sharded (FSDP2): each rank has its own rollouts, and the
-loss divides by the counts of all ranks, so the gradient equals that of one rank with the whole
-batch.
+(autocast). With several ranks both are sharded (FSDP2), except for an adapter, which is small: each
+rank has its own rollouts, and the loss divides by the counts of all ranks, so the gradient equals
+that of one rank with the whole batch.
 
 Invariant: a learner that loads the state of another one continues exactly as that one would have,
 bit for bit (same machine, same number of threads). Everything that affects a step is in the state,
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
-from consumer.models.model_folder import load_model, save_model
+from consumer.models.model_folder import load_model
+from consumer.models.shards import empty_model, load_shards
 from consumer.ranks import ALONE, Ranks
 from consumer.training.importance import Samples
 from consumer.training.learner_state import capture, restore, shard_rows
@@ -44,8 +44,9 @@ from consumer.training.losses import TokenColumns, derived_metrics, policy_loss,
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.saved_state import Rows
-from consumer.training.sharding import gather, shard, write_weights
+from consumer.training.sharding import average_gradients, gather, place, set_gradient_sync, shard
 from consumer.training.train_batch import TrainBatch, Update
+from consumer.training.weights_folder import write_weights
 
 
 class Learner:
@@ -75,22 +76,27 @@ class Learner:
         self.device = torch.device(device)
         self.ranks = ranks
         self.step = 0
-        torch.manual_seed(seed)
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and config.bf16 else None
-        self.model = load_model(model_dir, dtype=frozen).to(self.device).train()
-        self._adapter = self._add_adapter(model_dir)
-        if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        replay = RoutingReplay(self.model) if config.replay_routing else None
-        self.recorded = replay.recorded_experts(media) if replay else None
-        """the reader of the experts that workers recorded; None where routing is not replayed"""
-        share_rows = keeps_samples_apart(self.model)
-        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
-        self._policy = self._module(self.model, replay)
+        self._policy = self._load(model_dir, frozen)
+        self.model = self._policy.model.train()
+        # here: the adapter does not depend on what loading the model drew
+        torch.manual_seed(seed)
+        self._adapter = (
+            Adapter(self.model, config.lora, model_checksum(model_dir)) if config.lora else None
+        )
+        # before any forward pass: FSDP may leave gathered tensors in their place
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        replay = RoutingReplay(self.model) if config.replay_routing else None
+        self._policy.replay = replay
+        self.recorded = replay.recorded_experts(media) if replay else None
+        """the reader of the experts that workers recorded; None where routing is not replayed"""
+        share_rows = keeps_samples_apart(self._policy)
+        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -236,15 +242,10 @@ class Learner:
         them must call it.
         """
         dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
-        if self._adapter:
+        if self._adapter is None:
+            write_weights(self.model, folder, self.ranks, dtype=dtype)
+        elif self.ranks.rank == 0:
             self._adapter.save(folder, dtype=dtype)
-            return
-        if self.ranks.size == 1:
-            save_model(self.model, folder, dtype=dtype)
-            return
-        write_weights(self.parameters, folder, self.ranks, dtype=dtype)
-        if self.ranks.rank == 0:
-            self.model.config.save_pretrained(folder)
 
     def peak_memory_bytes(self) -> int | None:
         """Return the largest memory that this process has allocated on its GPU; None on a CPU."""
@@ -275,21 +276,25 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        return self._module(load_model(model_dir).to(self.device).eval())
+        return self._load(model_dir).eval()
 
-    def _add_adapter(self, model_dir: Path) -> Adapter | None:
-        if self.config.lora is None:
-            return None
-        if self.ranks.size > 1:
-            raise ConfigError(
-                "a LoRA adapter trains on one rank only",
-                hint="remove [learner.lora] from the config, or use one GPU",
-            )
-        return Adapter(self.model, self.config.lora, model_checksum(model_dir))
-
-    def _module(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> TargetLogits:
-        policy = TargetLogits(model, replay)
-        return shard(policy, self.device) if self.ranks.size > 1 else policy
+    def _load(self, model_dir: Path, dtype: torch.dtype | None = None) -> TargetLogits:
+        """Load the model of a folder: whole, or with several ranks the shards of this one."""
+        if self.ranks.size == 1:
+            return TargetLogits(load_model(model_dir, dtype=dtype).to(self.device))
+        model = empty_model(model_dir, dtype=dtype)
+        policy = TargetLogits(model)
+        shard(
+            policy,
+            model,
+            self.device,
+            self.config.sharding,
+            bf16=self.config.bf16,
+            methods=["hidden"],
+        )
+        load_shards(model, model_dir)
+        place(policy, self.device, self.config.sharding)
+        return policy
 
     # -- one optimizer step --------------------------------------------------------------
 
@@ -335,7 +340,9 @@ class Learner:
             samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
         )
         loss, metrics = policy_loss(columns, weights, loss_config)
-        # FSDP averages gradients over ranks, and the loss is a sum over them
+        is_last = index == len(update.batches) - 1
+        set_gradient_sync(self._policy, is_last=is_last, config=self.config.sharding)
+        # gradients are averaged over ranks, and the loss is a sum over them
         torch.autograd.backward(loss * self.ranks.size)
         # one transfer from the device for all of them
         values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()
@@ -353,6 +360,8 @@ class Learner:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         self._optimizer.param_groups[0]["lr"] = rate
+        if self._adapter:
+            average_gradients(self.parameters.values(), self.ranks)
         norm = gather(
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
         )

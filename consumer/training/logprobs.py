@@ -29,16 +29,16 @@ TOLERANCE = 1e-4
 class TargetLogits(nn.Module):
     """Compute the logits of the positions that predict a response token, and of no other.
 
-    `replay`: sets the experts that the model's gates choose.
+    `replay`, where it is set, sets the experts that the model's gates choose.
 
         policy = TargetLogits(load_model(model_dir))
         logits = policy(batch.input_ids, batch.position_ids, batch.logit_index)
     """
 
-    def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self._replay = replay
+        self.replay: RoutingReplay | None = None
 
     def forward(
         self,
@@ -55,14 +55,21 @@ class TargetLogits(nn.Module):
         The output head is applied to N positions, not to all R * W slots: prompts cost no logits,
         which for a large vocabulary are most of the memory.
         """
-        if self._replay:
-            self._replay.set_experts(experts)
+        if self.replay:
+            self.replay.set_experts(experts)
+        states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, logit_index)
+        return cast(Tensor, self.model.get_output_embeddings()(states))
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the hidden states before the vocabulary projection, [R, W, width]."""
+        return self._states(input_ids, position_ids)
+
+    def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         # no attention mask: only then does transformers find sample borders in the positions
-        hidden = self.model.base_model(
+        hidden: Tensor = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        states = hidden.flatten(0, 1).index_select(0, logit_index)
-        return cast(Tensor, self.model.get_output_embeddings()(states))
+        return hidden
 
 
 class TokenLogprobs(NamedTuple):
@@ -102,7 +109,7 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def keeps_samples_apart(model: PreTrainedModel) -> bool:
+def keeps_samples_apart(policy: TargetLogits) -> bool:
     """Return whether the second sample of a row is independent of the tokens of the first.
 
     This is tested, not derived from the architecture: a leak between samples would go unnoticed.
@@ -110,28 +117,26 @@ def keeps_samples_apart(model: PreTrainedModel) -> bool:
     attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
     ignore positions in their mask.
     """
-    was_training = model.training
-    model.eval()
-    hidden = _hidden(model, first_id=0)
-    other = _hidden(model, first_id=1)
-    model.train(was_training)
+    was_training = policy.model.training
+    policy.eval()
+    hidden = _hidden(policy, first_id=0)
+    other = _hidden(policy, first_id=1)
+    policy.train(was_training)
     is_apart = bool((hidden - other).abs().max() <= TOLERANCE * hidden.abs().max())
     if not is_apart:
         log.warning(
             "attention of %s crosses samples that share a row: each sample gets a row of its own",
-            type(model).__name__,
+            type(policy.model).__name__,
         )
     return is_apart
 
 
-def _hidden(model: PreTrainedModel, first_id: int) -> Tensor:
+def _hidden(policy: TargetLogits, first_id: int) -> Tensor:
     """Return the hidden states of the second sample, float32[SECOND, width].
 
     All tokens of the first sample are `first_id`.
     """
     ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
-    hidden: Tensor = model.base_model(
-        input_ids=ids.to(model.device), position_ids=positions.to(model.device), use_cache=False
-    ).last_hidden_state
-    return hidden[0, FIRST:].float()
+    device = policy.model.device
+    return policy.hidden(ids.to(device), positions.to(device))[0, FIRST:].float()

@@ -206,7 +206,7 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     tmp_path: Path, policy: TargetLogits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """OPT's attention does not see that positions start again."""
-    assert keeps_samples_apart(policy.model)
+    assert keeps_samples_apart(policy)
     shape = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
     torch.manual_seed(0)
     model = OPTForCausalLM(

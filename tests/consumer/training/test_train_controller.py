@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import CriticConfig, LearnerConfig, LossConfig
-from buffer.errors import ConfigError
 from consumer.training.critic import Critic, packed_gae, value_loss
 from consumer.training.learner import Learner
 from consumer.training.packing import Packer
@@ -67,18 +66,6 @@ def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict
         }
     state = whole.state_tensors()
     assert all(torch.equal(tensor, state[name]) for name, tensor in pieces.state_tensors().items())
-
-
-def test_a_critic_is_refused_where_it_would_not_be_the_same_on_all_ranks(model_dir: Path) -> None:
-    controller = make_controller(model_dir, critic=True)
-    controller.learner.ranks.size = 2
-    try:
-        with pytest.raises(ConfigError, match="one rank only"):
-            TrainController(controller.learner, "gae", critic=controller.critic)
-    finally:
-        controller.learner.ranks.size = 1
-    with pytest.raises(ConfigError, match="needs a critic"):
-        TrainController(controller.learner, "gae")
 
 
 def test_critic_continues_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
