@@ -43,10 +43,7 @@ ROUND_BYTES = 8 * 2**20
 """Bytes of one round trip at most: larger ones delay all other clients (measured)."""
 
 READ_BYTES = 4 * 2**20
-"""Bytes of one round trip at most if they are used while the next ones are received.
-
-Below it, numpy does not ask for large pages.
-"""
+"""Bytes of one round trip at most if they are used while the next ones are received."""
 
 PIN = 200
 """Payloads whose expiry one round removes."""
