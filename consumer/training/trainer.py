@@ -113,6 +113,7 @@ class Trainer:
             seed=config.run.seed,
             media=self._run.media,
         )
+        self.consumer.vocabulary = self._learner.vocabulary
         self._controller = TrainController.of(config, self._learner, self._model_dir)
         if position.step:
             file = self._checkpoints.path(position.step) / OPTIMIZER
