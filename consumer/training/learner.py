@@ -34,7 +34,7 @@ from consumer.models.model_folder import load_model, save_model
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
-from consumer.training.learner_state import capture, restore
+from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.logprobs import (
     TargetLogits,
     TokenLogprobs,
@@ -45,6 +45,7 @@ from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
+from consumer.training.saved_state import Rows
 from consumer.training.sharding import shard, write_weights
 from consumer.training.train_batch import TrainBatch, Update
 
@@ -218,6 +219,10 @@ class Learner:
         state = capture(self.parameters, self._optimizer, self.step, self.device)
         state["skipped"] = torch.tensor(self.skipped_in_a_row)
         return state | (self._adapter.state_tensors() if self._adapter else {})
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`.
