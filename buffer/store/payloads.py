@@ -134,12 +134,14 @@ class PayloadStore:
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes; raise PayloadMissing or WireError as `join` does."""
-        return self.read_each([ref], lambda _, data: data)[0]
+        return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
-        self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]
+        self,
+        refs: Sequence[PayloadRef],
+        use: Callable[[Sequence[PayloadRef], Sequence[bytes | memoryview]], Sequence[T]],
     ) -> list[T]:
-        """Return what `use` makes of the bytes of each payload, in order.
+        """Return what `use` makes of the payloads of each round trip, in order.
 
         Round trips have a bounded size. Bytes of one share memory, which is freed with the last of
         them. While `use` works on them, the kernel receives those of the next round trip.
@@ -148,9 +150,7 @@ class PayloadStore:
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                used += [
-                    use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)
-                ]
+                used += use(batch, list(map(join, batch, found)))
         return used
 
     def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
