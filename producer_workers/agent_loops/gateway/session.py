@@ -162,7 +162,7 @@ class Session:
             )
 
     def _fills_context(self, tokens: int) -> bool:
-        """Return whether so many tokens leave no room for another one, and note it."""
+        """Return whether `tokens` fill the engine's context, and record the truncation if so."""
         context = context_length(self._engine)
         is_full = context is not None and tokens >= context
         self.truncation = _LONG.format(context, tokens) if is_full else ""
