@@ -110,6 +110,7 @@ class Trainer:
             seed=config.run.seed,
             media=self._run.media,
         )
+        self.consumer.vocabulary = self._learner.vocabulary
         self._controller = TrainController.of(config, self._learner, self._model_dir)
         if position.step:
             folder = self._checkpoints.path(position.step)

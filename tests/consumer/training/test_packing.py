@@ -19,7 +19,8 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.wire_schema import Media
 from consumer.models.model_folder import load_model
 from consumer.training.learner import Learner
-from consumer.training.logprobs import TargetLogits, keeps_samples_apart, token_logprobs
+from consumer.training.logprobs import TargetLogits, token_logprobs
+from consumer.training.model_checks import keeps_samples_apart
 from consumer.training.packing import MicroBatch, Packer
 from tests.consumer.models.tiny import build_model, make_group
 
