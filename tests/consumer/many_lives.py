@@ -39,7 +39,8 @@ from consumer.batches.batch import Batch
 from consumer.training.advantages import estimate_advantages
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
-from consumer.training.trainer import OPTIMIZER, Trainer
+from consumer.training.trainer import Trainer
+from consumer.training.trainer_rank import OPTIMIZER
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 

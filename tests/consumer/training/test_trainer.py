@@ -26,7 +26,8 @@ from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
 from consumer.training.step_log import StepWriter, read_evaluations
-from consumer.training.trainer import OPTIMIZER, Trainer
+from consumer.training.trainer import Trainer
+from consumer.training.trainer_rank import OPTIMIZER
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.servers import on_both
@@ -314,7 +315,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     def watched(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             state = run.control.state()
-            turns.append((name, trainer._share.is_asleep, " ".join([state.mode, *state.lanes])))
+            turns.append((name, trainer.rank.share.is_asleep, " ".join([state.mode, *state.lanes])))
             return method(*args, **kwargs)
 
         return call
