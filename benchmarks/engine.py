@@ -27,7 +27,8 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

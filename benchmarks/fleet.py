@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from buffer.config.engine import SimulatedConfig
 from buffer.rollouts.distributions import Fixed
-from buffer.rollouts.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 
 GROUP_BYTES = 165_888
 VOCABULARY = 151_936

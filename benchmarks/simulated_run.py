@@ -15,7 +15,8 @@ from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import RolloutState, SampleParams
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer

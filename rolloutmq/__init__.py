@@ -26,11 +26,11 @@ from buffer.rollouts.rollout import (
     MediaRef,
     PolicyVersion,
     RolloutState,
-    SampleParams,
     Status,
     ToolCall,
     VersionSpan,
 )
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store

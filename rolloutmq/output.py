@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.fleet import WorkerRecord, WorkerState
+from buffer.control.worker_record import WorkerRecord, WorkerState
 from buffer.monitoring.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"

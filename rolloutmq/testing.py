@@ -22,7 +22,8 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop

@@ -104,7 +104,7 @@ def context_problems(
         # an agent's requests have prompts of their own, and share max_tokens
         if (task.agent_loop or worker.agent_loop) == "gateway":
             continue
-        # nobody asked for the default: responses end where the context does
+        # the default limit is no wish of the user: responses then end where the context does
         if prompt is None and "max_tokens" not in task.sample.model_fields_set:
             continue
         response = task.sample.max_tokens

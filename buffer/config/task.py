@@ -15,7 +15,7 @@ from buffer.config.strategy import StrategySection
 from buffer.model.byte_size import format_size
 from buffer.model.dotted_path import is_dotted_path
 from buffer.rollouts.compression import MAX_BYTES
-from buffer.rollouts.rollout import SampleParams, StructuredOutput
+from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from buffer.rollouts.wire_schema import MAX_MEMBERS
 
 HELD_OUT = "held_out"

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from buffer.errors import WireError
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

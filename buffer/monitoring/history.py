@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from buffer.control.fleet import WorkerState
+from buffer.control.worker_record import WorkerState
 from buffer.monitoring.run_view import Snapshot
 
 

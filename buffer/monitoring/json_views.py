@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from buffer.control.fleet import WorkerRecord
 from buffer.control.role_holder import RoleHolder
+from buffer.control.worker_record import WorkerRecord
 from buffer.monitoring.run_view import Snapshot, TaskView
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState

@@ -22,8 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
-from buffer.control.fleet import WorkerRecord, WorkerState
 from buffer.control.histogram import Histogram
+from buffer.control.worker_record import WorkerRecord, WorkerState
 from buffer.errors import StoreError
 from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.monitoring.workers_wanted import WorkersWanted, look_at

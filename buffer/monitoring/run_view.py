@@ -12,9 +12,9 @@ from typing import Any
 from buffer.batches.account import TaskAccount
 from buffer.batches.memory import MemoryUse
 from buffer.control.event_log import Event, parse_event
-from buffer.control.fleet import WorkerRecord
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
+from buffer.control.worker_record import WorkerRecord
 from buffer.model.ids import LANES
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run

@@ -18,13 +18,12 @@ from buffer.errors import WireError
 from buffer.rollouts.rollout import (
     MediaRef,
     RolloutState,
-    SampleParams,
     Status,
-    StructuredOutput,
     ToolCall,
     VersionSpan,
     expert_rows,
 )
+from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from buffer.rollouts.wire_columns import Columns
 from buffer.rollouts.wire_schema import Call, Media, Own, Sample, Shared, Structure
 

@@ -9,8 +9,7 @@
     "sent"                                        "verdict": empty, or what is wrong
 
 The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or
-killed delays nobody else, and is given up after `stall_s`; workers come and go unnoticed by the
-others.
+killed delays no other process, and is given up after `stall_s`. Workers join and leave at any time.
 
     a worker dies                   its connections close, its thread ends; the others continue
     a worker hangs                  its thread gives up after `stall_s` and frees its slot

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from buffer.config.learner import CriticConfig
 from consumer.models.model_folder import load_model
-from consumer.training.learner_state import capture, restore
+from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.packing import MicroBatch
+from consumer.training.saved_state import Rows
+
+PREFIX = "critic/"
+"""Of the names of a critic's tensors in the state: the learner's are beside them."""
 
 
 class Critic:
@@ -83,11 +87,15 @@ class Critic:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that a resume needs (see `consumer.training.learner_state`)."""
-        return capture(self.parameters, self._optimizer, self.step, self.device)
+        return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters, PREFIX)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
-        self.step = restore(state, self.parameters, self._optimizer, self.device)
+        self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         hidden = self.body(

@@ -32,7 +32,7 @@ from buffer.weights.safetensors_files import model_checksum
 from consumer.models.model_folder import load_model, save_model
 from consumer.ranks import ALONE, Ranks
 from consumer.training.importance import Samples
-from consumer.training.learner_state import capture, restore
+from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.logprobs import (
     TargetLogits,
     TokenLogprobs,
@@ -43,6 +43,7 @@ from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
+from consumer.training.saved_state import Rows
 from consumer.training.sharding import gather, shard, write_weights
 from consumer.training.train_batch import TrainBatch, Update
 
@@ -205,6 +206,10 @@ class Learner:
         """
         identity = self._adapter.state_tensors() if self._adapter else {}
         return identity | capture(self.parameters, self._optimizer, self.step, self.device)
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`.

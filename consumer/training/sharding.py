@@ -2,16 +2,14 @@
 
 A shard is a rank's part of a tensor's first dimension. Published weights are written without any
 rank holding the whole model: each tensor is gathered on all ranks, one after the other, and kept by
-the rank that writes it. A folder that all ranks write together becomes visible once each has
-written its part.
+the rank that writes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 import torch
@@ -24,9 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from consumer.ranks import Ranks, balanced_shares
 from consumer.training.logprobs import TargetLogits
-
-T = TypeVar("T")
-Save = Callable[[Path], None]
+from consumer.training.saved_state import Rows
 
 
 def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
@@ -49,6 +45,15 @@ def gather(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory; an unsharded tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """Return which rows of a sharded tensor this rank has: FSDP divides them as `chunk` does."""
+    assert isinstance(tensor, DTensor)
+    total = tensor.shape[0]
+    each = -(-total // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * each, total)
+    return Rows(first, tensor.to_local().shape[0], total)
 
 
 def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
@@ -98,24 +103,3 @@ def write_weights(
         }
         data = orjson.dumps(index, option=orjson.OPT_INDENT_2)
         (folder / "model.safetensors.index.json").write_bytes(data)
-
-
-def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | None:
-    """Let all ranks write into a folder that rank 0 creates; all ranks must call it.
-
-    `make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (for example
-    `CheckpointFolder.write`). `save(folder)` runs on every rank; all of them must be able to access
-    the folder. Returns the result of `make` on rank 0, None on the others. A rank that dies during
-    the call breaks the connection of the others: nothing becomes visible.
-
-        write_together(ranks, save, lambda save_all: checkpoints.write(position, save_all))
-    """
-
-    def write_part(folder: str) -> None:
-        save(Path(ranks.gather(folder)[0]))
-        ranks.gather("written")
-
-    if ranks.rank == 0:
-        return make(lambda folder: write_part(str(folder)))
-    write_part("")
-    return None

@@ -26,12 +26,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from buffer.config.config import TrainingConfig
-from buffer.errors import ModelError, RankLost, StepFailed
+from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
@@ -43,13 +39,13 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
 from consumer.training.learner import Learner
 from consumer.training.metrics import BatchColumns
+from consumer.training.saved_state import SavedState, write_state
 from consumer.training.train_controller import TrainController
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate["TrainerRank", P], T]
 
-OPTIMIZER = "optimizer.safetensors"
 END = "end"
 """The last order."""
 
@@ -145,7 +141,8 @@ class TrainerRank:
         self._controller = TrainController.of(config, learner, self._model_dir)
         if step:
             folder = CheckpointFolder(config.run.folder / "checkpoints").path(step)
-            self._controller.load_state_tensors(_read_state(folder / self._state_file))
+            with SavedState(folder, self._controller.shard_rows(), self.ranks.rank) as state:
+                self._controller.load_state_tensors(state)
         trained = [part for part in (learner, self._controller.critic) if part]
         self.share = DeviceShare(learner.device, [part.on_device() for part in trained])
         if config.trainer.flow == "colocated":
@@ -194,7 +191,9 @@ class TrainerRank:
         model = Path(folder) / "model"
         model.mkdir(exist_ok=True)
         self._save_model(model, to_publish=False)
-        save_file(self._controller.state_tensors(), Path(folder) / self._state_file)
+        controller = self._controller
+        rows = controller.shard_rows()
+        write_state(Path(folder), controller.state_tensors(), rows, self.ranks)
 
     @order
     def sleep(self) -> None:
@@ -216,21 +215,7 @@ class TrainerRank:
             if not self._in_order:
                 self.sleep()
 
-    @property
-    def _state_file(self) -> str:
-        return OPTIMIZER if self.ranks.size == 1 else f"optimizer-{self.ranks.rank:05d}.safetensors"
-
     def _save_model(self, folder: Path, *, to_publish: bool) -> None:
         self._controller.learner.save_weights(folder, to_publish=to_publish)
         if self.ranks.rank == 0:
             copy_tokenizer(self._model_dir, folder)
-
-
-def _read_state(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file} cannot be read: {error}",
-            hint="remove this checkpoint's folder to use an older one",
-        ) from error

@@ -1,9 +1,9 @@
 """Compute the tokens that a chat template puts between two turns of the model.
 
 They are tool results, or messages of an environment. What the model sampled is never tokenized
-again: training would then be on tokens that nobody sampled. So only what follows its turn is taken
-from the template, behind a turn of a fixed text, from the token on that ends that turn. It is a
-special token, across which no tokenizer merges.
+again: training would then be on tokens that it did not sample. So only what follows its turn is
+taken from the template, behind a turn of a fixed text, from the token on that ends that turn. It is
+a special token, across which no tokenizer merges.
 
 Messages of others cannot end a turn or begin one: special tokens that are written out in a message
 are broken up.

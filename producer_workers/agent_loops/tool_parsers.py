@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import StructuredOutput, ToolCall
+from buffer.rollouts.rollout import ToolCall
+from buffer.rollouts.sampling import StructuredOutput
 from buffer.rollouts.wire_checks import check_nesting
 
 Tools = Sequence[dict[str, Any]] | None

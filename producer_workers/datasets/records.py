@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import StructuredOutput
+from buffer.rollouts.sampling import StructuredOutput
 from buffer.rollouts.wire_checks import check_nesting
 from producer_workers.datasets.dataset import Problem
 

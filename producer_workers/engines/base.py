@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ModelError, RolloutMQError
-from buffer.rollouts.rollout import MediaRef, PolicyVersion, SampleParams, VersionSpan
+from buffer.rollouts.rollout import MediaRef, PolicyVersion, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
 from producer_workers.images.image_reader import ImageReader
 

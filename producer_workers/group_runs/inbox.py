@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import dataclass
 
 from buffer.control.control import ControlState
-from buffer.control.fleet import HeartbeatReply, HeartbeatReport
+from buffer.control.fleet import HeartbeatReply
+from buffer.control.worker_record import HeartbeatReport
 from buffer.groups.claim import Claim
 from buffer.model.job import Job
 

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.rollouts.rollout import PolicyVersion, SampleParams, no_logprobs, no_tokens
+from buffer.rollouts.rollout import PolicyVersion, no_logprobs, no_tokens
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,

@@ -185,9 +185,9 @@ def score_entry(
     verifier = _verifier(name, config)
     try:
         return float(verifier.score_answer(answer, entry))
-    except Exception:
-        # Some verifiers raise on text they cannot parse, and models write any text. If the right
-        # answer can be scored, the model's is wrong. If not, this raises: the problem is broken.
+    except Exception:  # some verifiers raise on text that they cannot parse
+        # If the right answer can be scored, the model's is wrong. If not, this raises: the problem
+        # is broken.
         verifier.score_answer(truth if truth is not None else "", entry)
         return 0.0
 

@@ -15,7 +15,8 @@ import numpy as np
 from buffer.errors import DatasetError, MediaError
 from buffer.model.ids import group_id
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.rollout import RolloutState, SampleParams, derived_seed
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts

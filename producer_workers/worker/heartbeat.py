@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from buffer.control.control import ControlState
-from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
+from buffer.control.fleet import HeartbeatReply
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.rollouts.rollout import PolicyVersion

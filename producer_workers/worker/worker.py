@@ -38,16 +38,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import HeartbeatReport, WorkerState
-from buffer.errors import RolloutMQError, StoreUnavailable
-from buffer.groups.claim import Claim
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_runs.doomed_groups import DoomedGroups
 from producer_workers.group_runs.engine_control import ControlledEngine, WeightSource
@@ -70,10 +67,12 @@ from producer_workers.group_runs.pending_groups import PendingGroups, Protection
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.capacity import Capacity, Vacancy
+from producer_workers.worker.claims import Claims
 from producer_workers.worker.contained_tasks import contain_exits
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.heartbeat import Heartbeat, Reporter
 from producer_workers.worker.loop_watch import LoopWatch
+from producer_workers.worker.wake_up import WakeUp
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -85,12 +84,6 @@ ABORT_S = 0.05
 
 HAND_BACK_S = 5.0
 """How long a leaving worker waits for aborted groups before it hands them back as they were."""
-
-REFUSALS = {
-    "FULL": "the run holds as many payload bytes as it may",
-    "BARRED": "the trainer could not use what this worker submitted: `rolloutmq dead` shows why; "
-    "fix the cause, then run `rolloutmq continue --worker ID`",
-}
 
 
 class Worker:
@@ -144,13 +137,12 @@ class Worker:
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
         self._step: asyncio.Task[None] | None = None
-        self._wake_up: asyncio.Task[None] | None = None
+        self._claims = Claims(run, worker_id, self._nonce)
+        self._wake_up = WakeUp(run, self._inbox)
         self._is_step_due = True
         self._loop_watch = LoopWatch()
         self._is_stopping = False
         self._failure: BaseException | None = None
-        self._no_claim = LogOnce(log, "claiming nothing")
-        self._no_wake_up = LogOnce(log, "no wake-ups")
 
     def stop(self) -> None:
         """Finish what is held, claim nothing more, leave. Called on the event loop."""
@@ -216,7 +208,7 @@ class Worker:
                 return self._handle_heartbeat(event)
             case RequestFinished():
                 # while a wake-up is waited for, the queues were empty a moment ago
-                return self._wake_up is None
+                return not self._wake_up.is_awaited
             case StepFinished():
                 return self._handle_step(event)
             case GroupFinished(_, error) | PartFailed(error):
@@ -254,26 +246,9 @@ class Worker:
                 self._groups.start(job, self._runner.run(job))
             return True
         # a worker without room must not take wake-ups from those that have some
-        if self._wake_up is None and self._vacancy():
-            self._wake_up = asyncio.create_task(self._wait_for_jobs())
+        if not self._wake_up.is_awaited and self._vacancy():
+            self._wake_up.wait(IDLE_S)
         return is_due
-
-    async def _wait_for_jobs(self) -> None:
-        try:
-            await asyncio.to_thread(
-                self._run.store.wait_for_wake_up,
-                self._run.keys.wake_up("workers"),
-                IDLE_S,
-                shared=True,
-            )
-            self._no_wake_up.report("")
-        except StoreUnavailable as error:
-            self._no_wake_up.report(error.hint)
-        except RolloutMQError as error:
-            self._inbox.post(PartFailed(error))
-        finally:
-            self._wake_up = None
-            self._inbox.post(JobsMayWait())
 
     def _report(self) -> tuple[HeartbeatReport, list[Job], dict[Job, PolicyVersion]]:
         """Return what a heartbeat carries, what is held, and its age. Called on its thread."""
@@ -304,7 +279,8 @@ class Worker:
                 await self._follow(state)
             if vacancy := self._vacancy():
                 known_epoch = self._control.epoch
-                finished = StepFinished(await self._claim(vacancy), known_epoch)
+                claim = await self._claims.claim(self._engine.version(), vacancy)
+                finished = StepFinished(claim, known_epoch)
         except Exception as error:
             self._inbox.post(PartFailed(error))
         self._inbox.post(finished)
@@ -366,28 +342,9 @@ class Worker:
         if not self._engine.has_weights_of(state):
             return None
         if self._runner.failures.must_pause(time.monotonic()):
-            self._no_claim.report("every try of this worker fails, so it pauses between claims")
+            self._claims.report("every try of this worker fails, so it pauses between claims")
             return None
         return self._capacity.vacancy(self._shares())
-
-    async def _claim(self, vacancy: Vacancy) -> Claim | None:
-        """Return what the server grants; None if it is unreachable."""
-        try:
-            claim = await asyncio.to_thread(
-                self._run.jobs.claim,
-                self.id,
-                self._nonce,
-                new_nonce(),
-                self._engine.version(),
-                vacancy.limit,
-                vacancy.serves,
-                vacancy.sampled,
-            )
-        except StoreUnavailable as error:
-            self._no_claim.report(error.hint)
-            return None
-        self._no_claim.report(REFUSALS.get(claim.refusal or "", ""))
-        return claim
 
     # -- leaving -------------------------------------------------------------
 
@@ -395,8 +352,7 @@ class Worker:
         """Finish what is held, within the time allowed; hand back the rest; deregister."""
         self._is_stopping = True
         reason = self._failure
-        if self._wake_up:
-            self._wake_up.cancel()
+        self._wake_up.cancel()
         try:
             # the last step has the engine, and may have claimed
             await self._handle_events(math.inf, lambda: self._step)

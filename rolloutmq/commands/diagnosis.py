@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer.control.fleet import WorkerRecord
 from buffer.control.role_holder import RoleHolder
+from buffer.control.worker_record import WorkerRecord
 from buffer.monitoring.run_view import Snapshot, TaskView
 from rolloutmq.output import age, plural
 

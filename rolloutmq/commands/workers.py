@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.fleet import WorkerRecord
+from buffer.control.worker_record import WorkerRecord
 from buffer.errors import ConfigError
 from buffer.monitoring.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target

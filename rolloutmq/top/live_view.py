@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.fleet import WorkerRecord
+from buffer.control.worker_record import WorkerRecord
 from buffer.model.byte_size import format_size
 from buffer.monitoring.console import plain
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History

@@ -10,7 +10,8 @@ import redis
 
 from buffer.control.control import Mode
 from buffer.control.control_line import receipt
-from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
+from buffer.control.fleet import HeartbeatReply
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job, PayloadRef

@@ -21,7 +21,8 @@ from buffer.config.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.rollouts.distributions import Fixed
-from buffer.rollouts.rollout import FIRST_WEIGHTS, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.server.process import follow_owner, log_json
 from buffer.store.store import Store

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import HeartbeatReport, WorkerState
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.model.ids import group_id, new_nonce, split_group_id
 from buffer.model.job import Job
 from buffer.rollouts import wire

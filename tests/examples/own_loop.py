@@ -27,7 +27,8 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store

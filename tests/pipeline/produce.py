@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.datasets.files import JsonlDataset

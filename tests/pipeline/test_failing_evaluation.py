@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from buffer.store.store import Store
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import AgentLoopManager

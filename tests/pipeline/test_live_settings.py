@@ -13,7 +13,7 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.limits import TaskLimits
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import AgentLoopManager

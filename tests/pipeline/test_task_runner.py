@@ -16,7 +16,8 @@ from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import GROUP_TIME
-from buffer.rollouts.rollout import RolloutState, SampleParams
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.sampling import SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation

@@ -13,7 +13,7 @@ import pytest
 
 from buffer.config.engine import TransformersConfig
 from buffer.control.control import Mode
-from buffer.control.fleet import WorkerRecord
+from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun
 from buffer.model.ids import new_nonce
 from buffer.monitoring.history import WORKERS, History

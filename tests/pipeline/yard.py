@@ -21,7 +21,8 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import RolloutState, SampleParams, VersionSpan
+from buffer.rollouts.rollout import RolloutState, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.engines.base import EngineDeadError, Generation
 from tests.producer_workers.letter_engine import LetterEngine

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
-from buffer.control.fleet import HeartbeatReport, WorkerRecord, WorkerState
+from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits, TaskLimits

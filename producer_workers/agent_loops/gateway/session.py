@@ -21,7 +21,8 @@ import numpy as np
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.rollouts.rollout import SampleParams, ToolCall
+from buffer.rollouts.rollout import ToolCall
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.sampling_overrides import SamplingOverrides
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
@@ -161,7 +162,7 @@ class Session:
             )
 
     def _fills_context(self, tokens: int) -> bool:
-        """Return whether so many tokens leave no room for another one, and note it."""
+        """Return whether `tokens` fill the engine's context, and record the truncation if so."""
         context = context_length(self._engine)
         is_full = context is not None and tokens >= context
         self.truncation = _LONG.format(context, tokens) if is_full else ""

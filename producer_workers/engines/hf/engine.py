@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.config.engine import TransformersConfig
-from buffer.rollouts.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 from buffer.weights.safetensors_files import is_adapter
 from producer_workers.engines.base import (
     EngineDeadError,

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.engine import SimulatedConfig
-from buffer.rollouts.rollout import PolicyVersion, SampleParams, VersionSpan
+from buffer.rollouts.rollout import PolicyVersion, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

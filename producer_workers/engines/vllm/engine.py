@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from buffer.config.engine import VllmConfig
 from buffer.errors import RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import (
     EngineDeadError,

@@ -13,7 +13,7 @@ from buffer.config.task import SampleParamsSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from buffer.store.url import mask_url
 
 GOOD = """

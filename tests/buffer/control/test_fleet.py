@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.fleet import HeartbeatReport, WorkerState
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits

@@ -14,11 +14,11 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import (
     PolicyVersion,
     RolloutState,
-    SampleParams,
     Status,
     VersionSpan,
     group_status,
 )
+from buffer.rollouts.sampling import SampleParams
 
 
 def state(tokens: int = 3, **fields: Any) -> RolloutState:

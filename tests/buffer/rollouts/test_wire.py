@@ -24,15 +24,8 @@ from hypothesis import strategies as st
 from buffer.errors import SchemaVersionError, WireError
 from buffer.rollouts import wire, wire_columns
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import (
-    MediaRef,
-    RolloutState,
-    SampleParams,
-    Status,
-    StructuredOutput,
-    ToolCall,
-    VersionSpan,
-)
+from buffer.rollouts.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
+from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from buffer.rollouts.wire_columns import LAYOUT, NEEDED
 from buffer.rollouts.wire_schema import Own, Sample
 from tests.fuzz.promise import keep, plain

@@ -39,7 +39,7 @@ def live(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -
             os._exit(KILLED)
         return problems
 
-    BatchShares.read = doomed  # type: ignore[method-assign]
+    BatchShares.read = doomed  # type: ignore[method-assign,assignment]
     settings = load_config(TrainingConfig, config, [])
     section = settings.trainer.model_copy(update={"loop": None})
     settings = settings.model_copy(update={"trainer": section})

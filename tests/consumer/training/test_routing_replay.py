@@ -16,7 +16,8 @@ from buffer.config.engine import TransformersConfig
 from buffer.config.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, SampleParams, Status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.sampling import SampleParams
 from buffer.store.media_folder import MediaFolder
 from consumer.training.learner import Learner
 from consumer.training.train_controller import TrainController

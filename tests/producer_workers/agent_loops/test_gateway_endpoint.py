@@ -23,13 +23,8 @@ from safetensors.numpy import save_file
 
 from buffer.config.engine import SimulatedConfig
 from buffer.rollouts.distributions import Fixed
-from buffer.rollouts.rollout import (
-    PolicyVersion,
-    RolloutState,
-    SampleParams,
-    Status,
-    StructuredOutput,
-)
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway import server, session
 from producer_workers.agent_loops.gateway.agents import AgentTask

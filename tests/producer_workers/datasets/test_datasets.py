@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from buffer.config.dataset import HuggingFaceDataset, ParquetDataset, PythonDataset
 from buffer.errors import ConfigError, DatasetError
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset
 from producer_workers.datasets.records import RecordsDataset

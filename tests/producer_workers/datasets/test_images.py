@@ -21,7 +21,8 @@ from buffer.config.dataset import ImagesSection, JsonlDataset, ParquetDataset, P
 from buffer.config.engine import EngineConfig, HttpConfig, SimulatedConfig, TransformersConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, DatasetError, MediaError
-from buffer.rollouts.rollout import MediaRef, PolicyVersion, SampleParams
+from buffer.rollouts.rollout import MediaRef, PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 from buffer.store.media_folder import MediaFolder
 from producer_workers.build import check_images
 from producer_workers.datasets.dataset import Dataset

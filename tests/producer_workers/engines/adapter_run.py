@@ -24,7 +24,8 @@ from buffer.config.config import TrainingConfig
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, SampleParams
+from buffer.rollouts.rollout import RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.training.learner import Learner

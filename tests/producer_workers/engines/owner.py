@@ -14,7 +14,8 @@ import orjson
 import psutil
 
 from buffer.config.engine import VllmConfig
-from buffer.rollouts.rollout import PolicyVersion, SampleParams
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines import build_engine
 
 

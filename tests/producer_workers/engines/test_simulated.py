@@ -11,7 +11,7 @@ import pytest
 
 from buffer.config.engine import SimulatedConfig
 from buffer.rollouts.distributions import Bimodal, Distribution, Fixed, LogNormal
-from buffer.rollouts.rollout import SampleParams
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from buffer.config.engine import EngineConfig, TransformersConfig
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.rollouts.wire import decode, encode
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError

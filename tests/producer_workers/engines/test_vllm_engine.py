@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from buffer.config.engine import VllmConfig
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.rollouts.rollout import PolicyVersion, RolloutState
+from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
 from buffer.weights.tensor_exchange import TensorServer
 from producer_workers.agent_loops.gateway.agents import AgentTask

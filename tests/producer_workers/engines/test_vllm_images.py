@@ -20,7 +20,8 @@ from buffer.config.load import load_config
 from buffer.errors import MediaError
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
-from buffer.rollouts.rollout import MediaRef, PolicyVersion, SampleParams
+from buffer.rollouts.rollout import MediaRef, PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store

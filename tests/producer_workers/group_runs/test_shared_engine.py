@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.multi_turn import Answer, MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError

@@ -11,7 +11,8 @@ import pytest
 
 from buffer.errors import DatasetError
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, SampleParams, Status, StructuredOutput
+from buffer.rollouts.rollout import RolloutState, Status
+from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from buffer.rollouts.wire import decode, encode
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.datasets.files import JsonlDataset

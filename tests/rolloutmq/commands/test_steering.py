@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from buffer.control.control import Mode
-from buffer.control.fleet import WorkerState
+from buffer.control.worker_record import WorkerState
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.rolloutmq.conftest import Command, json_of

@@ -1,0 +1,104 @@
+"""How a response is sampled: lengths, stops, the seed, and what cuts the distribution."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class StructuredOutput(BaseModel):
+    """The form that a response is kept to while it is sampled: exactly one of the three keys.
+
+    Logprobs are over the allowed tokens. A rollout that is interrupted starts again, because no
+    engine can continue in the middle of a structure.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    json_schema: dict[str, Any] | None = None
+    """the response is JSON of this schema"""
+    regex: str | None = Field(None, min_length=1)
+    """the whole response matches this regular expression"""
+    choice: list[str] | None = Field(None, min_length=1)
+    """the response is one of these texts"""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutput:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("expected exactly one of json_schema, regex and choice")
+        return self
+
+
+CUTS = (
+    "top_p",
+    "top_k",
+    "min_tokens",
+    "structured",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""The fields of `SampleParams` that remove tokens from the distribution, or shift it."""
+
+
+class SampleParams(BaseModel):
+    """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(2048, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    # by a factory, because copying other defaults costs pydantic four times the whole validation
+    stops: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    seed: int | None = None
+    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structured: StructuredOutput | None = None
+
+    def cuts(self) -> str:
+        """Return the settings that make the engine sample from another distribution; "" for none.
+
+        The trainer computes logprobs of the model's own one, at the same temperature.
+        """
+        given = self.model_dump(include=set(CUTS), exclude_defaults=True)
+        return ", ".join(name for name in CUTS if name in given)
+
+    def after(self, done: int) -> SampleParams:
+        """Return the parameters for what follows `done` tokens of a response.
+
+        The seed is another one, since the same would draw the same tokens again.
+        """
+        if not done:
+            return self
+        left = {
+            "max_tokens": self.max_tokens - done,
+            "min_tokens": max(0, self.min_tokens - done),
+            "seed": None if self.seed is None else derived_seed(self.seed, done),
+        }
+        return self.model_copy(update=left)
+
+    def attempt(self, number: int) -> SampleParams:
+        """Return the parameters of a further response or turn, each number with its own seed."""
+        if not number or self.seed is None:
+            return self
+        return self.model_copy(update={"seed": derived_seed(self.seed, "attempt", number)})
+
+    def within(self, tokens: int) -> SampleParams:
+        """Return the parameters with at most `tokens` tokens for the response."""
+        if tokens >= self.max_tokens:
+            return self
+        limits = {"max_tokens": tokens, "min_tokens": min(self.min_tokens, tokens)}
+        return self.model_copy(update=limits)
+
+
+def derived_seed(*origin: object) -> int:
+    """Return a seed that follows from these values: 31 bits, for engines with signed integers."""
+    name = ":".join(map(str, origin))
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
