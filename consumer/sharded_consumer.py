@@ -51,6 +51,15 @@ class ShardedConsumer:
         )
         """on rank 0 only, the trainer of the run: to pause, publish_weights, evaluate"""
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of the model's token ids: set it on every rank."""
+        return self._shares.reader.vocabulary
+
+    @vocabulary.setter
+    def vocabulary(self, size: int | None) -> None:
+        self._shares.reader.vocabulary = size
+
     def open(
         self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False
     ) -> None:
@@ -76,8 +85,8 @@ class ShardedConsumer:
     ) -> Batch:
         """Return this rank's part of step `step`, with the manifest of the whole batch.
 
-        A group that some rank cannot read is quarantined, another one awaited, and the batch shared
-        out again. Raises StepFailed on all ranks if one of them fails otherwise.
+        A group that some rank cannot read or train is quarantined, another one awaited, and the
+        batch shared out again. Raises StepFailed on all ranks if one of them fails otherwise.
         """
 
         def take(leader: RolloutConsumer) -> tuple[list[str], float, str]:

@@ -30,7 +30,7 @@ class BatchShares:
     def __init__(self, run: Run, ranks: Ranks) -> None:
         self._run = run
         self._ranks = ranks
-        self._reader = BatchReader(run)
+        self.reader = BatchReader(run)
         self.groups: list[RolloutGroup] = []
         """this rank's share of the newest batch"""
 
@@ -48,7 +48,7 @@ class BatchShares:
         entries = tuple(whole.entries[position] for position in shares[self._ranks.rank])
         try:
             # the header of the whole batch: it defines which tokens are masked
-            self.groups, problems = self._reader.read(Manifest(step, whole.header, entries))
+            self.groups, problems = self.reader.read(Manifest(step, whole.header, entries))
         except RolloutMQError as error:
             problems = {"": f"rank {self._ranks.rank}: {type(error).__name__}: {error}"}
         found = {

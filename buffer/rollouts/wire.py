@@ -81,7 +81,7 @@ def encode(group: RolloutGroup) -> bytes:
     """
     columns = _written(group.table.columns)
     directory, pieces, size = pack(columns)
-    return _join(_head(group, directory), pieces, size)
+    return b"".join(_document(_head(group, directory), pieces, size))
 
 
 def encode_checked(group: RolloutGroup) -> bytes:
@@ -89,12 +89,20 @@ def encode_checked(group: RolloutGroup) -> bytes:
 
     Raises what `decode` raises for them.
     """
+    return b"".join(pieces_checked(group))
+
+
+def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
+    """Return the bytes of `encode_checked` in pieces, with large columns where they lie.
+
+    The group must not change until the pieces are sent.
+    """
     columns = _written(group.table.columns)
     directory, pieces, size = pack(columns)
     head = _head(group, directory)
     read(head + _PADS[0] + _NO_DATA)
     check_table(group.table._replace(columns=columns))
-    return _join(head, pieces, size)
+    return _document(head, pieces, size)
 
 
 def decode(data: bytes | memoryview) -> RolloutGroup:
@@ -157,9 +165,10 @@ def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
     return b"".join([bytes([_FIXED_MAP + entries]), _SCHEMA_ENTRY, packed[1:]])
 
 
-def _join(head: bytes, pieces: list[bytes | memoryview], size: int) -> bytes:
+def _document(head: bytes, pieces: list[bytes | memoryview], size: int) -> list[bytes | memoryview]:
     missing = -(len(head) + len(_PADS[0]) + _BIN_32.size) % ALIGNMENT
-    return b"".join([head, _PADS[missing], _BIN_32.pack(_BIN_32_TYPE, size), *pieces])
+    start = b"".join([head, _PADS[missing], _BIN_32.pack(_BIN_32_TYPE, size)])
+    return [start, *pieces]
 
 
 def _table(document: Document, columns: Columns) -> Table:

@@ -146,8 +146,8 @@ class BatchTaker:
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
-        A group whose bytes are missing or damaged is quarantined and replaced by another ready one;
-        if none is ready, the batch gets smaller, and may be empty.
+        A group that the reader finds unusable is quarantined and replaced by another ready one; if
+        none is ready, the batch gets smaller, and may be empty.
         """
         while True:
             groups, problems = reader.read(manifest, known)

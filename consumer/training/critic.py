@@ -6,6 +6,7 @@ with the critic's values; estimators that compare the rollouts of a group need n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 
 from buffer.config.learner import CriticConfig
 from consumer.models.model_folder import load_model
+from consumer.training.gradient_step import gradient_step
 from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.packing import MicroBatch
 from consumer.training.saved_state import Rows
 
 PREFIX = "critic/"
 """Of the names of a critic's tensors in the state: the learner's are beside them."""
+
+log = logging.getLogger("rolloutmq.trainer")
 
 
 class Critic:
@@ -61,8 +65,8 @@ class Critic:
 
     def update(
         self, batches: Sequence[MicroBatch], old: Sequence[Tensor], returns: Sequence[Tensor]
-    ) -> dict[str, float]:
-        """Take one optimizer step towards `returns`, and return its metrics.
+    ) -> dict[str, float] | None:
+        """Take one optimizer step towards `returns`, and return its metrics; None if it is skipped.
 
         `old`: the values before the step. Both are float32[N] for each micro-batch.
         """
@@ -76,13 +80,15 @@ class Critic:
             torch.autograd.backward(loss)
             total += float(loss.detach())
             abs_error += float(((target - before) * batch.mask).abs().sum()) / tokens
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        self._optimizer.step()
+        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1
+        if norm is None:
+            log.error("the gradient of the critic's step %s is not finite: skipped", self.step)
+            return None
         return {
             "critic/loss": total,
             "critic/abs_error": abs_error,
-            "critic/grad_norm": float(norm),
+            "critic/grad_norm": norm,
         }
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
     optimizer/<slot>/<parameter> AdamW's step, exp_avg, exp_avg_sq
     rng/cpu, rng/cuda            torch's random generators, uint8
     step                         int64, optimizer steps done
+    skipped                      int64, the newest of them that were skipped (of a learner)
     adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
 
 With sharded weights, the state of a rank holds its rows of the parameters and the moments.

@@ -31,6 +31,7 @@ from buffer.rollouts.group import RolloutGroup
 from consumer.training.advantages import session_advantages, shaped_scores
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.critic import Critic, packed_gae
+from consumer.training.gradient_step import mean_metrics
 from consumer.training.learner import Learner
 from consumer.training.saved_state import Rows
 from consumer.training.train_batch import TrainBatch
@@ -174,8 +175,7 @@ class TrainController:
             self.critic.update(update.batches, update.values, update.returns)
             for update in batch.updates
         ]
-        means = {name: sum(loss[name] for loss in losses) / len(losses) for name in losses[0]}
-        return metrics | means
+        return metrics | mean_metrics(losses, "critic")
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
         """Return one advantage for each rollout of this rank, float32[sum k].

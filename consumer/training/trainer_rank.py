@@ -31,7 +31,7 @@ from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from consumer.batches.reader import NOTHING, BatchReader, Known, Problems
+from consumer.batches.reader import NOTHING, Known, Problems
 from consumer.models.model_folder import copy_tokenizer
 from consumer.ranks import ALONE, Ranks, select_device
 from consumer.shares import BatchShares
@@ -85,9 +85,17 @@ class TrainerRank:
         self._run = run
         self._config = config
         self._model_dir = model_dir
-        self._reader = BatchReader(run)
         self._shares = BatchShares(run, ranks)
         self._in_order = False
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of the model's token ids."""
+        return self._shares.reader.vocabulary
+
+    @vocabulary.setter
+    def vocabulary(self, size: int | None) -> None:
+        self._shares.reader.vocabulary = size
 
     # -- orders in general ---------------------------------------------------------------
 
@@ -138,6 +146,7 @@ class TrainerRank:
             ranks=self.ranks,
             media=self._run.media,
         )
+        self.vocabulary = learner.vocabulary
         self._controller = TrainController.of(config, learner, self._model_dir)
         if step:
             folder = CheckpointFolder(config.run.folder / "checkpoints").path(step)
@@ -153,7 +162,7 @@ class TrainerRank:
     ) -> tuple[list[RolloutGroup], Problems]:
         """Read the shares of all ranks: the reader of the trainer's `RolloutConsumer`."""
         if self.ranks.size == 1:
-            self._shares.groups, problems = self._reader.read(manifest, known)
+            self._shares.groups, problems = self._shares.reader.read(manifest, known)
         else:
             problems = self.read_share(*self._shares.plan(manifest))
         return self._shares.groups, problems
