@@ -24,14 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
+from buffer.rollouts.batch_table import BatchTable
+from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
-from consumer.models.model_folder import load_model
-from consumer.models.shards import empty_model, load_shards
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
@@ -40,10 +39,11 @@ from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.model_checks import check_logprobs, keeps_samples_apart
-from consumer.training.packing import GroupColumns, MicroBatch, Packer
+from consumer.training.packing import MicroBatch, Packer
+from consumer.training.policy_loading import load_policy, vocabulary_of
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.saved_state import Rows
-from consumer.training.sharding import average_gradients, place, set_gradient_sync, shard
+from consumer.training.sharding import average_gradients, set_gradient_sync
 from consumer.training.train_batch import TrainBatch, Update
 from consumer.training.vocabulary_projection import TokenLogprobs
 from consumer.training.weights_folder import write_weights
@@ -82,9 +82,9 @@ class Learner:
         """newest optimizer steps that were skipped, because their gradient was not finite"""
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and config.bf16 else None
-        self._policy = self._load(model_dir, frozen)
+        self._policy = load_policy(model_dir, config, self.device, ranks, dtype=frozen)
         self.model = self._policy.model.train()
-        self.vocabulary = _vocabulary(self.model)
+        self.vocabulary = vocabulary_of(self.model)
         """number of token ids that the model reads and predicts"""
         # here: the adapter does not depend on what loading the model drew
         torch.manual_seed(seed)
@@ -125,24 +125,20 @@ class Learner:
         return None if loss.kl_coef or loss.entropy_coef else advantages != 0
 
     def pack(
-        self, groups: Sequence[GroupColumns], *, keep: NDArray[np.bool_] | None = None
+        self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
     ) -> TrainBatch:
         """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
 
         `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get the same number of
         updates, and of micro-batches in each. Raises what `Packer.pack_pad_dispatch` raises.
         """
-        ends = np.cumsum([0, *(len(group.lengths) for group in groups)])
-        kept = np.ones(ends[-1], np.bool_) if keep is None else keep
+        table = BatchTable.of(groups)
+        kept = np.ones(len(table), np.bool_) if keep is None else keep
         updates = []
         for part in np.array_split(np.arange(len(groups)), self.config.updates_per_batch):
             # with several ranks, all take part in every update, also one without groups
             if len(part) or self.ranks.size > 1:
-                first = int(part[0]) if len(part) else 0
-                last = first + len(part)
-                start = int(ends[first])
-                end = int(ends[last])
-                updates.append(self._pack_update(groups[first:last], kept[start:end], start))
+                updates.append(self._pack_update(table, kept, np.isin(table.group, part)))
         return TrainBatch(groups, updates)
 
     @torch.no_grad()
@@ -289,40 +285,23 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        reference = self._load(model_dir).eval()
+        reference = load_policy(model_dir, self.config, self.device, self.ranks).eval()
         reference.transform = self._policy.transform
         return reference
-
-    def _load(self, model_dir: Path, dtype: torch.dtype | None = None) -> TargetLogits:
-        """Load the model of a folder: whole, or with several ranks the shards of this one."""
-        if self.ranks.size == 1:
-            return TargetLogits(load_model(model_dir, dtype=dtype).to(self.device))
-        model = empty_model(model_dir, dtype=dtype)
-        policy = TargetLogits(model)
-        shard(
-            policy,
-            model,
-            self.device,
-            self.config.sharding,
-            bf16=self.config.bf16,
-            methods=["hidden", "own_logits"],
-        )
-        load_shards(model, model_dir)
-        place(policy, self.device, self.config.sharding)
-        return policy
 
     # -- one optimizer step --------------------------------------------------------------
 
     def _pack_update(
-        self, groups: Sequence[GroupColumns], keep: NDArray[np.bool_], first: int
+        self, table: BatchTable, keep: NDArray[np.bool_], part: NDArray[np.bool_]
     ) -> Update:
-        """Pack the groups of one update; `first`: index in the batch of their first rollout."""
-        batches = self._packer.pack_pad_dispatch(groups, keep=keep)
+        """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
+        batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
         batches = self._packer.pad(batches, self.ranks.max(len(batches)))
-        own_tokens = sum(int(group.mask.sum()) for group in groups)
-        tokens, samples = self.ranks.sum([own_tokens, len(keep)])
-        on_device = [batch.numbered_from(first).to(self.device) for batch in batches]
-        return Update(on_device, tokens, int(samples), [group.gid for group in groups])
+        own_tokens = int(table.trained[part].sum())
+        tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
+        on_device = [batch.to(self.device) for batch in batches]
+        gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
+        return Update(on_device, tokens, int(samples), gids)
 
     def _update(self, update: Update) -> dict[str, float] | None:
         """Take one optimizer step and return its metrics; None where it was skipped."""
@@ -402,9 +381,3 @@ class Learner:
                 "from an older checkpoint: its weights may be where gradients overflow; or raise "
                 "[learner] max_skipped_updates",
             )
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    """Return the number of token ids that the model can both read and predict."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(int(table.weight.shape[0]) for table in tables)

@@ -1,15 +1,13 @@
 """Weights sharded over ranks (FSDP2): gathered layer by layer around forward and backward passes.
 
 A shard is a rank's part of a tensor's first dimension: FSDP gathers a layer before it computes, and
-divides the gradients after it. A folder that all ranks write together becomes visible once each has
-written its part.
+divides the gradients after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +26,6 @@ from transformers import PreTrainedModel
 from buffer.config.learner import ShardingConfig
 from consumer.ranks import Ranks
 from consumer.training.saved_state import Rows
-
-T = TypeVar("T")
-Save = Callable[[Path], None]
 
 
 def shard(
@@ -126,24 +121,3 @@ def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | None:
-    """Let all ranks write into a folder that rank 0 creates; all ranks must call it.
-
-    `make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (for example
-    `CheckpointFolder.write`). `save(folder)` runs on every rank; all of them must be able to access
-    the folder. Returns the result of `make` on rank 0, None on the others. A rank that dies during
-    the call breaks the connection of the others: nothing becomes visible.
-
-        write_together(ranks, save, lambda save_all: checkpoints.write(position, save_all))
-    """
-
-    def write_part(folder: str) -> None:
-        save(Path(ranks.gather(folder)[0]))
-        ranks.gather("written")
-
-    if ranks.rank == 0:
-        return make(lambda folder: write_part(str(folder)))
-    write_part("")
-    return None
