@@ -135,6 +135,21 @@ class RolloutGroup:
         """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
         return self.table.columns.get(name)
 
+    def optional_columns(self) -> dict[str, NDArray[np.float32]]:
+        """Return the token columns that only some groups have, float32[sum R] each, by name.
+
+        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>. The values of a
+        rollout without are nan.
+        """
+        columns = self.table.columns
+        names = ("ref_logprobs", "values", "token_rewards")
+        found = {name: columns[name] for name in names if name in columns}
+        for teacher, row in zip(
+            self.table.teachers, columns.get("teacher_logprobs", ()), strict=True
+        ):
+            found[f"teacher_logprobs/{teacher}"] = row
+        return found
+
     @property
     def scores(self) -> NDArray[np.float32]:
         """Return `reward["score"]` of each member, float32[k]; nan without one."""

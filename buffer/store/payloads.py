@@ -144,12 +144,14 @@ class PayloadStore:
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes; raise PayloadMissing or WireError as `join` does."""
-        return self.read_each([ref], lambda _, data: data)[0]
+        return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
-        self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]
+        self,
+        refs: Sequence[PayloadRef],
+        use: Callable[[Sequence[PayloadRef], Sequence[Whole]], Sequence[T]],
     ) -> list[T]:
-        """Return what `use` makes of the bytes of each payload, in order.
+        """Return what `use` makes of the payloads of each round trip, in order.
 
         Round trips have a bounded size. Bytes of one share memory, which is used again after the
         last of them. While `use` works on them, the next two round trips are under way.
@@ -158,7 +160,7 @@ class PayloadStore:
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                used += map(use, batch, found)
+                used += use(batch, found)
         return used
 
     def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Whole]]:

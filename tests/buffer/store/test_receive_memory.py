@@ -43,7 +43,12 @@ def test_bytes_that_are_held_never_change(scene: Scene) -> None:
         held: list[tuple[str, memoryview | bytes]] = []
         for _ in range(6):
             chosen = own.sample(refs, own.randint(1, len(refs)))
-            parts = scene.run.payloads.read_each(chosen, lambda ref, part: (ref.gid, part))
+            parts = scene.run.payloads.read_each(
+                chosen,
+                lambda refs, parts: [
+                    (ref.gid, part) for ref, part in zip(refs, parts, strict=True)
+                ],
+            )
             held = own.sample(held + parts, min(len(parts), own.randint(0, 20)))
             wrong.extend(gid for gid, part in held if part != data[gid])
 
