@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ModelError
+from buffer.rollouts.batch_table import BatchTable
 from consumer.training.learner import Learner
 from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.model_checks import check_logprobs, keeps_samples_apart
@@ -94,7 +95,8 @@ def by_the_model_itself(model: PreTrainedModel, prompt: Tensor, response: Tensor
     ids = torch.cat([prompt, response])[None]
     distribution = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     before = distribution[len(prompt) - 1 : -1]
-    return before.gather(1, response[:, None]).squeeze(1)
+    logprobs: Tensor = before.gather(1, response[:, None]).squeeze(1)
+    return logprobs
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -104,7 +106,7 @@ def test_logprobs_of_packed_samples_are_the_models_own(name: str) -> None:
     check_logprobs(policy)
     group = make_group(1, prompt=5, lengths=[9, 2, 3])
     packer = Packer(200, share_rows=keeps_samples_apart(policy))
-    (batch,) = packer.pack_pad_dispatch([group])
+    (batch,) = packer.pack_pad_dispatch(BatchTable.of([group]))
     with torch.no_grad():
         logprobs = token_logprobs(policy, batch).logprobs
     for sample, rollout in enumerate(batch.rollout.tolist()):
