@@ -84,8 +84,6 @@ class Learner:
         frozen = torch.bfloat16 if config.lora and config.bf16 else None
         self._policy = load_policy(model_dir, config, self.device, ranks, dtype=frozen)
         self.model = self._policy.model.train()
-        self.vocabulary = vocabulary_of(self.model)
-        """number of token ids that the model reads and predicts"""
         # here: the adapter does not depend on what loading the model drew
         torch.manual_seed(seed)
         self._adapter = (
@@ -102,6 +100,8 @@ class Learner:
         self.recorded = replay.recorded_experts(media) if replay else None
         """the reader of the experts that workers recorded; None where routing is not replayed"""
         check_logprobs(self._policy)
+        self.vocabulary = vocabulary_of(self.model)
+        """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
