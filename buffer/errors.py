@@ -19,6 +19,7 @@
     │   └── ProducerGone                5  a trainer waits for a batch, and there is no producer
     ├── Fenced                          5  a newer process holds what this process held
     ├── TaskStopped                     5  too many tries of a task failed one after the other
+    ├── GradientNotFinite               5  too many optimizer steps in a row could not be taken
     ├── GroupHeld                       1  a group that cannot be moved: running, in a batch, ended
     ├── GroupTimeout                    1  a group took longer than its task allows
     ├── LedgerError                     1  a step that cannot be taken or committed
@@ -201,6 +202,12 @@ class SnapshotError(RolloutMQError):
 
 class TaskStopped(RolloutMQError):
     """Too many tries of a task failed one after the other: no group of it is started (I11)."""
+
+    exit_code = 5
+
+
+class GradientNotFinite(RolloutMQError):
+    """The gradients of too many optimizer steps in a row were not finite; no weight was changed."""
 
     exit_code = 5
 

@@ -87,6 +87,15 @@ class RolloutConsumer:
         """Identifies this trainer to the scripts."""
         return self.role.nonce
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of the model's token ids. Set it, and groups with others are quarantined."""
+        return self._taker.vocabulary
+
+    @vocabulary.setter
+    def vocabulary(self, size: int | None) -> None:
+        self._taker.vocabulary = size
+
     def open(
         self,
         step: int = 0,
@@ -156,9 +165,10 @@ class RolloutConsumer:
         """Wait for the groups of train step `step`, `counts` of each task, and return them.
 
         A step that was taken before is returned as it was; where all counts are 0, the batch is
-        empty and the step is not taken. A group that cannot be read is
-        quarantined, and another one awaited in its slot (I11). A task that `should_continue_fn`
-        ended supplies what is ready; without `strict`, every task does.
+        empty and the step is not taken. A group that cannot be read or trained
+        (`consumer.batches.content_check`) is quarantined, and another one awaited in its slot
+        (I11). A task that `should_continue_fn` ended supplies what is ready; without `strict`,
+        every task does.
 
         `waiting` is called about once a second with the reason (a `WaitReason`). `checkpoint` is
         called when memory is full of batches that only a checkpoint frees: it must write one and

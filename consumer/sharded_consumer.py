@@ -34,6 +34,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.store.payloads import checksum
 from consumer.batches.batch import Batch, Stopped
+from consumer.batches.content_check import check_content
 from consumer.batches.outlook import status_of_taken
 from consumer.ranks import Ranks, balanced_shares
 from consumer.rollout_consumer import RolloutConsumer
@@ -64,6 +65,8 @@ class ShardedConsumer:
         self.ranks = Ranks(group or dist.new_group(backend="gloo", timeout=GROUPS_TIMEOUT))
         self.leader = RolloutConsumer(run, prefetch_bytes=0) if self.ranks.rank == 0 else None
         """on rank 0 only, the trainer of the run: to pause, publish_weights, evaluate"""
+        self.vocabulary: int | None = None
+        """number of the model's token ids; None: ids are not compared with it"""
 
     def open(
         self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False
@@ -93,9 +96,9 @@ class ShardedConsumer:
     ) -> Batch:
         """Return this rank's part of step `step`, with the manifest of the whole batch.
 
-        A group that some rank cannot read is quarantined, another one awaited, and the batch shared
-        out again. Raises StepFailed on all ranks if one of them fails otherwise, or if the ranks do
-        not have the same manifest.
+        A group that some rank cannot read or train is quarantined, another one awaited, and the
+        batch shared out again. Raises StepFailed on all ranks if one of them fails otherwise, or if
+        the ranks do not have the same manifest.
         """
 
         def take() -> tuple[list[str], list[int], float, str]:
@@ -160,11 +163,12 @@ class ShardedConsumer:
         entries = tuple(manifest.entries[position] for position in share)
         try:
             # the header of the whole batch: it defines which tokens are masked
-            return self._run.buffer.load(Manifest(manifest.step, manifest.header, entries)), {}
+            groups = self._run.buffer.load(Manifest(manifest.step, manifest.header, entries))
         except (WireError, PayloadMissing):
             return [], self._find_bad(entries)
         except RolloutMQError as error:
             return [], {"": f"{type(error).__name__}: {error}"}
+        return groups, self._find_untrainable(groups)
 
     def _find_bad(self, entries: Sequence[ManifestEntry]) -> dict[str, str]:
         problems = {}
@@ -174,6 +178,15 @@ class ShardedConsumer:
             except RolloutMQError as error:
                 problems[entry.gid] = f"{type(error).__name__}: {error}"
         return problems or {"": "a group could not be read at first, but can be now"}
+
+    def _find_untrainable(self, groups: Sequence[RolloutGroup]) -> dict[str, str]:
+        problems = {}
+        for group in groups:
+            try:
+                check_content(group, self.vocabulary)
+            except WireError as error:
+                problems[group.gid] = f"{type(error).__name__}: {error}"
+        return problems
 
     def _quarantine(self, step: int, bad: Mapping[str, str]) -> tuple[list[str], list[int]]:
         assert self.leader

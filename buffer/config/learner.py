@@ -11,6 +11,7 @@ from buffer.config.section import Count, Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]
+KlKind = Literal["abs", "k2", "k3"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -57,8 +58,10 @@ class LossConfig(Section):
     kl_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
     """
-    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """estimator of that KL from the sampled token; k3 is unbiased and never negative"""
+    kl_kind: KlKind = "k3"
+    """estimator of that KL from the sampled token: k3 (its value is unbiased), k2 (its gradient
+    is), abs. There is no k1, the plain difference: the mean of its gradient is 0
+    """
     entropy_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of an entropy bonus"""
 
@@ -106,10 +109,16 @@ class LearnerConfig(Section):
     """weight decay of AdamW"""
     max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """norm to which larger gradients are scaled down"""
+    max_skipped_updates: int = Field(5, ge=1, le=1_000_000)
+    """the trainer stops after this many optimizer steps in a row whose gradient is not finite; each
+    such step is skipped
+    """
     warmup_steps: Count = Field(0, ge=0)
     """the learning rate rises linearly from 0 over this many optimizer steps"""
     decay_steps: Count | None = Field(None, ge=1)
-    """the learning rate decays over this many optimizer steps to final_rate; default: no decay"""
+    """after the warm-up, the learning rate decays to final_rate, which it reaches at this optimizer
+    step; default: no decay
+    """
     schedule: Literal["linear", "cosine"] = "linear"
     """shape of the decay"""
     final_rate: float = Field(0.1, ge=0, le=1)

@@ -22,6 +22,7 @@ from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from consumer.batches.content_check import check_content
 from consumer.batches.outlook import BatchOutlook, WaitReason, explain
 
 log = logging.getLogger("rolloutmq.consumer")
@@ -63,6 +64,8 @@ class BatchTaker:
         self._check = check
         self.quarantined = 0
         """groups that were quarantined so far"""
+        self.vocabulary: int | None = None
+        """number of the model's token ids; None: ids are not compared with it"""
 
     # -- take ----------------------------------------------------------------------------
 
@@ -151,19 +154,26 @@ class BatchTaker:
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
-        A group whose bytes are missing or damaged is quarantined and replaced by another ready one;
-        if none is ready, the batch gets smaller, and may be empty.
+        A group whose bytes are missing or damaged, or that cannot be trained (`check_content`), is
+        quarantined and replaced by another ready one; if none is ready, the batch gets smaller, and
+        may be empty.
         """
         may_try_again = True
         while True:
             try:
-                return manifest, self._run.buffer.load(manifest, known) if manifest.entries else []
+                groups = self._run.buffer.load(manifest, known) if manifest.entries else []
             except (WireError, PayloadMissing):
                 bad = list(self._unreadable(manifest))
                 if not bad and not may_try_again:
                     raise  # each group can be read alone: there is none to quarantine
                 known = None
                 may_try_again = bool(bad)
+            else:
+                bad = list(self._untrainable(ledger, manifest, groups))
+                if not bad:
+                    return manifest, groups
+                refs = [entry.payload for entry in manifest.entries]
+                known = dict(zip(refs, groups, strict=True))
             for entry, error in bad:
                 reason = f"{type(error).__name__}: {error}"
                 manifest = self._quarantine(ledger, manifest.step, entry, reason)
@@ -219,6 +229,17 @@ class BatchTaker:
             try:
                 self._run.buffer.read(entry.payload)
             except (WireError, PayloadMissing) as error:
+                yield entry, error
+
+    def _untrainable(
+        self, ledger: BatchLedger, manifest: Manifest, groups: list[RolloutGroup]
+    ) -> Iterator[tuple[ManifestEntry, RolloutMQError]]:
+        if ledger.name != "train":
+            return
+        for entry, group in zip(manifest.entries, groups, strict=True):
+            try:
+                check_content(group, self.vocabulary)
+            except WireError as error:
                 yield entry, error
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
@@ -29,6 +28,7 @@ from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
 from consumer.training.checkpoint import CheckpointFolder, make_run
 from consumer.training.learner import Learner
+from consumer.training.saved_state import SavedState, write_state
 from consumer.training.sharding import Save, write_together
 from consumer.training.step_log import StepWriter
 from consumer.training.train_controller import TrainController
@@ -56,7 +56,6 @@ class FsdpLoop:
         self.checkpoints = CheckpointFolder(folder / "checkpoints")
         self.weights = FolderSender(folder / "weights")
         self.log = StepWriter(folder)
-        self.state_file = f"optimizer-{self.ranks.rank:05d}.safetensors"
 
     def open(self) -> None:
         """Continue from the newest complete checkpoint."""
@@ -73,8 +72,10 @@ class FsdpLoop:
         )
         self.controller = TrainController.of(self.config, learner, self.model_dir)
         if steps:
-            state = load_file(self.checkpoints.path(steps[-1]) / self.state_file)
-            self.controller.load_state_tensors(state)
+            rows = self.controller.shard_rows()
+            folder = self.checkpoints.path(steps[-1])
+            with SavedState(folder, rows, self.ranks.rank) as state:
+                self.controller.load_state_tensors(state)
             # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(steps[-1], keep=steps[0])
 
@@ -107,7 +108,8 @@ class FsdpLoop:
 
         def save(folder: Path) -> None:
             self.save(folder)
-            save_file(self.controller.state_tensors(), folder / self.state_file)
+            rows = self.controller.shard_rows()
+            write_state(folder, self.controller.state_tensors(), rows, self.ranks)
 
         self.position.forget(self.checkpoints.oldest_with(step, 2))
         write_together(

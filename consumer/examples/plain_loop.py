@@ -57,6 +57,8 @@ def fit(
     consumer = RolloutConsumer(run)
     steps = checkpoints.steps()
     position = checkpoints.read(steps[-1]) if steps else Position()
+    # groups with ids that the model does not have are quarantined
+    consumer.vocabulary = model.get_input_embeddings().num_embeddings
     # fences an earlier trainer; a new lineage of weights begins
     consumer.open(position=position, take_over=take_over)
 
@@ -139,8 +141,9 @@ def grpo_loss(logprobs: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Te
     squares = torch.zeros(len(size)).index_add(0, group, (scores - mean[group]).square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     advantage = ((scores - mean[group]) / (std[group] + 1e-6))[:, None]
-    ratio = (logprobs - rows["logprobs"][:, 1:]).exp()
     mask = rows["loss_mask"][:, 1:]
+    # 0 for masked tokens before exp: 0 times an infinite derivative is nan
+    ratio = torch.where(mask > 0, logprobs - rows["logprobs"][:, 1:], 0.0).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
     # clamp: a batch may have no trained token
     return -(gain * mask).sum() / mask.sum().clamp(min=1)

@@ -2,7 +2,7 @@
 
 <folder>/step-000012/trainer.json           the position (buffer/batches/position.py)
                      model/                  a Hugging Face folder (config, tokenizer, safetensors)
-                     optimizer.safetensors   moments, RNG and counters: no pickle
+                     state-*.safetensors     of each rank (saved_state.py)
 
 Invariant: a folder under its final name is complete.
 """

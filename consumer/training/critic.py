@@ -6,6 +6,7 @@ with the critic's values; estimators that compare the rollouts of a group need n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,8 +15,15 @@ from torch import Tensor, nn
 
 from buffer.config.learner import CriticConfig
 from consumer.models.model_folder import load_model
-from consumer.training.learner_state import capture, restore
+from consumer.training.gradient_step import gradient_step
+from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.packing import MicroBatch
+from consumer.training.saved_state import Rows
+
+PREFIX = "critic/"
+"""Of the names of a critic's tensors in the state: the learner's are beside them."""
+
+log = logging.getLogger("rolloutmq.trainer")
 
 
 class Critic:
@@ -57,8 +65,8 @@ class Critic:
 
     def update(
         self, batches: Sequence[MicroBatch], old: Sequence[Tensor], returns: Sequence[Tensor]
-    ) -> dict[str, float]:
-        """Take one optimizer step towards `returns`, and return its metrics.
+    ) -> dict[str, float] | None:
+        """Take one optimizer step towards `returns`, and return its metrics; None if it is skipped.
 
         `old`: the values before the step. Both are float32[N] for each micro-batch.
         """
@@ -72,22 +80,28 @@ class Critic:
             torch.autograd.backward(loss)
             total += float(loss.detach())
             abs_error += float(((target - before) * batch.mask).abs().sum()) / tokens
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        self._optimizer.step()
+        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1
+        if norm is None:
+            log.error("the gradient of the critic's step %s is not finite: skipped", self.step)
+            return None
         return {
             "critic/loss": total,
             "critic/abs_error": abs_error,
-            "critic/grad_norm": float(norm),
+            "critic/grad_norm": norm,
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that a resume needs (see `consumer.training.learner_state`)."""
-        return capture(self.parameters, self._optimizer, self.step, self.device)
+        return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters, PREFIX)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
-        self.step = restore(state, self.parameters, self._optimizer, self.device)
+        self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         hidden = self.body(

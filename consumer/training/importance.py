@@ -13,6 +13,7 @@ must not change the weight of the tokens of another.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,11 @@ from buffer.config.learner import LossConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before exponentiation: e^20 is 5e8, above any useful bound."""
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """Bound logarithms of ratios of probabilities, so that their exponentials are finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +87,12 @@ def correct(
         )
     log_ratio = old_logprobs - rollout_logprobs
     level = _at_level(log_ratio, samples, config)
-    weights = level.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = clamped(level).exp()
     dropped = torch.zeros_like(weights, dtype=torch.bool)
     if config.importance_mode == "mask":
         dropped = (weights > config.importance_cap) | (weights < config.importance_floor)
     if config.importance_veto is not None:
-        impossible = (log_ratio.exp() < config.importance_veto).to(weights.dtype)
+        impossible = (log_ratio < math.log(config.importance_veto)).to(weights.dtype)
         dropped = dropped | (samples.sum(impossible)[samples.sample] > 0)
     capped = weights.clamp(max=config.importance_cap)
     return Correction(torch.where(dropped, 0.0, capped), dropped)

@@ -12,6 +12,7 @@ the config or the arguments.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,25 +27,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
-from buffer.errors import ConfigError, ModelError
+from buffer.errors import ConfigError, GradientNotFinite
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from consumer.models.model_folder import load_model, save_model
 from consumer.ranks import ALONE, Ranks
+from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
-from consumer.training.learner_state import capture, restore
-from consumer.training.logprobs import (
-    TargetLogits,
-    TokenLogprobs,
-    keeps_samples_apart,
-    token_logprobs,
-)
+from consumer.training.learner_state import capture, restore, shard_rows
+from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
+from consumer.training.model_checks import check_logprobs, keeps_samples_apart
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
-from consumer.training.sharding import gather, shard, write_weights
+from consumer.training.saved_state import Rows
+from consumer.training.sharding import shard, write_weights
 from consumer.training.train_batch import TrainBatch, Update
+from consumer.training.vocabulary_projection import TokenLogprobs
+
+log = logging.getLogger("rolloutmq.trainer")
 
 
 class Learner:
@@ -74,6 +76,8 @@ class Learner:
         self.device = torch.device(device)
         self.ranks = ranks
         self.step = 0
+        self.skipped_in_a_row = 0
+        """newest optimizer steps that were skipped, because their gradient was not finite"""
         torch.manual_seed(seed)
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and config.bf16 else None
@@ -84,12 +88,15 @@ class Learner:
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self.recorded = replay.recorded_experts(media) if replay else None
         """the reader of the experts that workers recorded; None where routing is not replayed"""
-        share_rows = keeps_samples_apart(self.model)
-        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
+        self.vocabulary = _vocabulary(self.model)
+        """number of token ids that the model reads and predicts"""
         self._policy = self._module(self.model, replay)
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
+        check_logprobs(self._policy)
+        share_rows = keeps_samples_apart(self._policy)
+        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -159,8 +166,9 @@ class Learner:
         """Take the optimizer steps of a batch whose advantages are set.
 
         Returns metrics: means over the trained tokens; `optim/*` and `loss/policy` are means over
-        optimizer steps. Raises ConfigError where log-probabilities that the loss reads were not
-        computed, ModelError where a gradient is not finite.
+        optimizer steps. A step whose gradient is not finite is skipped: it has no metrics, and
+        counts in `optim/skipped_updates`. Raises ConfigError where log-probabilities that the loss
+        reads were not computed, GradientNotFinite after `max_skipped_updates` such steps in a row.
         """
         needed = {
             "old_logprobs": self._needs_old_logprobs,
@@ -171,7 +179,7 @@ class Learner:
                 len(getattr(update, name)) < len(update.batches) for update in batch.updates
             ):
                 raise ConfigError(f"the batch has no {name}", hint=f"call compute_{name} first")
-        return _mean([self._update(update) for update in batch.updates])
+        return mean_metrics([self._update(update) for update in batch.updates], "optim")
 
     @property
     def _needs_old_logprobs(self) -> bool:
@@ -183,10 +191,13 @@ class Learner:
         It is a function of `step` alone, so checkpoints hold no state of the schedule.
         """
         config = self.config
-        rate = config.learning_rate * min(1.0, (self.step + 1) / max(1, config.warmup_steps))
+        warmup = config.warmup_steps
+        rate = config.learning_rate
+        if self.step < warmup:
+            return rate * (self.step + 1) / warmup
         if config.decay_steps is None:
             return rate
-        left = max(0.0, 1.0 - self.step / config.decay_steps)
+        left = max(0.0, 1.0 - (self.step - warmup) / (config.decay_steps - warmup))
         if config.schedule == "cosine":
             left = (1.0 - math.cos(math.pi * left)) / 2
         return rate * (config.final_rate + (1.0 - config.final_rate) * left)
@@ -203,8 +214,13 @@ class Learner:
 
         The names are listed in `consumer.training.learner_state`.
         """
-        identity = self._adapter.state_tensors() if self._adapter else {}
-        return identity | capture(self.parameters, self._optimizer, self.step, self.device)
+        state = capture(self.parameters, self._optimizer, self.step, self.device)
+        state["skipped"] = torch.tensor(self.skipped_in_a_row)
+        return state | (self._adapter.state_tensors() if self._adapter else {})
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`.
@@ -214,6 +230,7 @@ class Learner:
         if self._adapter:
             self._adapter.check_state(state)
         self.step = restore(state, self.parameters, self._optimizer, self.device)
+        self.skipped_in_a_row = int(state["skipped"])
 
     def on_device(self) -> tuple[list[torch.nn.Module], torch.optim.Optimizer]:
         """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
@@ -270,7 +287,9 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        return self._module(load_model(model_dir).to(self.device).eval())
+        reference = self._module(load_model(model_dir).to(self.device).eval())
+        reference.transform = self._policy.transform
+        return reference
 
     def _add_adapter(self, model_dir: Path) -> Adapter | None:
         if self.config.lora is None:
@@ -297,19 +316,23 @@ class Learner:
         own_tokens = sum(int(group.mask.sum()) for group in groups)
         tokens, samples = self.ranks.sum([own_tokens, len(keep)])
         on_device = [batch.numbered_from(first).to(self.device) for batch in batches]
-        return Update(on_device, tokens, int(samples))
+        return Update(on_device, tokens, int(samples), [group.gid for group in groups])
 
-    def _update(self, update: Update) -> dict[str, float]:
+    def _update(self, update: Update) -> dict[str, float] | None:
+        """Take one optimizer step and return its metrics; None where it was skipped."""
         sums: Counter[str] = Counter()
         self._optimizer.zero_grad(set_to_none=True)
         for index in range(len(update.batches)):
             sums.update(self._backward(update, index))
         sums = Counter(dict(zip(sums, self.ranks.sum(list(sums.values())), strict=True)))
+        optim = self._optimize(update)
+        if optim is None:
+            return None
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
         computed = max(1.0, sums.pop("tokens", 0.0))
         metrics |= derived_metrics({name: value / computed for name, value in sums.items()})
         metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
-        return metrics | self._optimize(update)
+        return metrics | optim
 
     def _backward(self, update: Update, index: int) -> dict[str, float]:
         """Add the gradient of one micro-batch; return its loss, tokens and sums of metrics."""
@@ -341,31 +364,37 @@ class Learner:
             return update.batches[index].rollout_logprobs
         return update.old_logprobs[index] if update.old_logprobs else current.detach()
 
-    def _optimize(self, update: Update) -> dict[str, float]:
+    def _optimize(self, update: Update) -> dict[str, float] | None:
         rate = self.learning_rate()
         self.step += 1
         if not update.batches:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         self._optimizer.param_groups[0]["lr"] = rate
-        norm = gather(
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
+        if norm is None:
+            self._skip(update)
+            return None
+        self.skipped_in_a_row = 0
+        return {"optim/grad_norm": norm, "optim/learning_rate": rate}
+
+    def _skip(self, update: Update) -> None:
+        self.skipped_in_a_row += 1
+        what = (
+            f"the gradient of optimizer step {self.step} is not finite: no weight was changed. "
+            f"Its groups: {', '.join(update.gids)}"
         )
-        if not torch.isfinite(norm):
-            raise ModelError(
-                f"the gradient of optimizer step {self.step} is not finite; no weight was changed",
-                hint="restart from the checkpoint with a lower learner.learning_rate, "
-                "and check the log-probabilities of the batch",
+        log.error(what)
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:
+            raise GradientNotFinite(
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
+                hint="lower [learner] learning_rate or set [learner.loss] dual_clip, then restart "
+                "from an older checkpoint: its weights may be where gradients overflow; or raise "
+                "[learner] max_skipped_updates",
             )
-        self._optimizer.step()
-        return {"optim/grad_norm": float(norm), "optim/learning_rate": rate}
 
 
-def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it.
-
-    An update without a trained token has fewer metrics than the others.
-    """
-    names = dict.fromkeys(name for update in updates for name in update)
-    values = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: sum(column) / len(column) for name, column in values.items()}
+def _vocabulary(model: PreTrainedModel) -> int:
+    """Return the number of token ids that the model can both read and predict."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(int(table.weight.shape[0]) for table in tables)

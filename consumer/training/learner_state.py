@@ -4,10 +4,10 @@
     optimizer/<slot>/<parameter> AdamW's step, exp_avg, exp_avg_sq
     rng/cpu, rng/cuda            torch's random generators, uint8
     step                         int64, optimizer steps done
+    skipped                      int64, the newest of them that were skipped (of a learner)
     adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
 
-With sharded weights, the state of a rank holds its shards: only the same number of ranks can
-resume.
+With sharded weights, the state of a rank holds its rows of the parameters and the moments.
 
 Invariant: after `restore` of what `capture` returned, a learner continues bit for bit.
 """
@@ -18,9 +18,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from buffer.errors import ModelError
-from consumer.training.sharding import local_part, shard_like
+from consumer.training.saved_state import Rows
+from consumer.training.sharding import local_part, rows_of, shard_like
 
 SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -30,6 +32,7 @@ def capture(
     optimizer: torch.optim.Optimizer,
     step: int,
     device: torch.device,
+    prefix: str = "",
 ) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU, which further training does not change."""
     state = {f"model/{name}": _copy(tensor) for name, tensor in parameters.items()}
@@ -39,7 +42,19 @@ def capture(
     state["rng/cpu"] = torch.get_rng_state().clone()
     if device.type == "cuda":
         state["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return state | {"step": torch.tensor(step)}
+    state["step"] = torch.tensor(step)
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def shard_rows(parameters: Mapping[str, Tensor], prefix: str = "") -> dict[str, Rows]:
+    """Return which rows this rank has of each tensor of the state that is sharded."""
+    sharded = {
+        name: rows_of(parameter)
+        for name, parameter in parameters.items()
+        if isinstance(parameter, DTensor)
+    }
+    groups = ["model", *(f"optimizer/{slot}" for slot in SLOTS if slot != "step")]
+    return {f"{prefix}{group}/{name}": rows for group in groups for name, rows in sharded.items()}
 
 
 @torch.no_grad()
@@ -48,41 +63,43 @@ def restore(
     parameters: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
+    prefix: str = "",
 ) -> int:
     """Load `state` into the parameters and the optimizer; return its step.
 
     Raises ModelError, and changes nothing, where the state belongs to another model.
     """
-    _check(state, parameters)
+    _check(state, parameters, prefix)
     for name, parameter in parameters.items():
-        local_part(parameter).copy_(state[f"model/{name}"])
-        saved = {slot: state.get(f"optimizer/{slot}/{name}") for slot in SLOTS}
+        local_part(parameter).copy_(state[f"{prefix}model/{name}"])
+        names = {slot: f"{prefix}optimizer/{slot}/{name}" for slot in SLOTS}
         optimizer.state[parameter] = {
-            slot: _like(parameter, slot, tensor.to(device, copy=True))
-            for slot, tensor in saved.items()
-            if tensor is not None
+            slot: _like(parameter, slot, state[key].to(parameter.device, copy=True))
+            for slot, key in names.items()
+            if key in state
         }
-    torch.set_rng_state(state["rng/cpu"])
-    if device.type == "cuda" and "rng/cuda" in state:
-        torch.cuda.set_rng_state(state["rng/cuda"], device)
-    return int(state["step"])
+    torch.set_rng_state(state[f"{prefix}rng/cpu"])
+    if device.type == "cuda" and f"{prefix}rng/cuda" in state:
+        torch.cuda.set_rng_state(state[f"{prefix}rng/cuda"], device)
+    return int(state[f"{prefix}step"])
 
 
-def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], prefix: str) -> None:
     expected = {
-        f"model/{name}": tuple(local_part(parameter).shape)
+        f"{prefix}model/{name}": tuple(local_part(parameter).shape)
         for name, parameter in parameters.items()
     }
-    found = {name: tuple(t.shape) for name, t in state.items() if name.startswith("model/")}
+    names = [name for name in state if name.startswith(f"{prefix}model/")]
+    found = {name: tuple(state[name].shape) for name in names}
     if found != expected:
-        names = expected.keys() | found.keys()
-        different = sorted(name for name in names if expected.get(name) != found.get(name))
+        all_names = expected.keys() | found.keys()
+        different = sorted(name for name in all_names if expected.get(name) != found.get(name))
         raise ModelError(
             f"the learner's state is of another model: {len(different)} tensors differ, "
             f"the first is {different[0]}",
-            hint="resume with the model, the config and the number of ranks of the checkpoint",
+            hint="resume with the model and the config of the checkpoint",
         )
-    missing = {"step", "rng/cpu"} - state.keys()
+    missing = {f"{prefix}step", f"{prefix}rng/cpu"} - state.keys()
     if missing:
         raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
 

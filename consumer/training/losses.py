@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from buffer.config.learner import LossConfig
-from consumer.training.importance import Correction, Samples, correct
-
-KlKind = Literal["k1", "abs", "k2", "k3"]
+from buffer.config.learner import KlKind, LossConfig
+from consumer.training.importance import Correction, Samples, clamped, correct
 
 MAX_LOG_PPL = 80.0
 """Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
@@ -29,15 +26,13 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     float32[N] from float32[N]; it carries the gradient of `logprobs`. With d = logprob - reference
     (Schulman 2020, "Approximating KL divergence"):
-        k1   d                  unbiased, of either sign
         abs  |d|                not an estimate of KL; a robust distance
-        k2   d^2 / 2            biased, low variance
+        k2   d^2 / 2            biased, but its mean gradient is that of the KL
         k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
+    k1, which is d, is not offered: the mean of its gradient is 0, so it would only add noise.
     """
-    difference = logprobs - ref_logprobs
+    difference = clamped(logprobs - ref_logprobs)
     match kind:
-        case "k1":
-            return difference
         case "abs":
             return difference.abs()
         case "k2":
@@ -67,6 +62,27 @@ class TokenColumns:
         """Return float32[N]: 1 where a token is trained."""
         return self.samples.mask
 
+    def without_masked(self) -> TokenColumns:
+        """Return the columns with 0 for every token that is not trained.
+
+        The loss then has no gradient from these tokens, whatever their values. A mask on the loss
+        does not achieve this: backward multiplies its 0 by a derivative that may be infinite.
+        """
+        trained = self.mask > 0
+
+        def zeroed(column: Tensor) -> Tensor:
+            return torch.where(trained, column, 0.0)
+
+        return TokenColumns(
+            logprobs=zeroed(self.logprobs),
+            old_logprobs=zeroed(self.old_logprobs),
+            rollout_logprobs=zeroed(self.rollout_logprobs),
+            advantages=zeroed(self.advantages),
+            samples=self.samples,
+            entropy=zeroed(self.entropy),
+            ref_logprobs=None if self.ref_logprobs is None else zeroed(self.ref_logprobs),
+        )
+
 
 def policy_loss(
     columns: TokenColumns, weights: Tensor, config: LossConfig
@@ -75,17 +91,17 @@ def policy_loss(
 
     The loss is a scalar to be summed over micro-batches; metrics are sums over trained tokens,
     detached. Per token: the objective, times the correction of `consumer.training.importance`, plus
-    kl_coef * KL(policy, reference), minus entropy_coef * entropy. `weights`: float32[N] from
-    `token_weights`.
+    kl_coef * KL(policy, reference), minus entropy_coef * entropy; nothing of these for a token that
+    the correction drops. `weights`: float32[N] from `token_weights`.
     """
+    columns = columns.without_masked()
     surrogate = _OBJECTIVES[config.objective](columns, config)
     correction = correct(columns.old_logprobs, columns.rollout_logprobs, columns.samples, config)
     token_loss = correction.weights * surrogate.loss - config.entropy_coef * columns.entropy
     if columns.ref_logprobs is not None:
         kl = kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
         token_loss = token_loss + config.kl_coef * kl
-    # where, not a product: a masked token may have an infinite logprob, and 0 * inf is nan
-    loss = torch.where(columns.mask > 0, weights * token_loss, 0.0).sum()
+    loss = (weights * torch.where(correction.dropped, 0.0, token_loss)).sum()
     return loss, _metrics(columns, surrogate, correction)
 
 
@@ -111,7 +127,7 @@ def ppo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     Yu et al. 2025, arXiv:2503.14476.) With `dual_clip` c, it is at most `-c A` where A < 0 (Ye et
     al. 2020, arXiv:1912.09729, equation 5).
     """
-    ratio = (columns.logprobs - columns.old_logprobs).exp()
+    ratio = clamped(columns.logprobs - columns.old_logprobs).exp()
     return _clipped(ratio, columns.advantages, config)
 
 
@@ -122,7 +138,7 @@ def gspo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     The paper's bounds are much closer to 1: 3e-4 and 4e-4.)
     """
     log_ratio = columns.samples.mean(columns.logprobs - columns.old_logprobs)
-    return _clipped(log_ratio.exp()[columns.samples.sample], columns.advantages, config)
+    return _clipped(clamped(log_ratio).exp()[columns.samples.sample], columns.advantages, config)
 
 
 def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
@@ -131,7 +147,7 @@ def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     Every token keeps its gradient. (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5,
     where only the upper bound is used: clip_low = 1.)
     """
-    ratio = (columns.logprobs - columns.old_logprobs).exp().detach()
+    ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -weight * columns.advantages * columns.logprobs
     return Surrogate(loss, ratio, (weight != ratio).float())

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from consumer.ranks import Ranks, balanced_shares
 from consumer.training.logprobs import TargetLogits
+from consumer.training.saved_state import Rows
 
 T = TypeVar("T")
 Save = Callable[[Path], None]
@@ -38,6 +39,8 @@ def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
     for layer in policy.model.base_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
+    for method in (policy.hidden, policy.own_logits):
+        register_fsdp_forward_method(policy, method.__name__)
     return policy
 
 
@@ -49,6 +52,15 @@ def gather(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory; an unsharded tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """Return which rows of a sharded tensor this rank has: FSDP divides them as `chunk` does."""
+    assert isinstance(tensor, DTensor)
+    total = tensor.shape[0]
+    each = -(-total // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * each, total)
+    return Rows(first, tensor.to_local().shape[0], total)
 
 
 def shard_like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from consumer.training.packing import GroupColumns, MicroBatch
 class Update:
     """Hold the rollouts of one optimizer step that are on this rank.
 
-    `tokens` and `samples` are the divisors of the loss, summed over all ranks. The other columns
-    are lists with one float32[N] for each micro-batch; a list is empty until it is computed.
+    `tokens` and `samples` are the divisors of the loss, summed over all ranks; `gids` are the
+    groups of this rank. The other columns are lists with one float32[N] for each micro-batch; a
+    list is empty until it is computed.
 
         for batch, advantages in zip(update.batches, update.advantages, strict=True):
             loss = loss_of(batch, advantages) / update.tokens
@@ -27,6 +28,7 @@ class Update:
     batches: list[MicroBatch]
     tokens: float
     samples: int
+    gids: Sequence[str]
     old_logprobs: list[Tensor] = field(default_factory=list)
     ref_logprobs: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)

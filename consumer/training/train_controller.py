@@ -31,11 +31,10 @@ from buffer.rollouts.group import RolloutGroup
 from consumer.training.advantages import session_advantages, shaped_scores
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.critic import Critic, packed_gae
+from consumer.training.gradient_step import mean_metrics
 from consumer.training.learner import Learner
+from consumer.training.saved_state import Rows
 from consumer.training.train_batch import TrainBatch
-
-CRITIC_PREFIX = "critic/"
-"""Of the names of a critic's tensors in the state."""
 
 
 class TrainController:
@@ -176,8 +175,7 @@ class TrainController:
             self.critic.update(update.batches, update.values, update.returns)
             for update in batch.updates
         ]
-        means = {name: sum(loss[name] for loss in losses) / len(losses) for name in losses[0]}
-        return metrics | means
+        return metrics | mean_metrics(losses, "critic")
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
         """Return one advantage for each rollout of this rank, float32[sum k].
@@ -201,23 +199,19 @@ class TrainController:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that a resume of learner and critic needs."""
         critic = self.critic.state_tensors() if self.critic else {}
-        named = {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in critic.items()}
-        return self.learner.state_tensors() | named
+        return self.learner.state_tensors() | critic
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        critic = self.critic.shard_rows() if self.critic else {}
+        return self.learner.shard_rows() | critic
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
         if self.critic:
-            self.critic.load_state_tensors(
-                {
-                    name.removeprefix(CRITIC_PREFIX): tensor
-                    for name, tensor in state.items()
-                    if name.startswith(CRITIC_PREFIX)
-                }
-            )
+            self.critic.load_state_tensors(state)
         # last: both set the generators of random numbers, and those of the learner count
-        self.learner.load_state_tensors(
-            {name: tensor for name, tensor in state.items() if not name.startswith(CRITIC_PREFIX)}
-        )
+        self.learner.load_state_tensors(state)
 
     def _scores(self, group: RolloutGroup) -> NDArray[np.float32]:
         return shaped_scores(group, self._overlong_buffer_tokens)

@@ -15,18 +15,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import ExpiredBatch, LostRun, ModelError
+from buffer.errors import ExpiredBatch, LostRun
 from buffer.run import Run
 from consumer.batches.batch import Batch, Stopped
 from consumer.models.model_folder import copy_tokenizer
 from consumer.publication import open_sender, published
+from consumer.ranks import ALONE
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
@@ -34,12 +32,11 @@ from consumer.training.evaluation import EvaluationPlan, log_wait_reason
 from consumer.training.learner import Learner
 from consumer.training.metric_writers import MetricWriter, ProgressBar, open_writers
 from consumer.training.metrics import Throughput, Timing, batch_metrics, production_metrics
+from consumer.training.saved_state import SavedState, write_state
 from consumer.training.step_log import StepWriter
 from consumer.training.train_controller import TrainController
 
 log = logging.getLogger("rolloutmq.trainer")
-
-OPTIMIZER = "optimizer.safetensors"
 
 
 class Trainer:
@@ -113,10 +110,12 @@ class Trainer:
             seed=config.run.seed,
             media=self._run.media,
         )
+        self.consumer.vocabulary = self._learner.vocabulary
         self._controller = TrainController.of(config, self._learner, self._model_dir)
         if position.step:
-            file = self._checkpoints.path(position.step) / OPTIMIZER
-            self._controller.load_state_tensors(_read_state(file))
+            folder = self._checkpoints.path(position.step)
+            with SavedState(folder, self._controller.shard_rows()) as state:
+                self._controller.load_state_tensors(state)
         trained = [part for part in (self._learner, self._controller.critic) if part]
         self._share = DeviceShare(self._learner.device, [part.on_device() for part in trained])
         if self._is_colocated:
@@ -315,17 +314,8 @@ class Trainer:
     def _save_parts(self, folder: Path) -> None:
         (folder / "model").mkdir()
         self._save_model(folder / "model")
-        save_file(self._controller.state_tensors(), folder / OPTIMIZER)
-
-
-def _read_state(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file} cannot be read: {error}",
-            hint="remove this checkpoint's folder to use an older one",
-        ) from error
+        controller = self._controller
+        write_state(folder, controller.state_tensors(), controller.shard_rows(), ALONE)
 
 
 def _device(name: str) -> str:

@@ -24,7 +24,11 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 
 def save(step: int, folder: Path) -> None:
     (folder / "model").mkdir()
-    for name in ("model/config.json", "model/model.safetensors", "optimizer.safetensors"):
+    for name in (
+        "model/config.json",
+        "model/model.safetensors",
+        "state-00000-of-00001.safetensors",
+    ):
         (folder / name).write_text(f"{name} of {step}", encoding="utf-8")
 
 
@@ -35,7 +39,7 @@ def write(checkpoints: CheckpointFolder, step: int) -> None:
 
 
 def is_whole(checkpoints: CheckpointFolder, step: int) -> bool:
-    names = ("model/config.json", "model/model.safetensors", "optimizer.safetensors")
+    names = ("model/config.json", "model/model.safetensors", "state-00000-of-00001.safetensors")
     folder = checkpoints.path(step)
     texts = [
         (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()

@@ -24,7 +24,6 @@ from typing import Any
 
 import orjson
 import torch
-from safetensors.torch import load_file
 
 import consumer
 from buffer.config.config import TrainingConfig
@@ -39,7 +38,8 @@ from consumer.batches.batch import Batch
 from consumer.training.advantages import estimate_advantages
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
-from consumer.training.trainer import OPTIMIZER, Trainer
+from consumer.training.saved_state import SavedState
+from consumer.training.trainer import Trainer
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 
@@ -225,7 +225,7 @@ class Lives:
             scores = [group.scores for group in groups]
             lengths = [group.lengths for group in groups]
             train_step(learner, groups, estimate_advantages("grpo", scores, lengths))
-        last = load_file(self.checkpoints.path(STEPS) / OPTIMIZER)
+        last = SavedState(self.checkpoints.path(STEPS))
         wanted = learner.state_tensors()
         assert last.keys() == wanted.keys()
         weights = [name for name in wanted if name.startswith(("model/", "optimizer/"))]

@@ -16,12 +16,12 @@ from pathlib import Path
 import orjson
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import LearnerConfig, LossConfig
 from buffer.rollouts.group import RolloutGroup
 from consumer.ranks import ALONE, Ranks, balanced_shares
 from consumer.training.learner import Learner
+from consumer.training.saved_state import SavedState, write_state
 from consumer.training.train_controller import TrainController
 from tests.consumer.models.tiny import make_group
 
@@ -52,14 +52,15 @@ def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
 def train(folder: Path, model: Path, name: str, ranks: Ranks, first: int, last: int) -> None:
     learner = Learner(model, CONFIG, seed=7, ranks=ranks)
     controller = TrainController(learner, advantages="reinforce_pp")  # sees the scores of all ranks
-    state = folder / "state" / f"{ranks.rank}.safetensors"
     if first > 1:
-        controller.load_state_tensors(load_file(state))
+        with SavedState(folder / "state", controller.shard_rows(), ranks.rank) as state:
+            controller.load_state_tensors(state)
     metrics = []
     for step in range(first, last + 1):
         metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
         if step == CUT and ranks.size > 1 and first == 1:
-            save_file(controller.state_tensors(), state)
+            rows = controller.shard_rows()
+            write_state(folder / "state", controller.state_tensors(), rows, ranks)
     learner.save_weights(folder / "weights" / name)
     (folder / f"{name}-{ranks.rank}.json").write_bytes(orjson.dumps(metrics))
 

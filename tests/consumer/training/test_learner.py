@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
-from buffer.errors import ConfigError, ModelError
+from buffer.errors import ConfigError, GradientNotFinite, ModelError
 from buffer.rollouts.group import RolloutGroup
 from consumer.models.model_folder import load_model
 from consumer.training.advantages import grpo_advantages
@@ -133,15 +133,31 @@ def test_train_step_works_when_only_one_part_of_the_batch_teaches_something(
     assert learner.step == 3
 
 
-def test_train_step_leaves_the_weights_alone_when_the_gradient_is_not_finite(
-    model_dir: Path,
+def test_steps_without_a_finite_gradient_are_skipped_until_there_are_too_many_in_a_row(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner = make_learner(model_dir)
+    learner = make_learner(model_dir, max_skipped_updates=2, updates_per_batch=3)
     batch, advantages = make_batch(0)
+    one_bad = advantages.copy()
+    one_bad[4:8] *= np.float32("inf")
     before = weights(learner)
-    with pytest.raises(ModelError, match="not finite"):
-        train_step(learner, batch, advantages * np.float32("inf"))
-    assert all(torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
+    metrics = train_step(learner, batch, one_bad)
+    assert metrics["optim/skipped_updates"] == 1
+    assert all(np.isfinite(list(metrics.values())))
+    assert f"step 2 is not finite: no weight was changed. Its groups: {batch[1].gid}" in caplog.text
+    assert any(not torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
+    assert all(tensor.isfinite().all() for tensor in weights(learner).values())
+
+    one_bad = advantages.copy()
+    one_bad[8:] *= np.float32("inf")
+    train_step(learner, batch, one_bad)
+    # the last update was skipped: its successor is the second in a row, also after a restart
+    again = make_learner(model_dir, max_skipped_updates=2, updates_per_batch=3)
+    again.load_state_tensors(learner.state_tensors())
+    before = weights(again)
+    with pytest.raises(GradientNotFinite, match=f"2 optimizer steps in a row.*{batch[0].gid}"):
+        train_step(again, batch, advantages * np.float32("nan"))
+    assert all(torch.equal(before[n], tensor) for n, tensor in weights(again).items())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +204,7 @@ def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> N
     rates = []
     for learner.step in range(6):
         rates.append(learner.learning_rate())
-    assert rates == pytest.approx([0.5, 0.875, 0.75, 0.625, 0.5, 0.5])
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.5])
 
 
 def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:

@@ -26,12 +26,13 @@ from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
 from consumer.training.step_log import StepWriter, read_evaluations
-from consumer.training.trainer import OPTIMIZER, Trainer
+from consumer.training.trainer import Trainer
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.servers import on_both
 
 STEPS = 5
+STATE = "state-00000-of-00001.safetensors"
 GROUPS = 3
 DRAWS = 5 * GROUPS + 6
 
@@ -79,7 +80,7 @@ def history(config: TrainingConfig) -> StepLog:
 
 
 def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
-    return load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / OPTIMIZER)
+    return load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / STATE)
 
 
 def published(run: Run) -> list[str]:
@@ -505,14 +506,14 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     assert run.account.fsck().clean
 
 
-def test_trainer_names_the_file_when_the_optimizer_of_its_checkpoint_is_torn(
+def test_trainer_names_the_file_when_the_state_of_its_checkpoint_is_torn(
     run: Run, config: TrainingConfig, model_dir: Path
 ) -> None:
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
-        file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / OPTIMIZER
+        file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / STATE
         file.write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(ModelError, match=OPTIMIZER):
+        with pytest.raises(ModelError, match=STATE):
             train(run, config, model_dir)
         # it gave the role up, and the older checkpoint works, as the message says
         for part in sorted(file.parent.rglob("*"), reverse=True):
