@@ -158,8 +158,9 @@ class Fleet:
     def _ages(
         self, oldest: Mapping[Job, PolicyVersion], reported: Container[Job]
     ) -> list[tuple[str, str, str, int, int]]:
-        """Return (gid, token, lineage, version, threshold) of each group that is new, and once of
-        all others that have the same weights and threshold.
+        """Return the units (gid, token, lineage, version, threshold) of a heartbeat.
+
+        One for each group that is not in `reported`, and one for all others of the same weights.
         """
         found: dict[tuple[str, str, str, int, int], None] = {}
         for job, weights in oldest.items():

@@ -1,11 +1,11 @@
 """Finds and counts the groups of a run that match a query (`buffer.query.language`).
 
-Reads only, and never a payload. Each living group is in one index: a stream, a pool, what a worker holds, a
-manifest or the dead letters (I1). So the indexes are walked, page by page, and never the key space
-of the server: indexes that cannot hold a match are skipped, pools are read from the oldest version
-that can match, and groups that the query names by gid or draw are looked up. Pages are read at
-different times: on a live run, a group that moves meanwhile may be missed, or found in both of its
-stages. For proof use `fsck`.
+Reads only, and never a payload. Each living group is in one index: a stream, a pool, what a worker
+holds, a manifest or the dead letters (I1). So the indexes are walked, page by page, and never the
+key space of the server: indexes that cannot hold a match are skipped, pools are read from the
+oldest version that can match, and groups that the query names by gid or draw are looked up. Pages
+are read at different times: on a live run, a group that moves meanwhile may be missed, or found in
+both of its stages. For proof use `fsck`.
 """
 
 from __future__ import annotations

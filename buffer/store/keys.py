@@ -38,9 +38,7 @@ TABLE: Mapping[str, KeyRow] = {
     # groups
     "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
     "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
-    "leases": KeyRow(
-        "ZSET", "worker that holds groups by its deadline (ms of the server's clock)"
-    ),
+    "leases": KeyRow("ZSET", "worker that holds groups by its deadline (ms of the server's clock)"),
     "pool:<task>:<status>": KeyRow(
         "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
     ),

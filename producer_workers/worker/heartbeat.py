@@ -160,9 +160,7 @@ class Heartbeat:
             self._run.refresh_limits()
         report, held, oldest = self._report()
         reported = {job for job, weights in self._reported.items() if oldest.get(job) == weights}
-        beat = self._run.fleet.heartbeat(
-            self._worker, self._nonce, report, held, oldest, reported
-        )
+        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held, oldest, reported)
         # a server that holds something else may have lost these, too
         self._reported = oldest if beat.is_agreed else {}
         if not beat.known and not self._stopping.is_set():

@@ -93,7 +93,7 @@ def test_worker_that_was_stopped_for_longer_than_a_lease_registers_anew(scene: S
             scene.submit(job)
     scene.run.fleet.register("w0", nonce, {})
     assert scene.beat([]).is_agreed
-    scene.submit(*scene.claim())
+    scene.submit(scene.claim()[0])
     scene.check()
 
 

@@ -110,8 +110,7 @@ def a_deadline_of_a_clock_that_stepped_back_comes_nearer(scene: Scene) -> None:
     scene.raw.zadd(scene.keys.leases, {"w0": scene.now_ms() + 10**9})
     scene.run.jobs.reap()
     assert (
-        scene.raw.zscore(scene.keys.leases, "w0")
-        < scene.now_ms() + 2 * scene.run.limits.lease_ms
+        scene.raw.zscore(scene.keys.leases, "w0") < scene.now_ms() + 2 * scene.run.limits.lease_ms
     )
 
 
