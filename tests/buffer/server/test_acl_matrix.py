@@ -64,7 +64,7 @@ CHANGES = {
 its keys anyway.
 """
 
-READS = {"check", "counts", "pass_over", "peek", "silent", "sync", "totals"}
+READS = {"check", "check_holds", "counts", "pass_over", "peek", "silent", "sync", "totals"}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
 
 STOPPED_LATE = {
