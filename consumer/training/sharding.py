@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from consumer.ranks import Ranks, balanced_shares
@@ -39,6 +39,8 @@ def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
     for layer in policy.model.base_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
+    for method in (policy.hidden, policy.own_logits):
+        register_fsdp_forward_method(policy, method.__name__)
     return policy
 
 
