@@ -82,7 +82,8 @@ def _prompts(shape: str) -> list[np.ndarray]:
 
 
 async def _sample(model: Path, prompts: Sequence[np.ndarray]) -> list[Generation]:
-    params = SampleParams(max_tokens=128, min_tokens=128)
+    # no min_tokens: the engine's logprobs would leave out the end token before it
+    params = SampleParams(max_tokens=128)
     async with _started(model) as engine:
         return await asyncio.gather(
             *(
@@ -137,7 +138,9 @@ async def _update_under_load(model: Path, shape: str) -> tuple[list[float], int]
         for number in range(UPDATES):
             running = [
                 asyncio.create_task(
-                    engine.generate(f"{group_id('math', number)}/{n}", prompt, _seeded(params, 0, n))
+                    engine.generate(
+                        f"{group_id('math', number)}/{n}", prompt, _seeded(params, 0, n)
+                    )
                 )
                 for n in range(SAMPLED)
             ]

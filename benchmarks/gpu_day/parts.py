@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.figure import Figure
 
-SYNCHRONOUS = {"VLLM_USE_V2_MODEL_RUNNER": "0", "ROLLOUTMQ_SYNCHRONOUS_SCHEDULING": "1"}
+SYNCHRONOUS = {"VLLM_USE_V2_MODEL_RUNNER": "0", "SYNCHRONOUS_SCHEDULING": "1"}
 """vLLM as on a CPU, which all tests have seen: its older model runner, one step after the other."""
 
 COLOCATED = (

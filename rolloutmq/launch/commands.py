@@ -164,6 +164,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
+    overrides: Overrides = None,
 ) -> None:
     """Check the pipeline on one CUDA GPU.
 
@@ -172,7 +173,7 @@ def gpu_check(
     """
     from rolloutmq.launch.gpu_check import check_gpu
 
-    check_gpu(steps)
+    check_gpu(steps, overrides or [])
 
 
 def _check_alone(config: Path) -> None:
