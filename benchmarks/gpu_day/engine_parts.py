@@ -130,7 +130,7 @@ def _group(number: int, prompt: np.ndarray, made: Sequence[Generation]) -> Rollo
 
 
 async def _update_under_load(model: Path, shape: str) -> tuple[list[float], int]:
-    params = SampleParams(max_tokens=400, min_tokens=400)
+    params = SampleParams(max_tokens=200, min_tokens=200)
     prompt = _prompts(shape)[0]
     seconds = []
     missing = 0
