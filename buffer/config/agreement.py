@@ -250,13 +250,23 @@ def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[
         )
 
 
-def _one_trainer_gpu(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
+def _ranks_have_gpus(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
     gpus = launch.trainer_gpus or []
-    if trainer.loop is None and len(gpus) > 1:
+    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+    if ranks > 1 and gpus and len(set(gpus)) != ranks:
         yield (
-            f"[launch] trainer_gpus = {gpus}: the reference trainer is one process and uses one "
-            f"GPU, so the others would be idle; give it [{gpus[0]}], or start several ranks with "
-            "torchrun -m rolloutmq train"
+            f"[launch] trainer_gpus = {gpus} is not one GPU for each of {ranks} trainer_ranks; "
+            "remove trainer_ranks, and there is one process for each GPU"
+        )
+    if trainer.loop is None and ranks == 1 and len(gpus) > 1:
+        yield (
+            f"[launch] trainer_gpus = {gpus}: trainer_ranks = 1 is one process, which uses one "
+            "GPU, so the others would be idle; remove trainer_ranks"
+        )
+    if ranks > 1 and ":" in trainer.device:
+        yield (
+            f"[trainer] device = {trainer.device} is one GPU, and the trainer has {ranks} ranks; "
+            'set device = "auto": each rank then has a GPU of its own'
         )
 
 
@@ -304,7 +314,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _distributions_are_whole,
     _groups_can_be_compared,
     _updates_have_groups,
-    _one_trainer_gpu,
+    _ranks_have_gpus,
     _evaluation_fits,
     _evaluation_is_one_batch,
 )

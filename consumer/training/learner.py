@@ -90,13 +90,13 @@ class Learner:
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self.recorded = replay.recorded_experts(media) if replay else None
         """the reader of the experts that workers recorded; None where routing is not replayed"""
-        self.vocabulary = _vocabulary(self.model)
-        """number of token ids that the model reads and predicts"""
         self._policy = self._module(self.model, replay)
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
         check_logprobs(self._policy)
+        self.vocabulary = _vocabulary(self.model)
+        """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
