@@ -5,8 +5,8 @@ paid for is not lost to an outage. Groups are checked, encoded and sent on a thr
 which feeds the engine, only waits for it.
 
 If the worker dies
-* before a group's bytes are all sent: the server drops the command that is incomplete, and complete
-  chunks expire, since no script has accepted them. The lease runs out: the group is generated again;
+* before a group's bytes are all sent: the server drops the incomplete command, and whole chunks
+  expire, since no script has accepted them. The lease runs out: the group is generated again;
 * behind the bytes, before the script: the same;
 * behind the script: the group is in its pool (in a cluster, the janitor removes the expiry of its
   bytes), and nothing else waits for the answer.
