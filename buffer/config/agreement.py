@@ -157,6 +157,16 @@ def _pauses_free_the_device(
         yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
 
 
+def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
+    # vLLM ends with an error where free memory changes while it measures how much a cache may have
+    is_measured = isinstance(engine, VllmConfig) and engine.kv_cache_memory_bytes is None
+    if trainer.flow == "colocated" and is_measured:
+        yield (
+            "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
+            "the free memory of the GPU, the trainer must not use or free any"
+        )
+
+
 def _engine_loads_what_is_published(
     engine: EngineConfig, learner: LearnerConfig, trainer: TrainerSection
 ) -> Iterator[str]:
@@ -296,6 +306,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _images_are_possible,
     memory_problem,
     _pauses_free_the_device,
+    _cache_has_a_fixed_size,
     _engine_loads_what_is_published,
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
