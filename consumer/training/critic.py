@@ -137,28 +137,30 @@ def packed_gae(
     Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
     0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
     """
-    advantages = torch.zeros_like(values)
-    next_advantage = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards)
-    reward = rewards.clone()
     trained = torch.nonzero(batch.mask > 0).squeeze(1)
-    for positions in _positions_from_the_end(batch.sample[trained]):
-        token = trained[positions]
-        sample = batch.sample[token]
-        delta = reward[sample] + gamma * next_value[sample] - values[token]
-        next_advantage[sample] = delta + gamma * lam * next_advantage[sample]
-        advantages[token] = next_advantage[sample]
-        next_value[sample] = values[token]
-        reward[sample] = 0.0
+    sample = batch.sample[trained]
+    value = values[trained].double()
+    has_next = sample[:-1] == sample[1:]
+    is_last = torch.ones_like(sample, dtype=torch.bool)
+    is_last[:-1] = ~has_next
+    delta = torch.where(is_last, rewards[sample], 0.0) - value
+    delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
+    advantages = torch.zeros_like(values)
+    advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
     return advantages, (advantages + values) * (batch.mask > 0)
 
 
-def _positions_from_the_end(sample: Tensor) -> list[Tensor]:
-    """Return the positions in `sample` of all last tokens, of all last but one, and so on.
+def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
+    """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
 
-    `sample`: int64[N], ascending. A sample with fewer tokens is missing in the later tensors.
+    `sample`: int64[N], ascending. By doubling: sums of 2n terms are those of n terms, plus the
+    discounted ones n positions later; log2(longest sample) passes over all tokens.
     """
-    counts = torch.bincount(sample)
-    from_end = torch.cumsum(counts, 0)[sample] - 1 - torch.arange(len(sample), device=sample.device)
-    longest = int(counts.max()) if len(counts) else 0
-    return [torch.nonzero(from_end == distance).squeeze(1) for distance in range(longest)]
+    sums = terms.clone()
+    reach = 1
+    longest = int(torch.bincount(sample).max()) if len(sample) else 0
+    while reach < longest:
+        later = torch.where(sample[:-reach] == sample[reach:], sums[reach:], 0.0)
+        sums[:-reach] += discount**reach * later
+        reach *= 2
+    return sums
