@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -133,7 +134,7 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "engine": _engine,
     "weights": _weights,
 }
-IN_MEMORY_ONLY = {"scaling"}
+IN_MEMORY_ONLY = {"scaling", "memory"}
 DURABLE_ONLY = {"idle", "engine", "weights"}
 
 
@@ -144,5 +145,9 @@ def run_suite(names: list[str], size: Size) -> Iterator[Figure]:
             with make_server() as server:
                 for name in chosen:
                     yield from SUITE[name](server, size)
+    redis = shutil.which("redis-server")
+    if "memory" in names and redis:
+        with memory_server(redis) as server:
+            yield from _memory(server, size)
     if "scaling" in names:
         yield from scan(size.scanned, 3)

@@ -15,6 +15,7 @@ from buffer.rollouts.group import RolloutGroup
 from consumer.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75
+SINGLE_TARGET = 0.4
 DEPTHS = (1, 8, 16, 48, 512)
 """Values in one pipeline or one MGET; the best of them is what ours is compared with."""
 
@@ -23,7 +24,7 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     """Measure the path from a group in memory to a group in the pool, against SET of its bytes.
 
     "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single"
-    submits one group at a time.
+    submits one group at a time, and is compared with "SET, single".
     """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
     encoded = [wire.encode(group) for group in finished]
@@ -45,9 +46,14 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
         "ours": Way(submit, claimed, server.clear),
         "ours, single": Way(submit_singly, claimed, server.clear),
     }
+    ways["SET, single"] = Way(lambda _: _set_singly(server.raw, encoded), clean=server.clear)
     ways |= {f"SET x {depth}": raw_set(depth) for depth in DEPTHS if depth <= groups}
     ways |= naive.writers(server, finished)
-    yield from _figures(f"put, {server.name}", interleave(ways, rounds), groups, "SET x")
+    section = f"put, {server.name}"
+    taken = interleave(ways, rounds)
+    yield from _figures(section, taken, groups, "SET x")
+    single = ratio(taken, "ours, single", "SET, single")
+    yield Figure(section, "ours, single / SET, single", single, "x", SINGLE_TARGET)
 
 
 def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
@@ -94,6 +100,11 @@ def _set(client: Any, values: list[bytes], depth: int) -> None:
         for place, value in enumerate(values[start : start + depth], start):
             pipe.set(f"raw:{place}", value)
         pipe.execute()
+
+
+def _set_singly(client: Any, values: list[bytes]) -> None:
+    for place, value in enumerate(values):
+        client.set(f"raw:{place}", value)
 
 
 def _mget(client: Any, names: list[str], depth: int) -> list[bytes]:

@@ -26,6 +26,8 @@
     │   ├── CheckpointNow               1  memory is full of batches that only a checkpoint frees
     │   ├── ExpiredBatch                1  the newest weights are too old for the step
     │   └── NoBatch                     1  no group of the step is ready or running
+    ├── StepFailed                      1  a rank of the trainer cannot read its share of a batch
+    ├── RankLost                        7  another rank of the trainer ended; its log has the reason
     ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  bytes of another schema version
@@ -170,6 +172,16 @@ class ExpiredBatch(LedgerError):
 
 class NoBatch(LedgerError):
     """No group is ready or running for a step, and no newer weights could change that."""
+
+
+class StepFailed(RolloutMQError):
+    """A rank of the trainer cannot read its share of a step, which is delivered again."""
+
+
+class RankLost(RolloutMQError):
+    """Another rank of the trainer ended, so no step can be completed; its log has the reason."""
+
+    exit_code = 7
 
 
 class PauseTimeout(RolloutMQError):

@@ -3,33 +3,77 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import orjson
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from buffer.errors import ConfigError, RankLost
 
-def join() -> None:
-    """Create the process group of a program that torchrun started, restarts included.
+WAIT = timedelta(days=30)
+"""How long ranks wait for rank 0, which waits for groups. A rank that dies is noticed at once."""
 
+
+def join() -> Ranks:
+    """Join the ranks that torchrun, or `rolloutmq run`, started; return ALONE for a single one.
+
+    A default process group that exists is used: exchanges get a gloo group of their own.
     All attempts of `--max-restarts` share torchrun's store, where a rank may find the address of
     one that is dead (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first).
     Therefore each attempt gets keys of its own.
     """
-    store, rank, size = next(rendezvous("env://"))
-    own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return ALONE
+        store, rank, size = next(rendezvous("env://"))
+        own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    return Ranks(dist.new_group(backend="gloo", timeout=WAIT))
+
+
+def select_device(name: str, ranks: Ranks) -> str:
+    """Return the device of this rank for [trainer] device, and make it the current one of CUDA.
+
+    Of several GPUs a rank uses the one with its LOCAL_RANK. Call it before anything uses CUDA: the
+    memory of a context on another rank's GPU is never returned. Raises ConfigError where this rank
+    would share a GPU.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if ":" in name:
+        if ranks.size > 1:
+            raise ConfigError(
+                f"[trainer] device = {name} is one GPU, but the trainer has {ranks.size} ranks",
+                hint='set device = "auto": each rank then uses the GPU with its LOCAL_RANK',
+            )
+        return name
+    if ranks.size == 1:
+        return "cuda"
+    gpus = torch.cuda.device_count()
+    # a single visible GPU is in a CUDA_VISIBLE_DEVICES of this rank alone; NCCL refuses others
+    index = 0 if gpus == 1 else int(os.environ["LOCAL_RANK"])
+    if index >= gpus:
+        raise ConfigError(
+            f"rank {ranks.rank} needs GPU {index} of this machine, and {gpus} are visible",
+            hint="start as many ranks on a machine as it has GPUs for the trainer "
+            "(--nproc-per-node, [launch] trainer_ranks)",
+        )
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 class Ranks:
     """Exchanges small values between the ranks of a gloo `group`; without one, there is one rank.
 
-    All ranks call the same methods in the same order.
+    All ranks call the same methods in the same order. They raise RankLost if a rank is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -42,28 +86,58 @@ class Ranks:
         if self._group is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
+        with self._connected():
+            dist.all_reduce(total, group=self._group)
         return [float(value) for value in total]
 
     def max(self, value: int) -> int:
         """Return the largest value of all ranks."""
         return max(int(found) for found in self.gather(value))
 
+    def share(self, value: Any = None) -> Any:
+        """Return the `value` of rank 0 on every rank: any JSON value (never pickle)."""
+        if self._group is None:
+            return value
+        data = _bytes(value)
+        size = torch.tensor([len(data)])
+        with self._connected():
+            dist.broadcast(size, group_src=0, group=self._group)
+            buffer = data if self.rank == 0 else torch.zeros(int(size), dtype=torch.uint8)
+            dist.broadcast(buffer, group_src=0, group=self._group)
+        return value if self.rank == 0 else _value(buffer)
+
     def gather(self, part: Any) -> list[Any]:
         """Return the `part` of every rank, in order of rank: any JSON value (never pickle)."""
         if self._group is None:
             return [part]
-        data = torch.frombuffer(bytearray(orjson.dumps(part)), dtype=torch.uint8)
+        data = _bytes(part)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._group)
-        return [
-            orjson.loads(part[: int(size)].numpy().tobytes())
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        with self._connected():
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+            padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+            padded[: len(data)] = data
+            parts = [torch.zeros_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self._group)
+        return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo has no error of its own
+            raise RankLost(
+                f"rank {self.rank} of the trainer has lost another one: {error}",
+                hint="the log of the rank that ended first has the reason; all start again from "
+                "the newest checkpoint",
+            ) from error
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
+
+
+def _value(data: Tensor) -> Any:
+    return orjson.loads(data.numpy().tobytes())
 
 
 ALONE = Ranks()

@@ -43,10 +43,14 @@ from consumer.batches.batch import Batch, Stopped, check_not_abandoned
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.batches.outlook import status_of_taken
 from consumer.batches.prefetch import Prefetcher
+from consumer.batches.reader import BatchReader, GroupReader
 from consumer.batches.taker import BatchTaker, Checkpoint, Waiting, WaitOptions
 from consumer.batches.timing import PauseTimes, TakeTimes, WaitClock
 
 PauseMode = Literal["abort", "drain", "keep"]
+
+PREFETCH_BYTES = 64 * 2**20
+"""Default for the payloads that are read ahead."""
 
 __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
@@ -56,16 +60,23 @@ class RolloutConsumer:
 
     One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
     payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
-    which is already open; without it, call `open`.
+    which is already open; without it, call `open`. `reader`: reads the groups of a batch; default:
+    all of them.
     """
 
     producer_timeout_s: float | None = 120.0
     """how long to wait for a batch while no producer is alive; None: forever"""
 
     def __init__(
-        self, run: Run, *, prefetch_bytes: int = 64 * 2**20, nonce: str | None = None
+        self,
+        run: Run,
+        *,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        nonce: str | None = None,
+        reader: GroupReader | None = None,
     ) -> None:
         self._run = run
+        self._reader = reader or BatchReader(run)
         self.lineage = secrets.token_hex(4)
         self.pauses = PauseTimes()
         self.waits = WaitClock()
@@ -90,11 +101,11 @@ class RolloutConsumer:
     @property
     def vocabulary(self) -> int | None:
         """The number of the model's token ids. Set it, and groups with others are quarantined."""
-        return self._taker.vocabulary
+        return self._reader.vocabulary
 
     @vocabulary.setter
     def vocabulary(self, size: int | None) -> None:
-        self._taker.vocabulary = size
+        self._reader.vocabulary = size
 
     def open(
         self,
@@ -184,37 +195,17 @@ class RolloutConsumer:
         self._prefetcher.end()
         started = time.monotonic()
         options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
-        with self.waits.running():
-            manifest = self._take(step, counts, strict, options)
+        with self.waits.running(), self._run.control.explaining_loss("trainer"):
+            manifest = self._taker.take(self._run.ledger, step, counts, options, strict=strict)
         waited_s = time.monotonic() - started
         known = self._prefetcher.pop([entry.payload for entry in manifest.entries])
         manifest, groups = self._taker.read_whole(
-            self._run.ledger, manifest, known, options, strict=strict
+            self._run.ledger, manifest, self._reader, known, options, strict=strict
         )
         batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
-
-    def take_manifest(
-        self,
-        step: int,
-        counts: Mapping[str, int],
-        *,
-        strict: bool = True,
-        deadline_s: float | None = None,
-        waiting: Waiting | None = None,
-        checkpoint: Checkpoint | None = None,
-    ) -> Manifest:
-        """Take a batch as `take_batch` does, but do not read it: each rank reads its own part."""
-        options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
-        return self._take(step, counts, strict, options)
-
-    def _take(
-        self, step: int, counts: Mapping[str, int], strict: bool, options: WaitOptions
-    ) -> Manifest:
-        with self._run.control.explaining_loss("trainer"):
-            return self._taker.take(self._run.ledger, step, counts, options, strict=strict)
 
     def quarantine(self, step: int, reasons: Mapping[str, str]) -> Manifest:
         """Quarantine unusable groups of a taken step, and wait for others in their slots (I11).

@@ -115,7 +115,7 @@ def test_who_loads_code_by_name_is_known() -> None:
         "producer_workers/producer/strategy.py",
         "producer_workers/user_functions.py",
         "producer_workers/group_runs/loop_result.py",
-        "rolloutmq/launch/commands.py",
+        "rolloutmq/launch/training.py",
     }
     found = set()
     for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:

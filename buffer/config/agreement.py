@@ -246,7 +246,7 @@ def _one_trainer_gpu(launch: LaunchSection, trainer: TrainerSection) -> Iterator
         yield (
             f"[launch] trainer_gpus = {gpus}: the reference trainer is one process and uses one "
             f"GPU, so the others would be idle; give it [{gpus[0]}], or start several ranks with "
-            "torchrun (see consumer/examples/fsdp_loop.py)"
+            "torchrun -m rolloutmq train"
         )
 
 

@@ -72,7 +72,9 @@ class ControlConnection:
         )
         self._client = client
         self._script = store.scripts["receipt"]
-        self._whose = (keys, worker, nonce)
+        # the same for every receipt, but for the epoch, which comes last
+        names, values = self._script.arrange(*receipt(keys, worker, nonce, 0))
+        self._receipt: tuple[Any, ...] = (len(names), *names, *values[:-1])
         try:
             self._connection: Any = client.connection_pool.get_connection()
             self._socket = _socket_of(self._connection)
@@ -99,8 +101,7 @@ class ControlConnection:
 
         `known_epoch` is the newest epoch known to the worker; it is returned with the reply.
         """
-        keys, args = self._script.arrange(*receipt(*self._whose, ack))
-        self._send((self._verb, self._script.text(self._verb), len(keys), *keys, *args))
+        self._send((self._verb, self._script.text(self._verb), *self._receipt, ack))
         self._verb = "EVALSHA"
         self._asked.append((ack, known_epoch))
 

@@ -7,7 +7,7 @@ expiry having run (I8): what the next train step may not use is neither counted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -197,8 +197,11 @@ class Pools:
         return task
 
 
-def _decoded(ref: PayloadRef, data: bytes | memoryview) -> RolloutGroup:
-    group = wire.decode(data)
-    if group.gid != ref.gid:
-        raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
-    return group
+def _decoded(
+    refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
+) -> list[RolloutGroup]:
+    groups = wire.decode_many(payloads)
+    for ref, group in zip(refs, groups, strict=True):
+        if group.gid != ref.gid:
+            raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
+    return groups

@@ -97,7 +97,7 @@ class Submission:
         """
         try:
             _require_result(result.group)
-            data = wire.encode_checked(result.group)
+            data = wire.pieces_checked(result.group)
             ref, commands = self._payloads.commands(result.job.gid, result.job.token, data)
             return commands, self.call(worker, result, ref)
         except Exception as error:  # an order policy is a user's code and may raise anything

@@ -1,7 +1,7 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
--- include: bells, byte_count, cursors, events, memory_marks, numbers, open_lanes, room, waiting
+-- include: bells, byte_count, cursors, ended, events, memory_marks, numbers, open_lanes, room, waiting
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
 -- KEYS ledger       HASH*    of the trainer
@@ -20,7 +20,7 @@
 -- KEYS unpinned     SET
 -- KEYS leases       ZSET*
 -- KEYS cursors      HASH*    next draw by task
--- KEYS prompts  STRING x0..128  INIT payload of each draw; none in a cluster
+-- KEYS prompts  STRING* x0..128  INIT payload of each draw; none in a cluster
 -- ARGV nonce     token          of the producer
 -- ARGV operation token          nonce of this call
 -- ARGV task      name
@@ -49,47 +49,46 @@ end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, most)
-local function prompt_bytes(n, size)
-  if #prompts == 0 then return size end
-  return prompts[n] and redis.call('STRLEN', prompts[n]) or 0
-end
+local gids, records, sizes = {}, {}, {}
 for n, samples, size in each_unit do
-  if samples > 0 and prompt_bytes(n, size) == 0 then
-    return {'NO_PAYLOAD', string.format('%s-%010d', task, start + n - 1)}
-  end
+  gids[n] = string.format('%s-%010d', task, start + n - 1)
+  records[n] = groups .. gids[n]
+  if #prompts > 0 then size = prompts[n] and redis.call('STRLEN', prompts[n]) or 0 end
+  if samples > 0 and size == 0 then return {'NO_PAYLOAD', gids[n]} end
+  sizes[n] = size
+end
+-- after a loss the same draws come again: those that exist already are skipped
+local known, bitmaps = 0, {archived = archived, filtered = filtered, dropped = dropped}
+if #records > 0 then
+  known = redis.call('EXISTS', unpack(records))
+  for _, bitmap in pairs(bitmaps) do known = known + redis.call('BITCOUNT', bitmap, start, start + #records - 1, 'BIT') end
 end
 
 -- first: a caller that may not write it (ACL) is stopped before anything is enqueued
 redis.call('HSET', cursors, task, int(start))
-local enqueued, drawn, came = 0, 0, 0
-for n, samples, size in each_unit do
+local enqueued, unusable, skipped, came = 0, 0, 0, 0
+for n, samples in each_unit do
   if enqueued >= free or (enqueued > 0 and mark > 0 and held + came >= mark) then break end
-  local draw = start + n - 1
-  local gid = string.format('%s-%010d', task, draw)
-  local record = groups .. gid
-  local ended = redis.call('GETBIT', archived, draw) + redis.call('GETBIT', filtered, draw) + redis.call('GETBIT', dropped, draw)
-  -- after a loss the same draws come again: those that exist already are skipped
-  if ended > 0 or redis.call('EXISTS', record) == 1 then
-    redis.call('HINCRBY', progress, 'ahead', -1)
+  local draw, record = start + n - 1, records[n]
+  if known > 0 and (ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
+    skipped = skipped + 1
+  elseif samples == 0 then
+    redis.call('SETBIT', dropped, draw, 1)
+    unusable = unusable + 1
   else
-    redis.call('HINCRBY', progress, 'enqueued', 1)
-    if samples == 0 then
-      redis.call('SETBIT', dropped, draw, 1)
-      redis.call('HINCRBY', progress, 'dropped', 1)
-    else
-      size = prompt_bytes(n, size)
-      if prompts[n] then redis.call('PERSIST', prompts[n]) else redis.call('SADD', unpinned, gid .. ' init 1') end
-      -- Redis searches a record from its beginning: fields that a take reads of each of its groups come first
-      redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', size, 'crc', '',
-        'samples', samples, 'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw),
-        'tries', 0, 'aborts', 0, 'prompt', size)
-      came = came + size
-      to_waiting(jobs, record, gid, lane, 'init')
-      enqueued = enqueued + 1
-    end
+    if prompts[n] then redis.call('PERSIST', prompts[n]) else redis.call('SADD', unpinned, gids[n] .. ' init 1') end
+    -- Redis searches a record from its beginning: fields that a take reads of each of its groups come first
+    redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', sizes[n], 'crc', '', 'samples', samples,
+      'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw), 'tries', 0, 'aborts', 0,
+      'prompt', sizes[n], 'lane', lane, 'entry', add_job(jobs, gids[n], 'init'))
+    came = came + sizes[n]
+    enqueued = enqueued + 1
   end
-  drawn = n
 end
+local drawn = enqueued + unusable + skipped
+if enqueued + unusable > 0 then redis.call('HINCRBY', progress, 'enqueued', enqueued + unusable) end
+if unusable > 0 then redis.call('HINCRBY', progress, 'dropped', unusable) end
+if skipped > 0 then redis.call('HINCRBY', progress, 'ahead', -skipped) end
 move_cursor(cursors, progress, task, start + drawn)
 redis.call('HSET', progress, 'target', int(target), 'enqueue_op', operation, 'enqueue_count', enqueued)
 count_bytes(bytes, came, 0)

@@ -35,13 +35,14 @@ if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
 if #members == 0 then return {'OK', 0, #open} end
 
-local name = string.match(batch, ':batch:(.*)$')
+local name, lines = string.match(batch, ':batch:(.*)$'), {}
 for i, member in ipairs(members) do
   local gid = string.match(member, ':(.*)$')
   notes[open[i]] = string.gsub(notes[open[i]], '%-$', gid)
-  redis.call('RPUSH', batch, manifest_line(groups, gid))
+  lines[i] = manifest_line(groups, gid)
   redis.call('HSET', groups .. gid, 'stage', 'taken', 'batch', name)
 end
+redis.call('RPUSH', batch, unpack(lines))
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
 take_out(completed, order_index, progress, members)
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end

@@ -44,14 +44,15 @@ NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statu
 ALIGNMENT = 8
 
 _DTYPES = {name: (np.dtype(dtype), ndim) for name, (dtype, ndim) in LAYOUT.items()}
+_COPIED_BYTES = 1024
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
 def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryview], int]:
     """Return the directory of the columns, the pieces of the buffer, and its number of bytes.
 
-    The pieces are to be joined, so that each column is copied once. `columns`: in the order of
-    `LAYOUT`. Raises WireError for a column of another type.
+    The pieces are to be joined or sent one behind the other: large columns are not copied.
+    `columns`: in the order of `LAYOUT`. Raises WireError for a column of another type.
     """
     directory = {}
     pieces: list[bytes | memoryview] = []
@@ -61,12 +62,18 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
-        pieces.append(np.ascontiguousarray(column).data)
+        pieces.append(_bytes_of(column))
         padding = -column.nbytes % ALIGNMENT
         size += column.nbytes + padding
         if padding:
             pieces.append(_PADDING[padding])
     return directory, pieces, size
+
+
+def _bytes_of(column: NDArray[Any]) -> bytes | memoryview:
+    if column.nbytes < _COPIED_BYTES:
+        return column.tobytes()
+    return np.ascontiguousarray(column).data.cast("B")
 
 
 def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:

@@ -13,32 +13,34 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
-from threading import Event
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import hiredis
-import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
+from buffer.store.receive_memory import receive_memory
+
 log = logging.getLogger("rolloutmq.buffer")
 
-Command = Sequence[str | int | float | bytes | memoryview]
+Pieces = list[bytes | memoryview]
+"""One value that lies in several places, to be sent one behind the other; views are of bytes."""
+
+Part = str | int | float | bytes | memoryview | Pieces
+
+Command = Sequence[Part]
 """The name of a command, a key, and its arguments."""
 
 Parts = list[memoryview | bytes | None]
 
-_BYTES = (bytes, bytearray, memoryview)
+_PACKED_IN_C = frozenset({str, int, float})
 
 _LARGE_BYTES = 4096
 """A value of this size is sent by itself; smaller ones are cheaper to copy than to send apart."""
 
 _LINE_BYTES = 64
 """Longer than the line before a value."""
-
-_PAGE_BYTES = 2 * 2**20
-"""A large page of x86-64 and arm64."""
 
 _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
 """A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
@@ -68,14 +70,12 @@ def receive(
     client: redis.Redis,
     names: Sequence[Sequence[str]],
     sizes: Sequence[int],
-    asked: Event | None = None,
 ) -> list[Parts]:
     """Return the values of several keys for each entry of `names`, in one round trip.
 
     `sizes` are the bytes of all values of an entry; 0 if unknown. The values of an entry are joined
     to one part; if some are missing, there is a None for each of those instead. Parts are
-    read-only, and share memory that is freed with the last of them. `asked` is set once the request
-    is sent: from then on the kernel receives, and other threads have the interpreter.
+    read-only, and share memory that is used again after the last of them.
     """
     commands = [("GET", name) for keys in names for name in keys]
     pool: Any = client.connection_pool
@@ -84,8 +84,6 @@ def receive(
         if _is_real(connection):
             connection.send_packed_command(_packed(commands))
             inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
-            if asked:
-                asked.set()
             if all(sizes):
                 inbox.fill(sum(sizes))
             return [inbox.payload(len(keys)) for keys in names]
@@ -112,7 +110,7 @@ def pipelined(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
     """
     pipe: Any = client.pipeline(transaction=False)
     for command in commands:
-        pipe.execute_command(*command)
+        pipe.execute_command(*[b"".join(p) if isinstance(p, list) else p for p in command])
     return _without_errors(pipe.execute(raise_on_error=False))
 
 
@@ -130,25 +128,24 @@ def _answer(connection: Any) -> Any:
         return error
 
 
-def _packed(commands: Sequence[Command]) -> Iterator[bytes | bytearray | memoryview]:
+def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryview]:
     small = bytearray()
     for command in commands:
-        if not any(isinstance(part, _BYTES) and len(part) >= _LARGE_BYTES for part in command):
-            # packed in C: a script has some forty arguments
-            plain: Any = tuple(
-                bytes(part) if isinstance(part, _BYTES) else part for part in command
-            )
-            small += hiredis.pack_command(plain)
+        if all([type(part) in _PACKED_IN_C for part in command]):  # a script has some forty of them
+            small += hiredis.pack_command(tuple(command))  # type: ignore[arg-type]
         else:
             small += b"*%d\r\n" % len(command)
             for part in command:
-                data = part if isinstance(part, _BYTES) else str(part).encode()
-                if len(data) < _LARGE_BYTES:
-                    small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
-                    continue
-                yield small + b"$%d\r\n" % len(data)
-                yield data
-                small = bytearray(b"\r\n")
+                pieces = part if isinstance(part, list) else [_as_bytes(part)]
+                small += b"$%d\r\n" % sum(map(len, pieces))
+                for piece in pieces:
+                    if len(piece) < _LARGE_BYTES:
+                        small += piece
+                        continue
+                    yield small
+                    yield piece
+                    small = bytearray()
+                small += b"\r\n"
         if len(small) >= 2 * _LARGE_BYTES:
             # the server can process it while the next command is packed
             yield small
@@ -156,17 +153,8 @@ def _packed(commands: Sequence[Command]) -> Iterator[bytes | bytearray | memoryv
     yield small
 
 
-def _large_pages(size: int) -> memoryview:
-    """Return `size` bytes of memory that begin at a large page.
-
-    numpy asks the kernel for large pages from 4 MB on. Memory that also begins at one costs a third
-    of the page faults of small pages, and half of those of numpy's own alignment (measured).
-    """
-    if size < _PAGE_BYTES:
-        return np.empty(size, np.uint8).data
-    memory = np.empty(size + _PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_BYTES
-    return memory[start : start + size].data
+def _as_bytes(part: Part) -> bytes | memoryview:
+    return part if isinstance(part, bytes | memoryview) else str(part).encode()
 
 
 class _NotAValue(Exception):
@@ -182,7 +170,7 @@ class _Inbox:
 
     def __init__(self, sock: Any, size: int) -> None:
         self._sock = sock
-        self._memory = _large_pages(size)
+        self._memory = receive_memory(size)
         self._start = self._end = self._base = self._joined = 0
 
     def fill(self, count: int) -> None:
@@ -262,7 +250,7 @@ class _Inbox:
     def _grow(self) -> None:
         """Move the bytes that are still needed into a larger array."""
         kept = self._base if self._joined else self._start
-        larger = _large_pages(2 * (self._end - kept) + _LARGE_BYTES)
+        larger = receive_memory(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]
         self._memory = larger
         self._base = 0

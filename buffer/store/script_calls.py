@@ -139,12 +139,13 @@ def _keys(calls: Sequence[Command]) -> list[str]:
     """Return the keys of the last call; a wrong type under one of them is usually in all calls."""
     if not calls:
         return []
-    count = int(calls[-1][FIRST_KEY - 1])
+    count = int(str(calls[-1][FIRST_KEY - 1]))
     return [str(key) for key in calls[-1][FIRST_KEY : FIRST_KEY + count]]
 
 
 def _is_large(command: Command) -> bool:
-    return any(isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command)
+    values = [part for part in command if isinstance(part, list)]
+    return any(sum(map(len, pieces)) >= _LARGE_BYTES for pieces in values)
 
 
 def _decoded(reply: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from threading import Event
 from typing import Any, TypeVar
 
 import redis
@@ -233,14 +232,13 @@ class Store:
         what: str,
         names: Sequence[Sequence[str]],
         sizes: Sequence[int],
-        asked: Event | None = None,
     ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
 
         def run(client: Any, positions: list[int]) -> list[Parts]:
             own_names = [names[position] for position in positions]
             own_sizes = [sizes[position] for position in positions]
-            return receive(client, own_names, own_sizes, asked)
+            return receive(client, own_names, own_sizes)
 
         keys = [chunks[0] for chunks in names]
         return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))

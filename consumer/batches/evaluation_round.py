@@ -16,6 +16,7 @@ from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest, NotReady
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from consumer.batches.reader import BatchReader
 from consumer.batches.taker import BatchTaker, WaitOptions
 
 
@@ -68,7 +69,9 @@ class EvaluationRound:
 
     def _read(self, manifest: Manifest, allows_newer: bool) -> list[RolloutGroup] | None:
         """Read the groups and commit their step; return None if they are not of this round."""
-        _, groups = self._taker.read(self._run.evaluations, manifest)
+        _, groups = self._taker.read(
+            self._run.evaluations, manifest, BatchReader(self._run, trains=False)
+        )
         # also if they are discarded: the step must end before the next one can be taken
         self._run.evaluations.commit(self._nonce, self._step, self._step)
         tasks = {split_group_id(entry.gid)[0] for entry in manifest.entries}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from buffer.batches.ledger import BatchLedger
@@ -14,21 +14,15 @@ from buffer.errors import (
     LedgerError,
     NoBatch,
     PayloadMissing,
-    RolloutMQError,
     TaskStopped,
-    WireError,
 )
-from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from consumer.batches.content_check import check_content
 from consumer.batches.outlook import BatchOutlook, WaitReason, explain
+from consumer.batches.reader import NOTHING, GroupReader, Known
 
 log = logging.getLogger("rolloutmq.consumer")
-
-Known = Mapping[PayloadRef, RolloutGroup]
-"""Groups that were read ahead."""
 
 Waiting = Callable[[WaitReason], None]
 Checkpoint = Callable[[], object]
@@ -64,8 +58,6 @@ class BatchTaker:
         self._check = check
         self.quarantined = 0
         """groups that were quarantined so far"""
-        self.vocabulary: int | None = None
-        """number of the model's token ids; None: ids are not compared with it"""
 
     # -- take ----------------------------------------------------------------------------
 
@@ -150,39 +142,26 @@ class BatchTaker:
     # -- read ----------------------------------------------------------------------------
 
     def read(
-        self, ledger: BatchLedger, manifest: Manifest, known: Known | None = None
+        self, ledger: BatchLedger, manifest: Manifest, reader: GroupReader, known: Known = NOTHING
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
-        A group whose bytes are missing or damaged, or that cannot be trained (`check_content`), is
-        quarantined and replaced by another ready one; if none is ready, the batch gets smaller, and
-        may be empty.
+        A group that the reader finds unusable is quarantined and replaced by another ready one; if
+        none is ready, the batch gets smaller, and may be empty.
         """
-        may_try_again = True
         while True:
-            try:
-                groups = self._run.buffer.load(manifest, known) if manifest.entries else []
-            except (WireError, PayloadMissing):
-                bad = list(self._unreadable(manifest))
-                if not bad and not may_try_again:
-                    raise  # each group can be read alone: there is none to quarantine
-                known = None
-                may_try_again = bool(bad)
-            else:
-                bad = list(self._untrainable(ledger, manifest, groups))
-                if not bad:
-                    return manifest, groups
-                refs = [entry.payload for entry in manifest.entries]
-                known = dict(zip(refs, groups, strict=True))
-            for entry, error in bad:
-                reason = f"{type(error).__name__}: {error}"
-                manifest = self._quarantine(ledger, manifest.step, entry, reason)
+            groups, problems = reader.read(manifest, known)
+            if not problems:
+                return manifest, groups
+            known = NOTHING
+            manifest = self._quarantine_all(ledger, manifest, problems)
 
     def read_whole(
         self,
         ledger: BatchLedger,
         manifest: Manifest,
-        known: Known | None,
+        reader: GroupReader,
+        known: Known,
         options: WaitOptions,
         *,
         strict: bool,
@@ -193,13 +172,13 @@ class BatchTaker:
         empty one cannot.
         """
         before = manifest.open_places
-        manifest, groups = self.read(ledger, manifest, known)
+        manifest, groups = self.read(ledger, manifest, reader, known)
         if not manifest.is_recorded:
             return manifest, groups
         while not manifest.entries or (strict and manifest.open_places - before):
             filled = self.refill(ledger, manifest, options)
             before = filled.open_places
-            manifest, groups = self.read(ledger, filled)
+            manifest, groups = self.read(ledger, filled, reader)
         return manifest, groups
 
     def quarantine(
@@ -209,11 +188,17 @@ class BatchTaker:
 
         Returns the new manifest. Raises LedgerError if there is none.
         """
-        manifest = ledger.recorded(step)
+        manifest = self._quarantine_all(ledger, ledger.recorded(step), reasons)
+        return self.refill(ledger, manifest, options) if manifest.open_places else manifest
+
+    def _quarantine_all(
+        self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
+    ) -> Manifest:
+        """Quarantine the groups with these gids, each with its reason; return what is left."""
         for entry in manifest.entries:
             if entry.gid in reasons:
-                manifest = self._quarantine(ledger, step, entry, reasons[entry.gid])
-        return self.refill(ledger, manifest, options) if manifest.open_places else manifest
+                manifest = self._quarantine(ledger, manifest.step, entry, reasons[entry.gid])
+        return manifest
 
     def _quarantine(
         self, ledger: BatchLedger, step: int, entry: ManifestEntry, reason: str
@@ -223,24 +208,6 @@ class BatchTaker:
         # bytes that the server lost, in a failover for example, would bar every honest worker
         is_fault = not reason.startswith(PayloadMissing.__name__)
         return ledger.quarantine(self._nonce, step, entry, reason, is_workers_fault=is_fault)
-
-    def _unreadable(self, manifest: Manifest) -> Iterator[tuple[ManifestEntry, RolloutMQError]]:
-        for entry in manifest.entries:
-            try:
-                self._run.buffer.read(entry.payload)
-            except (WireError, PayloadMissing) as error:
-                yield entry, error
-
-    def _untrainable(
-        self, ledger: BatchLedger, manifest: Manifest, groups: list[RolloutGroup]
-    ) -> Iterator[tuple[ManifestEntry, RolloutMQError]]:
-        if ledger.name != "train":
-            return
-        for entry, group in zip(manifest.entries, groups, strict=True):
-            try:
-                check_content(group, self.vocabulary)
-            except WireError as error:
-                yield entry, error
 
 
 def _free_memory(step: int, options: WaitOptions) -> None:

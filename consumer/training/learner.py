@@ -35,19 +35,16 @@ from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
 from consumer.training.learner_state import capture, restore, shard_rows
-from consumer.training.logprobs import (
-    TargetLogits,
-    TokenLogprobs,
-    keeps_samples_apart,
-    token_logprobs,
-)
+from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
+from consumer.training.model_checks import check_logprobs, keeps_samples_apart
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.saved_state import Rows
 from consumer.training.sharding import shard, write_weights
 from consumer.training.train_batch import TrainBatch, Update
+from consumer.training.vocabulary_projection import TokenLogprobs
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -93,12 +90,13 @@ class Learner:
         """the reader of the experts that workers recorded; None where routing is not replayed"""
         self.vocabulary = _vocabulary(self.model)
         """number of token ids that the model reads and predicts"""
-        share_rows = keeps_samples_apart(self.model)
-        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self._policy = self._module(self.model, replay)
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
+        check_logprobs(self._policy)
+        share_rows = keeps_samples_apart(self._policy)
+        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -289,7 +287,9 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        return self._module(load_model(model_dir).to(self.device).eval())
+        reference = self._module(load_model(model_dir).to(self.device).eval())
+        reference.transform = self._policy.transform
+        return reference
 
     def _add_adapter(self, model_dir: Path) -> Adapter | None:
         if self.config.lora is None:

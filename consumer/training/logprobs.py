@@ -1,13 +1,13 @@
 """Log-probabilities of the sampled tokens under a model, for a packed micro-batch.
 
 `TargetLogits` is the part of a causal language model that training uses, as one module that FSDP
-can shard. `keeps_samples_apart` tests whether samples may share a row.
+can shard.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import NamedTuple, cast
+import inspect
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,70 +15,82 @@ from transformers import PreTrainedModel
 
 from consumer.training.packing import MicroBatch
 from consumer.training.routing_replay import RoutingReplay
-
-log = logging.getLogger("rolloutmq.trainer")
-
-FIRST = 4
-SECOND = 6
-"""Tokens of the two samples that `keeps_samples_apart` compares."""
-
-TOLERANCE = 1e-4
-"""Share of the largest hidden value: above rounding, far below the effect of another token."""
+from consumer.training.vocabulary_projection import LogitTransform, TokenLogprobs, project
 
 
 class TargetLogits(nn.Module):
-    """Compute the logits of the positions that predict a response token, and of no other.
+    """Compute log-probability and entropy where a position predicts a response token.
 
-    `replay`: sets the experts that the model's gates choose.
+    `replay`: sets the experts that the model's gates choose. `transform`: what the model applies
+    to logits; `check_logprobs` finds it.
 
         policy = TargetLogits(load_model(model_dir))
-        logits = policy(batch.input_ids, batch.position_ids, batch.logit_index)
+        check_logprobs(policy)
+        logprobs, entropy = policy(batch.input_ids, batch.position_ids, ...)
     """
 
     def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
         super().__init__()
         self.model = model
+        self.transform = LogitTransform()
         self._replay = replay
+        self._takes_positions = _takes_positions(model.base_model)
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         logit_index: Tensor,
+        targets: Tensor,
         experts: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits, [N, vocabulary].
+        *,
+        temperature: float = 1.0,
+        entropy_gradient: bool = True,
+    ) -> TokenLogprobs:
+        """Return the log-probability of each target and the entropy of its distribution.
 
-        `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `experts`:
-        see `RoutingReplay.set_experts`.
+        `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `targets`:
+        int64[N]. `experts`: see `RoutingReplay.set_experts`.
 
-        The output head is applied to N positions, not to all R * W slots: prompts cost no logits,
-        which for a large vocabulary are most of the memory.
+        The vocabulary projection is applied to N positions, not to all R * W slots: prompts cost no
+        logits.
         """
         if self._replay:
             self._replay.set_experts(experts)
+        states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, logit_index)
+        return project(
+            states,
+            self.model.get_output_embeddings(),
+            targets,
+            replace(self.transform, temperature=temperature),
+            entropy_gradient=entropy_gradient,
+        )
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the hidden states before the vocabulary projection, [R, W, width]."""
+        return self._states(input_ids, position_ids)
+
+    def own_logits(self, input_ids: Tensor) -> Tensor:
+        """Return what the model's own forward pass returns, [R, W, vocabulary]."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         # no attention mask: only then does transformers find sample borders in the positions
-        hidden = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        positions = {"position_ids": position_ids} if self._takes_positions else {}
+        hidden: Tensor = self.model.base_model(
+            input_ids=input_ids, use_cache=False, **positions
         ).last_hidden_state
-        states = hidden.flatten(0, 1).index_select(0, logit_index)
-        return cast(Tensor, self.model.get_output_embeddings()(states))
+        return hidden
 
 
-class TokenLogprobs(NamedTuple):
-    """Hold one value per response token, float32[N] each; the entropy is in nats.
-
-    Usage:
-
-        logprobs, entropy = token_logprobs(policy, batch)
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
+def _takes_positions(model: nn.Module) -> bool:
+    """Return whether a model has a use for positions; state-space models count by themselves."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def token_logprobs(
-    target_logits: TargetLogits,
+    policy: TargetLogits,
     batch: MicroBatch,
     *,
     temperature: float = 1.0,
@@ -87,51 +99,17 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Return the log-probability of each target and the entropy of its distribution.
 
-    `temperature`: the logits are divided by it. Without `entropy_gradient` the backward pass keeps
-    no tensor of the entropy; each of them is as large as the logits.
+    `temperature`: the logits are divided by it. Without `entropy_gradient` the entropy carries no
+    gradient, which saves time in the backward pass.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        logits = target_logits(
-            batch.input_ids, batch.position_ids, batch.logit_index, batch.experts
+        scores: TokenLogprobs = policy(
+            batch.input_ids,
+            batch.position_ids,
+            batch.logit_index,
+            batch.targets,
+            batch.experts,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
         )
-    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
-    logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return TokenLogprobs(logprobs, entropy)
-
-
-@torch.no_grad()
-def keeps_samples_apart(model: PreTrainedModel) -> bool:
-    """Return whether the second sample of a row is independent of the tokens of the first.
-
-    This is tested, not derived from the architecture: a leak between samples would go unnoticed.
-    transformers finds the borders where positions start again and no mask is given. Linear
-    attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
-    ignore positions in their mask.
-    """
-    was_training = model.training
-    model.eval()
-    hidden = _hidden(model, first_id=0)
-    other = _hidden(model, first_id=1)
-    model.train(was_training)
-    is_apart = bool((hidden - other).abs().max() <= TOLERANCE * hidden.abs().max())
-    if not is_apart:
-        log.warning(
-            "attention of %s crosses samples that share a row: each sample gets a row of its own",
-            type(model).__name__,
-        )
-    return is_apart
-
-
-def _hidden(model: PreTrainedModel, first_id: int) -> Tensor:
-    """Return the hidden states of the second sample, float32[SECOND, width].
-
-    All tokens of the first sample are `first_id`.
-    """
-    ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
-    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
-    hidden: Tensor = model.base_model(
-        input_ids=ids.to(model.device), position_ids=positions.to(model.device), use_cache=False
-    ).last_hidden_state
-    return hidden[0, FIRST:].float()
+    return scores

@@ -16,16 +16,18 @@ time/*                         seconds: step, wait (for the batch), train, pause
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.control.progress import ProduceProgress, TaskProgress
-from buffer.rollouts.group import GROUP_TIME
+from buffer.model.manifest import Manifest
+from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.staleness import staleness
-from consumer.batches.batch import Batch
 
 POOLS = ("completed", "aborted", "expired")
 
@@ -52,23 +54,81 @@ class Timing:
         return {f"time/{name}_s": seconds for name, seconds in asdict(self).items()}
 
 
-def batch_metrics(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, float]:
-    """Return the metrics of the batch as it was taken; `advantages` float32[sum k]."""
-    scores = np.concatenate([group.scores for group in batch.groups])
-    lengths = np.concatenate([group.lengths for group in batch.groups])
-    entries = batch.manifest.entries
-    ages = [staleness(batch.step, e.version) for e in entries if e.version is not None]
+@dataclass(slots=True)
+class BatchColumns:
+    """Hold what the metrics of a batch need of its groups: of one rank, or of all.
+
+    Usage:
+
+        own = BatchColumns.of(groups, advantages)
+        batch = BatchColumns.join(ranks.gather(own.lists()))
+        metrics = batch.metrics()
+    """
+
+    scores: list[float]
+    """of the rollouts that have one"""
+    lengths: list[int]
+    """response tokens of each rollout"""
+    solved: list[bool]
+    """whether a rollout of the group has a score above 0"""
+    prompts: list[int]
+    """prompt tokens of each group"""
+    seconds: list[float]
+    """that workers spent on the groups, where they are known"""
+    advantages: list[float]
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
+        """Return the columns of these groups; `advantages` float32[n]."""
+        times = [group.shared.extra.get(GROUP_TIME) for group in groups]
+        return cls(
+            scores=[s for group in groups for s in group.scores.tolist() if math.isfinite(s)],
+            lengths=[n for group in groups for n in group.lengths.tolist()],
+            solved=[bool(group.scores.max() > 0) for group in groups],
+            prompts=[len(group.prompt_ids) for group in groups],
+            seconds=[time for time in times if time is not None],
+            advantages=advantages.tolist(),
+        )
+
+    def lists(self) -> dict[str, list[float]]:
+        """Return the columns as JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def join(cls, parts: Sequence[dict[str, list[Any]]]) -> BatchColumns:
+        """Return the columns of all ranks, from their `lists`."""
+        return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of response tokens."""
+        return sum(self.lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the batch as it was taken, except its staleness."""
+        metrics = {
+            **_spread("rewards", self.scores),
+            **_spread("advantages", self.advantages),
+            **_spread("response_len", self.lengths),
+            "response_len/tokens": float(self.tokens),
+            **_group_times(self.seconds),
+        }
+        if self.lengths:
+            metrics |= {
+                "rewards/solved": float(np.mean(self.solved)),
+                "response_len/std": float(np.std(self.lengths)),
+                "prompt_len/mean": float(np.mean(self.prompts)),
+            }
+        return metrics
+
+
+def staleness_metrics(manifest: Manifest) -> dict[str, float]:
+    """Return the metrics `staleness/*` of a batch."""
+    versions = [entry.version for entry in manifest.entries if entry.version is not None]
+    ages = [staleness(manifest.step, version) for version in versions]
     return {
-        **_spread("rewards", scores[np.isfinite(scores)]),
-        "rewards/solved": float(np.mean([group.scores.max() > 0 for group in batch.groups])),
-        **_spread("advantages", advantages),
-        **_spread("response_len", lengths),
-        "response_len/std": float(lengths.std()),
-        "response_len/tokens": float(lengths.sum()),
-        "prompt_len/mean": float(np.mean([len(group.prompt_ids) for group in batch.groups])),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
-        **_group_times([group.shared.extra.get(GROUP_TIME) for group in batch.groups]),
     }
 
 
@@ -144,22 +204,22 @@ def _total(tasks: list[TaskProgress], name: str) -> float:
     return float(sum(getattr(task, name) for task in tasks))
 
 
-def _spread(name: str, values: NDArray[np.float32] | NDArray[np.int32]) -> dict[str, float]:
-    if not len(values):
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
         return {}
     return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/min": float(values.min()),
-        f"{name}/max": float(values.max()),
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/min": float(min(values)),
+        f"{name}/max": float(max(values)),
     }
 
 
-def _group_times(seconds: list[float | None]) -> dict[str, float]:
+def _group_times(seconds: list[float]) -> dict[str, float]:
     """Return statistics of the groups that have a time; nothing where none has.
 
     p50 is the element at n // 2, p99 the one at int(0.99 n).
     """
-    times = sorted(s for s in seconds if s is not None)
+    times = sorted(seconds)
     if not times:
         return {}
     p50 = times[len(times) // 2]

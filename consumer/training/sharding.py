@@ -2,16 +2,14 @@
 
 A shard is a rank's part of a tensor's first dimension. Published weights are written without any
 rank holding the whole model: each tensor is gathered on all ranks, one after the other, and kept by
-the rank that writes it. A folder that all ranks write together becomes visible once each has
-written its part.
+the rank that writes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 import torch
@@ -19,15 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from consumer.ranks import Ranks, balanced_shares
 from consumer.training.logprobs import TargetLogits
 from consumer.training.saved_state import Rows
-
-T = TypeVar("T")
-Save = Callable[[Path], None]
 
 
 def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
@@ -39,6 +34,8 @@ def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
     for layer in policy.model.base_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
+    for method in (policy.hidden, policy.own_logits):
+        register_fsdp_forward_method(policy, method.__name__)
     return policy
 
 
@@ -108,24 +105,3 @@ def write_weights(
         }
         data = orjson.dumps(index, option=orjson.OPT_INDENT_2)
         (folder / "model.safetensors.index.json").write_bytes(data)
-
-
-def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | None:
-    """Let all ranks write into a folder that rank 0 creates; all ranks must call it.
-
-    `make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (for example
-    `CheckpointFolder.write`). `save(folder)` runs on every rank; all of them must be able to access
-    the folder. Returns the result of `make` on rank 0, None on the others. A rank that dies during
-    the call breaks the connection of the others: nothing becomes visible.
-
-        write_together(ranks, save, lambda save_all: checkpoints.write(position, save_all))
-    """
-
-    def write_part(folder: str) -> None:
-        save(Path(ranks.gather(folder)[0]))
-        ranks.gather("written")
-
-    if ranks.rank == 0:
-        return make(lambda folder: write_part(str(folder)))
-    write_part("")
-    return None

@@ -1,40 +1,40 @@
-"""The reference trainer: asynchronous GRPO on one device, restartable at any line.
+"""The reference trainer: asynchronous GRPO on one rank or many, restartable at any line.
 
 Per step: take the batch, train, write a checkpoint where one is due and commit it, publish the new
 weights in a pause. The position is in the checkpoint; Redis delivers again what follows it (I5,
-I6).
+I6). With several ranks (`trainer_rank.py`), rank 0 runs the code of this file.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun
+from buffer.model.manifest import Manifest
 from buffer.run import Run
 from consumer.batches.batch import Batch, Stopped
-from consumer.models.model_folder import copy_tokenizer
 from consumer.publication import open_sender, published
-from consumer.ranks import ALONE
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.ranks import ALONE, Ranks
+from consumer.rollout_consumer import PREFETCH_BYTES, RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.device_share import DeviceShare
 from consumer.training.evaluation import EvaluationPlan, log_wait_reason
-from consumer.training.learner import Learner
 from consumer.training.metric_writers import MetricWriter, ProgressBar, open_writers
-from consumer.training.metrics import Throughput, Timing, batch_metrics, production_metrics
-from consumer.training.saved_state import SavedState, write_state
+from consumer.training.metrics import (
+    BatchColumns,
+    Throughput,
+    Timing,
+    production_metrics,
+    staleness_metrics,
+)
 from consumer.training.step_log import StepWriter
-from consumer.training.train_controller import TrainController
+from consumer.training.trainer_rank import TrainerRank
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -42,16 +42,18 @@ log = logging.getLogger("rolloutmq.trainer")
 class Trainer:
     """Train the run of `config` from its newest checkpoint to its last step.
 
-    Usage:
+    With several `ranks`, this is rank 0; the others call `TrainerRank.follow`.
 
         trainer = Trainer(run, config, model_dir)
         is_done = trainer.fit()    # False where trainer.consumer.stop was called
     """
 
-    def __init__(self, run: Run, config: TrainingConfig, model_dir: Path) -> None:
+    def __init__(
+        self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
+    ) -> None:
         self._run = run
         self._config = config
-        self._model_dir = model_dir
+        self.rank = TrainerRank(run, config, model_dir, ranks)
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
         self._weights = open_sender(config, run)
@@ -59,12 +61,11 @@ class Trainer:
         self._writers: list[MetricWriter] = []
         self.shows_progress = False
         """draw a progress bar on the terminal"""
-        self.consumer = RolloutConsumer(run)
+        # what rank 0 reads ahead of the take would be mostly the shares of others
+        ahead = PREFETCH_BYTES if ranks.size == 1 else 0
+        self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
-        launch = config.launch
-        self._throughput = Throughput(
-            len(launch.trainer_gpus or [0]), len(launch.worker_gpus or [0])
-        )
+        self._throughput = Throughput(ranks.size, len(config.launch.worker_gpus or [0]))
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step or `consumer.stop`; return whether the last step is done.
@@ -73,6 +74,12 @@ class Trainer:
         lost the run, or freed batches that follow the newest checkpoint. Raises RoleHeld, LostRun,
         Fenced, and what the learner raises.
         """
+        try:
+            return self._fit(take_over=take_over, regenerate=regenerate)
+        finally:
+            self.rank.end()
+
+    def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
         self._position = self._newest_position(regenerate)
         self._evaluations = EvaluationPlan(
             self._config, self.consumer, self._log, self._position.step, self._free_memory
@@ -97,29 +104,18 @@ class Trainer:
             self.consumer.close()
         return True
 
+    def stop(self) -> None:
+        """End the step in progress, write a checkpoint, and return from `fit`. For signals."""
+        self.rank.stopped.set()
+        self.consumer.stop()
+
     def _resume(self) -> None:
         """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
         position = self._position
         config = self._config
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
-        self._learner = Learner(
-            self._model_dir,
-            config.learner,
-            device=_device(config.trainer.device),
-            seed=config.run.seed,
-            media=self._run.media,
-        )
-        self.consumer.vocabulary = self._learner.vocabulary
-        self._controller = TrainController.of(config, self._learner, self._model_dir)
-        if position.step:
-            folder = self._checkpoints.path(position.step)
-            with SavedState(folder, self._controller.shard_rows()) as state:
-                self._controller.load_state_tensors(state)
-        trained = [part for part in (self._learner, self._controller.critic) if part]
-        self._share = DeviceShare(self._learner.device, [part.on_device() for part in trained])
-        if self._is_colocated:
-            self._share.sleep()
+        self.rank.load(position.step)
         self._writers = open_writers(
             config.trainer.writers, config.run.folder, config.run.name, position.step + 1
         )
@@ -147,7 +143,8 @@ class Trainer:
 
     def _train(self) -> None:
         while self._position.step < self._run.limits.steps:
-            if self.consumer.stopping:
+            if self.rank.stopped.is_set() or self.consumer.stopping:
+                self.stop()
                 raise Stopped
             self._step(self._position.step + 1)
 
@@ -159,12 +156,12 @@ class Trainer:
         self._position.add(batch.manifest)
         with self._devices(timing):
             train_started = time.monotonic()
-            metrics = self._controller.fit(batch.groups)
+            metrics, columns = self.rank.fit()
             timing.train = time.monotonic() - train_started
             if self._is_sync_due(batch):
                 self._publish(timing, is_paused=self._is_colocated)
         timing.step = time.monotonic() - started
-        metrics |= self._step_metrics(batch, timing)
+        metrics |= self._step_metrics(batch.manifest, columns, timing)
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
@@ -217,31 +214,28 @@ class Trainer:
             return
         with self.consumer.paused(self._config.policy.pause_mode) as seconds:
             timing.pause = seconds
-            with self._share.awake():
+            with self.rank.awake():
                 yield
 
     @property
     def _is_colocated(self) -> bool:
         return self._config.trainer.flow == "colocated"
 
-    def _step_metrics(self, batch: Batch, timing: Timing) -> dict[str, float]:
-        """Return the metrics of a step except those of the controller."""
+    def _step_metrics(
+        self, manifest: Manifest, batch: BatchColumns, timing: Timing
+    ) -> dict[str, float]:
+        """Return the metrics of a step except those of the ranks."""
         before = self._progress
         self._progress = self._run.read_progress()
         produced = production_metrics(before, self._progress)
-        samples = sum(len(group) for group in batch.groups)
-        tokens = int(sum(group.lengths.sum() for group in batch.groups))
-        metrics = {
-            **batch_metrics(batch, self._controller.advantages),
+        return {
+            **batch.metrics(),
+            **staleness_metrics(manifest),
             **produced,
-            **self._throughput.metrics(samples, tokens, timing, produced),
+            **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
             **timing.metrics(),
             **self.consumer.pauses.metrics(),
         }
-        peak = self._learner.peak_memory_bytes()
-        if peak:
-            metrics["memory/peak_bytes"] = float(peak)
-        return metrics
 
     # -- weights and evaluation ----------------------------------------------------------
 
@@ -252,28 +246,25 @@ class Trainer:
         so that it is logged. The next trainer publishes first.
         """
         step = self._position.step
-        save = partial(self._save_model, to_publish=True)
         pause = None if is_paused else self._config.policy.pause_mode
         with (
             suppress(Stopped),
-            published(self.consumer, self._weights, step, save, pause=pause) as times,
+            published(
+                self.consumer, self._weights, step, _part(self.rank.save_published), pause=pause
+            ) as times,
         ):
             timing.publish = times.write_s
             timing.pause = timing.pause if is_paused else times.pause_s
             last = self._run.limits.steps
             if self._evaluations.is_exclusive and self._evaluations.tasks(step, last):
                 if self._is_colocated:
-                    self._share.sleep()
+                    self.rank.sleep()
                 self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
                 self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate the newest weights, where this is due and was not done in the pause."""
         self._evaluations.measure(self._position.step, self._run.limits.steps)
-
-    def _save_model(self, folder: Path, *, to_publish: bool = False) -> None:
-        self._learner.save_weights(folder, to_publish=to_publish)
-        copy_tokenizer(self._model_dir, folder)
 
     # -- checkpoints ---------------------------------------------------------------------
 
@@ -288,7 +279,7 @@ class Trainer:
         self._position.cursors = {
             task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
         }
-        self._checkpoints.write(self._position, self._save_parts)
+        self._checkpoints.write(self._position, _part(self.rank.save_state))
         self.consumer.commit(step, keep=self._checkpoints.prune(keep))
 
     def _free_memory(self) -> None:
@@ -311,14 +302,7 @@ class Trainer:
         steps = self._checkpoints.steps()
         return steps[-1] if steps else 0
 
-    def _save_parts(self, folder: Path) -> None:
-        (folder / "model").mkdir()
-        self._save_model(folder / "model")
-        controller = self._controller
-        write_state(folder, controller.state_tensors(), controller.shard_rows(), ALONE)
 
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _part(save: Callable[[str], None]) -> Callable[[Path], None]:
+    """Return an order to write into a folder, as a function of its path."""
+    return lambda folder: save(str(folder))

@@ -54,6 +54,8 @@ class DoomedGroups:
 
     async def end(self, now_s: float) -> None:
         """Abort what these jobs sample, and cancel those that did not return. Called repeatedly."""
+        if not self._cancel_at:
+            return
         held = set(self._groups.jobs())
         self._cancel_at = {
             job: at

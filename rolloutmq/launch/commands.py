@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from buffer.config.load import load_config
-from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.server.process import OWNER, follow_owner, log_json
+from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
 
-
-log = logging.getLogger("rolloutmq.trainer")
 
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Fence another trainer that is still alive.")
@@ -103,48 +95,20 @@ def train(
     regenerate: Regenerate = False,
     metrics: MetricsAddress = None,
 ) -> None:
-    """Start the trainer of a run.
+    """Start the trainer of a run, or one rank of it.
 
     It trains from its newest checkpoint to the last step; SIGTERM makes it write a checkpoint and
     exit. What the server lost since the checkpoint is restored from it; nothing is trained twice.
+    With torchrun it is one of several ranks: torchrun --nproc-per-node 8 -m rolloutmq train CONFIG.
     """
     settings = _load(config, overrides)
-    if not settings.trainer.loop:
-        _check_alone(config)
-    log_json("trainer", settings.run.name)
+    from rolloutmq.launch import training
+
+    rank = training.own_rank()
+    log_json("trainer", settings.run.name, f"trainer-{rank}" if rank else "")
     follow_owner()
-    from buffer.monitoring.traced_run import trace_run
-    from buffer.open_run import open_store, server_url
-    from consumer.training.checkpoint import make_run
-
-    store = open_store(
-        settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True
-    )
-    if metrics is not None:
-        from buffer.monitoring.process_metrics import serve_process
-
-        serve_process("trainer", store, metrics)
-    model_dir = settings.policy.model or settings.run.folder / "model"
-    run = make_run(store, settings, model_dir, regenerate=regenerate)
-    for change in run.changes:
-        log.warning("continued with another config: %s", change)
-    trace_run(run, "trainer")
-    for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
-        logging.getLogger("rolloutmq.trainer").warning(warning)
-    if settings.trainer.loop:
-        load_object(settings.trainer.loop, kind="loop of a trainer")(
-            run, settings, model_dir, take_over=take_over
-        )
-        return
-    from consumer.training.trainer import Trainer
-
-    trainer = Trainer(run, settings, model_dir)
-    if sys.stderr.isatty():  # a bar in place of a line per step
-        trainer.shows_progress = True
-        logging.getLogger("rolloutmq.trainer").setLevel(logging.WARNING)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: trainer.consumer.stop())
-    if not trainer.fit(take_over=take_over, regenerate=regenerate):
+    run, model_dir = training.open_run(settings, redis_url, metrics, regenerate=regenerate)
+    if not training.train(run, settings, model_dir, take_over=take_over, regenerate=regenerate):
         # stopped before its last step: the launcher must not take that for the end of the run
         raise typer.Exit(130)
 
@@ -173,17 +137,6 @@ def gpu_check(
     from rolloutmq.launch.gpu_check import check_gpu
 
     check_gpu(steps)
-
-
-def _check_alone(config: Path) -> None:
-    """Refuse to run under torchrun, where each rank would open the run and fence the others."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError(
-            f"`rolloutmq train` is one process, but torchrun started {ranks} of it",
-            hint=f"torchrun --nproc-per-node {ranks} --max-restarts 3 -m "
-            f"consumer.examples.fsdp_loop {config}",
-        )
 
 
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:

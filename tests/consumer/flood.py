@@ -28,7 +28,7 @@ def garbage(dice: random.Random, good: bytes) -> bytes:
 def submit(run: Run, worker: str, job: Job, data: bytes) -> None:
     """Submit the description of a good group, with other bytes as its payload."""
     group = extend(run.buffer.read(job.prompt), Status.COMPLETED, run.control.state().weights)
-    ref, commands = run.payloads.commands(job.gid, job.token, data)
+    ref, commands = run.payloads.commands(job.gid, job.token, [data])
     run.store.write("payload write", commands)
     submission = Submission(run.store, run.keys, run.limits, run.payloads, None)
     run.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))

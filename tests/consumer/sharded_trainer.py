@@ -24,6 +24,7 @@ from buffer.store.payloads import checksum
 from buffer.store.store import Store
 from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset
+from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
 
 KILLED = 9
@@ -48,7 +49,7 @@ def train(order: dict[str, Any], life: int, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
-    consumer = ShardedConsumer(Run.open(Store(order["url"]), order["run"]))
+    consumer = ShardedConsumer(Run.open(Store(order["url"]), order["run"]), join())
     saved = base / "position.json"
     position = Position.model_validate_json(saved.read_bytes()) if saved.exists() else Position()
     consumer.open(position=position, take_over=True)

@@ -18,9 +18,9 @@ import atheris
 import msgpack
 
 with atheris.instrument_imports(include=["buffer"]):
-    from tests.fuzz.promise import keep
+    from tests.fuzz.promise import GOLDEN, keep
 
-GOLDEN = Path(__file__).parents[1] / "buffer" / "golden"
+
 ODD: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2**31, 2**53, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf")),
     *("", "x", "completed", "init", "<i4", "x" * 300, b"", bytes(3), b"\xff" * 8),

@@ -46,7 +46,7 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     group.
     """
     run = scene.run
-    ref, commands = run.payloads.commands(job.gid, job.token, data)
+    ref, commands = run.payloads.commands(job.gid, job.token, [data])
     scene.store.write("payload write", commands)
     submission = Submission(scene.store, run.keys, run.limits, run.payloads, None)
     scene.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))

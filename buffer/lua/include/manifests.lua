@@ -2,9 +2,12 @@
 
 -- The line of a group: "gid token chunks size crc samples version", '-' for a missing field.
 local function manifest_line(groups, gid)
-  local record = redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
-  for k = 1, 6 do if not record[k] or record[k] == '' then record[k] = '-' end end
-  return gid .. ' ' .. table.concat(record, ' ')
+  local payload, chunks, size, crc, samples, version =
+    unpack(redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version'))
+  if crc == '' then crc = '-' end
+  if version == '' then version = '-' end
+  return gid .. ' ' .. (payload or '-') .. ' ' .. (chunks or '-') .. ' ' .. (size or '-') .. ' ' .. (crc or '-') .. ' ' ..
+    (samples or '-') .. ' ' .. (version or '-')
 end
 
 -- The oldest version of a task that a batch may hold, as take_batch noted it in the header.

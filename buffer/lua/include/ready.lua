@@ -28,10 +28,12 @@ end
 -- Remove taken groups from the pool and its index; the clock of length_fair advances to the last one.
 local function take_out(pool, order, progress, members)
   if #members == 0 then return end
-  local round = tonumber(redis.call('ZSCORE', order, members[#members]) or '') or 0
-  if round < math.huge and round > (tonumber(redis.call('HGET', progress, 'order_round') or '') or 0) then
-    redis.call('HSET', progress, 'order_round', string.format('%.17g', round))
+  if redis.call('ZCARD', order) > 0 then
+    local round = tonumber(redis.call('ZSCORE', order, members[#members]) or '') or 0
+    if round < math.huge and round > (tonumber(redis.call('HGET', progress, 'order_round') or '') or 0) then
+      redis.call('HSET', progress, 'order_round', string.format('%.17g', round))
+    end
+    redis.call('ZREM', order, unpack(members))
   end
-  redis.call('ZREM', order, unpack(members))
   redis.call('ZREM', pool, unpack(members))
 end

@@ -37,7 +37,7 @@ def test_payloads_of_every_size_come_back_whole_and_in_order(scene: Scene) -> No
     )
     assert max(ref.chunks for ref in refs) == 4
     assert [
-        bytes(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)
+        bytes(part) for part in scene.run.payloads.read_each(refs, lambda _, parts: parts)
     ] == data
 
 
@@ -70,11 +70,11 @@ def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
 
 def test_the_garbage_collector_rests_while_groups_are_read_and_goes_on_behind(scene: Scene) -> None:
     refs = [scene.run.payloads.write(f"math-{i:010d}", "t", payload(2_500_000)) for i in range(4)]
-    assert scene.run.payloads.read_each(refs, lambda _, part: gc.isenabled()) == [False] * 4
+    assert scene.run.payloads.read_each(refs, lambda *_: [gc.isenabled()]) == [False] * 4
     with pytest.raises(ZeroDivisionError):
-        scene.run.payloads.read_each(refs, lambda _, part: 1 // 0)
+        scene.run.payloads.read_each(refs, lambda *_: [1 // 0])
     assert gc.isenabled()
-    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)] == [
+    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, parts: parts)] == [
         2_500_000
     ] * 4
 
@@ -84,7 +84,7 @@ def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
     broken = scene.run.payloads.write("math-0000000002", "t", payload(165_889))
     scene.raw.unlink(scene.keys.payload_chunks("math-0000000002", "t", 2)[1])
     with pytest.raises(PayloadMissing, match="1 of 2 chunks are gone"):
-        scene.run.payloads.read_each([whole, broken, whole], lambda _, part: part)
+        scene.run.payloads.read_each([whole, broken, whole], lambda _, parts: parts)
     assert bytes(scene.run.payloads.read(whole)) == payload(165_888)
 
 

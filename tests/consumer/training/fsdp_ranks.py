@@ -1,4 +1,4 @@
-"""Run as a program: two ranks of `consumer.examples.fsdp_loop`, of which one dies in a step.
+"""Run as a program: two ranks of the trainer, of which one dies in a step.
 
 Then both start again, as under torchrun with `--max-restarts`, with one store for all attempts; but
 they are forked, so that torch is loaded once. argv: the config and the step. Prints how each rank
@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
-from consumer.examples.fsdp_loop import FsdpLoop
-from consumer.ranks import join
+from consumer.shares import BatchShares
+from rolloutmq.launch.training import open_run, train
 
 KILLED = 9
 RANKS = 2
@@ -31,19 +31,20 @@ def live(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -
     variables = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
     os.environ.update({name: str(value) for name, value in (variables | elastic).items()})
-    join()
-    loop = FsdpLoop(load_config(TrainingConfig, config, []))
-    take = loop.consumer.take_batch
+    original = BatchShares.read
 
-    def doomed(step: int, *args: Any, **kwargs: Any) -> Any:
-        batch = take(step, *args, **kwargs)
+    def doomed(shares: BatchShares, step: int, *args: Any) -> Any:
+        problems = original(shares, step, *args)
         if step == die_at and rank == 1:
             os._exit(KILLED)
-        return batch
+        return problems
 
-    loop.consumer.take_batch = doomed  # type: ignore[method-assign]
-    loop.open()
-    loop.train()
+    BatchShares.read = doomed  # type: ignore[method-assign,assignment]
+    settings = load_config(TrainingConfig, config, [])
+    section = settings.trainer.model_copy(update={"loop": None})
+    settings = settings.model_copy(update={"trainer": section})
+    run, model_dir = open_run(settings, None, None, regenerate=False)
+    train(run, settings, model_dir, take_over=True, regenerate=False)
 
 
 def fork(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -> int:

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
-from buffer.model.manifest import Manifest
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.rollout import RolloutState
-from consumer.batches.batch import Batch
-from consumer.training.metrics import Throughput, Timing, batch_metrics, production_metrics
+from consumer.training.metrics import BatchColumns, Throughput, Timing, production_metrics
 
 
 def reading(step: int, **counts: float) -> ProduceProgress:
@@ -58,8 +56,9 @@ def test_production_is_what_was_added_between_two_readings() -> None:
 def test_group_times_are_those_of_the_groups_that_carry_one() -> None:
     times = [float(n) for n in range(1, 101)]
     groups = [group(1.0, 0.0, seconds=s) for s in [*times, None]]
-    batch = Batch(1, groups, Manifest(1, "", ()), 0.0)
-    metrics = batch_metrics(batch, np.zeros(202, "<f4"))
+    ranks = [groups[:40], [], groups[40:]]
+    parts = [BatchColumns.of(part, np.zeros(2 * len(part), "<f4")).lists() for part in ranks]
+    metrics = BatchColumns.join(parts).metrics()
     assert (metrics["task/n"], metrics["task/p50_s"], metrics["task/p99_s"]) == (100.0, 51.0, 100.0)
     assert metrics["task/p99_p50_ratio"] == pytest.approx(100 / 51)
     assert (metrics["rewards/mean"], metrics["rewards/solved"]) == (0.5, 1.0)

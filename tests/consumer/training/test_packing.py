@@ -19,7 +19,8 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.wire_schema import Media
 from consumer.models.model_folder import load_model
 from consumer.training.learner import Learner
-from consumer.training.logprobs import TargetLogits, keeps_samples_apart, token_logprobs
+from consumer.training.logprobs import TargetLogits, token_logprobs
+from consumer.training.model_checks import keeps_samples_apart
 from consumer.training.packing import MicroBatch, Packer
 from tests.consumer.models.tiny import build_model, make_group
 
@@ -206,7 +207,7 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     tmp_path: Path, policy: TargetLogits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """OPT's attention does not see that positions start again."""
-    assert keeps_samples_apart(policy.model)
+    assert keeps_samples_apart(policy)
     shape = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
     torch.manual_seed(0)
     model = OPTForCausalLM(

@@ -48,11 +48,6 @@ def test_server_command_without_a_run(tmp_path: Path) -> None:
     check(rolloutmq("server", cwd=tmp_path), 2, "no folder under ./runs")
 
 
-def test_a_trainer_of_one_process_under_torchrun() -> None:
-    done = rolloutmq("train", "configs/demo.toml", WORLD_SIZE="2")
-    check(done, 2, "torchrun started 2", "-m consumer.examples.fsdp_loop")
-
-
 def test_nothing_listens_at_the_url() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

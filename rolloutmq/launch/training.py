@@ -1,0 +1,90 @@
+"""`rolloutmq train`: one rank of the trainer, from its start to its end.
+
+torchrun and `rolloutmq run` start several; alone it is rank 0 of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from buffer.model.dotted_path import load_object
+from buffer.monitoring.traced_run import trace_run
+from buffer.open_run import open_store, server_url, wait_for_run
+from buffer.server.process import OWNER
+from consumer.training.checkpoint import make_run
+
+if TYPE_CHECKING:
+    from buffer.config.config import TrainingConfig
+    from buffer.run import Run
+
+log = logging.getLogger("rolloutmq.trainer")
+
+
+def own_rank() -> int:
+    """Return the rank of this process; 0 where it is the only one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def open_run(
+    settings: TrainingConfig, redis_url: str | None, metrics: str | None, *, regenerate: bool
+) -> tuple[Run, Path]:
+    """Return the run and its model folder; rank 0 creates the run if it is new.
+
+    `metrics`: the address at which rank 0 serves metrics.
+    """
+    url = server_url(settings, redis_url)
+    store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
+    model_dir = settings.policy.model or settings.run.folder / "model"
+    if own_rank():
+        return wait_for_run(store, settings.run.name), model_dir
+    if metrics is not None:
+        from buffer.monitoring.process_metrics import serve_process
+
+        serve_process("trainer", store, metrics)
+    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    for change in run.changes:
+        log.warning("continued with another config: %s", change)
+    trace_run(run, "trainer")
+    for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
+        log.warning(warning)
+    return run, model_dir
+
+
+def train(
+    run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool, regenerate: bool
+) -> bool:
+    """Train as this rank; return whether rank 0 did not stop before the last step."""
+    if settings.trainer.loop:
+        loop = load_object(settings.trainer.loop, kind="loop of a trainer")
+        loop(run, settings, model_dir, take_over=take_over)
+        return True
+    from consumer.ranks import join
+    from consumer.training.trainer import Trainer
+    from consumer.training.trainer_rank import TrainerRank
+
+    ranks = join()
+    if ranks.rank:
+        rank = TrainerRank(run, settings, model_dir, ranks)
+        _on_signals(rank.stopped.set)
+        rank.follow()
+        return True
+    trainer = Trainer(run, settings, model_dir, ranks)
+    _on_signals(trainer.stop)
+    if sys.stderr.isatty():  # a bar in place of a line per step
+        trainer.shows_progress = True
+        log.setLevel(logging.WARNING)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and not take_over:
+        # torchrun has ended the ranks before these, but the role is theirs until it times out
+        trainer.consumer.role.wait_until_vacant(trainer.rank.stopped)
+    return trainer.fit(take_over=take_over, regenerate=regenerate)
+
+
+def _on_signals(stop: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop())
