@@ -213,6 +213,8 @@ class LearnerConfig(Section):
 class CriticConfig(Section):
     """[critic]: the value model; used only with [trainer] advantages = gae.
 
+    Its precision and gradient checkpointing are those of [learner].
+
     Usage:
 
         CriticConfig(learning_rate=1e-5, lam=0.95)

@@ -29,20 +29,31 @@ log = logging.getLogger("rolloutmq.trainer")
 class Critic:
     """Estimate the value of each token's state; `step` counts optimizer steps.
 
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0.
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `bf16` and
+    `gradient_checkpointing` are those of the policy ([learner]).
 
         values = [critic.values(batch) for batch in batches]
         metrics = critic.update(batches, values, returns)
     """
 
     def __init__(
-        self, model_dir: Path, config: CriticConfig, *, device: str = "cpu", seed: int = 0
+        self,
+        model_dir: Path,
+        config: CriticConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        bf16: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.config = config
+        self._bf16 = bf16
         self.device = torch.device(device)
         self.step = 0
         torch.manual_seed(seed)
         body = load_model(model_dir).base_model
+        if gradient_checkpointing:
+            body.gradient_checkpointing_enable({"use_reentrant": False})
         head = nn.Linear(body.config.hidden_size, 1)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -104,12 +115,14 @@ class Critic:
         self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
-        hidden = self.body(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).last_hidden_state
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            hidden = self.body(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            ).last_hidden_state
         # logit_index: the slot before a token is the state in which it was chosen
         states = hidden.flatten(0, 1).index_select(0, batch.logit_index)
-        values: Tensor = self.head(states).squeeze(1)
+        # the head in float32: returns need more than 8 bits
+        values: Tensor = self.head(states.float()).squeeze(1)
         return values
 
 

@@ -86,7 +86,12 @@ class TrainController:
         critic = None
         if section.is_gae:
             critic = Critic(
-                model_dir, config.critic, device=learner.device.type, seed=config.run.seed
+                model_dir,
+                config.critic,
+                device=str(learner.device),
+                seed=config.run.seed,
+                bf16=learner.config.bf16,
+                gradient_checkpointing=learner.config.gradient_checkpointing,
             )
         batch_filter = BatchFilter(
             section.max_sequence_tokens,

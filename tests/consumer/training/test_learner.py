@@ -16,7 +16,7 @@ from buffer.rollouts.group import RolloutGroup
 from consumer.models.model_folder import load_model
 from consumer.training.advantages import grpo_advantages
 from consumer.training.learner import Learner
-from consumer.training.logprobs import TokenLogprobs
+from consumer.training.vocabulary_projection import TokenLogprobs
 from tests.consumer.models.tiny import build_model, make_group, train_step
 
 

@@ -33,7 +33,14 @@ def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) ->
     )
     config = CriticConfig(learning_rate=1e-2, lam=0.9, gamma=0.99)
     if critic:
-        return TrainController(learner, "gae", critic=Critic(model_dir, config, seed=3))
+        value_model = Critic(
+            model_dir,
+            config,
+            seed=3,
+            bf16=learner.config.bf16,
+            gradient_checkpointing=learner.config.gradient_checkpointing,
+        )
+        return TrainController(learner, "gae", critic=value_model)
     return TrainController(learner)
 
 
@@ -100,11 +107,25 @@ def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
 
 
 def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
-    plain = make_controller(model_dir)
-    again = make_controller(model_dir, gradient_checkpointing=True)
+    plain = make_controller(model_dir, critic=True)
+    again = make_controller(model_dir, critic=True, gradient_checkpointing=True)
     one = plain.fit(make_batch())
     two = again.fit(make_batch())
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
+
+
+def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
+    model_dir: Path,
+) -> None:
+    plain = make_controller(model_dir, critic=True)
+    short = make_controller(model_dir, critic=True, bf16=True)
+    for _ in range(3):
+        one = plain.fit(make_batch())
+        two = short.fit(make_batch())
+    assert short.critic
+    assert {tensor.dtype for tensor in short.critic.parameters.values()} == {torch.float32}
+    assert two["critic/loss"] != one["critic/loss"]
+    assert two["critic/loss"] == pytest.approx(one["critic/loss"], rel=0.05)
 
 
 LENGTHS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4)
