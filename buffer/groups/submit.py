@@ -7,8 +7,9 @@ refused group does not hold up the others (I2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.rollouts import wire
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.rollout import Status
-from buffer.store.keys import Keys
+from buffer.store.keys import Keys, SlotKeys
 from buffer.store.payloads import PayloadStore, pin_listed
 from buffer.store.replies import unknown_reply
 from buffer.store.script_calls import ScriptCall, Upload
@@ -41,6 +42,21 @@ class Stored:
     arrival: int
 
 
+class _Uploads:
+    """Makes uploads one by one, while the server receives the ones before; each of them once."""
+
+    def __init__(self, making: Iterator[Upload | Exception]) -> None:
+        self._making = making
+        self.made: list[Upload | Exception] = []
+
+    def __iter__(self) -> Iterator[Upload]:
+        yield from [upload for upload in self.made if not isinstance(upload, Exception)]
+        for upload in self._making:
+            self.made.append(upload)
+            if not isinstance(upload, Exception):
+                yield upload
+
+
 SubmitOutcome = Stored | Exception
 """What became of one submitted group.
 
@@ -48,6 +64,13 @@ An exception is that group's own, and nothing of it was changed: `Fenced` (the l
 `PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
 what the order policy raised.
 """
+
+
+class _OfTask(NamedTuple):
+    """What the calls of the script for one task have in common."""
+
+    keys: SlotKeys
+    arguments: dict[str, str | int]
 
 
 class Submission:
@@ -67,6 +90,7 @@ class Submission:
         self._limits = limits
         self._payloads = payloads
         self._order_function = order_function
+        self._tasks: dict[tuple[str, str], _OfTask] = {}
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         """Submit results and return what became of each, in order.
@@ -80,13 +104,12 @@ class Submission:
         ]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        prepared = [self._prepare(worker, result) for result in results]
-        uploads = [upload for upload in prepared if not isinstance(upload, Exception)]
+        uploads = _Uploads(self._prepare(worker, result) for result in results)
         replies = iter(self._store.upload_and_call("submit", self._keys.leases, uploads))
         pin_listed(self._store, self._keys)
         return [
             upload if isinstance(upload, Exception) else _outcome(result, next(replies))
-            for result, upload in zip(results, prepared, strict=True)
+            for result, upload in zip(results, uploads.made, strict=True)
         ]
 
     def _prepare(self, worker: str, result: Result) -> Upload | Exception:
@@ -107,13 +130,23 @@ class Submission:
         """Return the call of `submit.lua` for a result whose bytes are stored at `ref`."""
         keys = self._keys
         group = result.group
-        has_token_limit = self._limits.token_lag(group.task) != ""
+        shared = self._tasks.get((group.task, worker)) or self._of_task(group.task, worker)
         return ScriptCall(
-            keys.slots(task=group.task, worker=worker),
-            self._arguments(result, ref),
+            shared.keys,
+            self._arguments(result, ref) | shared.arguments,
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(has_token_limit),
+            group.made_by(shared.arguments["lag"] != ""),
         )
+
+    def _of_task(self, task: str, worker: str) -> _OfTask:
+        arguments = {
+            "task": task,
+            "lag": self._limits.token_lag(task),
+            "patience": self._limits.of(task).max_consecutive_filtered or "",
+        }
+        shared = _OfTask(self._keys.slots(task=task, worker=worker), arguments)
+        self._tasks[task, worker] = shared
+        return shared
 
     def _arguments(self, result: Result, ref: PayloadRef) -> dict[str, str | int]:
         group = result.group
@@ -132,10 +165,7 @@ class Submission:
             "reward_sum": f"{float(counted.sum()):.6g}",
             "reward_count": len(counted),
             "order": "" if status is Status.FILTERED else self._order(group),
-            "lag": self._limits.token_lag(group.task),
-            "task": group.task,
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
-            "patience": self._limits.of(group.task).max_consecutive_filtered or "",
             "chunks": ref.chunks,
         }
 

@@ -9,6 +9,7 @@ makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,13 @@ from buffer.rollouts.table import (
     tabulate,
 )
 from buffer.rollouts.wire_schema import Sample, Shared
+
+_EXPIRED = STATUSES.index(Status.EXPIRED)
+
+
+@cache
+def _status_of(codes: frozenset[int]) -> Status:
+    return group_status(STATUSES[code] for code in codes)
 
 
 def prompt_of(group: RolloutGroup) -> RolloutGroup:
@@ -135,6 +143,21 @@ class RolloutGroup:
         """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
         return self.table.columns.get(name)
 
+    def optional_columns(self) -> dict[str, NDArray[np.float32]]:
+        """Return the token columns that only some groups have, float32[sum R] each, by name.
+
+        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>. The values of a
+        rollout without are nan.
+        """
+        columns = self.table.columns
+        names = ("ref_logprobs", "values", "token_rewards")
+        found = {name: columns[name] for name in names if name in columns}
+        for teacher, row in zip(
+            self.table.teachers, columns.get("teacher_logprobs", ()), strict=True
+        ):
+            found[f"teacher_logprobs/{teacher}"] = row
+        return found
+
     @property
     def scores(self) -> NDArray[np.float32]:
         """Return `reward["score"]` of each member, float32[k]; nan without one."""
@@ -189,8 +212,7 @@ class RolloutGroup:
     @property
     def status(self) -> Status:
         """Return the status of the group (`group_status`)."""
-        codes = set(self.table.columns["statuses"].tolist())
-        return group_status(STATUSES[code] for code in codes)
+        return _status_of(frozenset(self.table.columns["statuses"].tolist()))
 
     def set_status(self, status: Status) -> None:
         """Give all rollouts this status."""
@@ -223,11 +245,22 @@ class RolloutGroup:
         Followed by `newest_by_lineage` as "newest", lineage, version, …, and, with `by_token`, by
         `last_by_lineage` as "last", lineage, version, ….
         """
+        if not by_token and (weights := self._only_weights()):
+            return ["oldest", *weights]
         triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
         triples += [("newest", *pair) for pair in self.newest_by_lineage(by_token).items()]
         if by_token:
             triples += [("last", *pair) for pair in self.last_by_lineage().items()]
         return [part for triple in triples for part in triple]
+
+    def _only_weights(self) -> tuple[str, int] | None:
+        """Return the lineage and version of all tokens; None if they differ or one has expired."""
+        rows = self.table.columns["spans"].tolist() if "spans" in self.table.columns else []
+        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
+        if len(weights) != 1 or _EXPIRED in self.table.columns["statuses"].tolist():
+            return None
+        ((lineage, version),) = weights
+        return self.table.lineages[lineage], version
 
     def last_by_lineage(self) -> dict[str, int]:
         """Return the newest version that keeps every rollout trainable, by lineage of weights.

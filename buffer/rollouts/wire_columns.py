@@ -44,7 +44,7 @@ NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statu
 ALIGNMENT = 8
 
 _DTYPES = {name: (np.dtype(dtype), ndim) for name, (dtype, ndim) in LAYOUT.items()}
-_COPIED_BYTES = 1024
+_COPIED_BYTES = 4096
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
@@ -56,24 +56,21 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
     """
     directory = {}
     pieces: list[bytes | memoryview] = []
+    small = b""
     size = 0
     for name, column in columns.items():
         dtype, ndim = _DTYPES[name]
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
-        pieces.append(_bytes_of(column))
-        padding = -column.nbytes % ALIGNMENT
-        size += column.nbytes + padding
-        if padding:
-            pieces.append(_PADDING[padding])
-    return directory, pieces, size
-
-
-def _bytes_of(column: NDArray[Any]) -> bytes | memoryview:
-    if column.nbytes < _COPIED_BYTES:
-        return column.tobytes()
-    return np.ascontiguousarray(column).data.cast("B")
+        padding = _PADDING[-column.nbytes % ALIGNMENT]
+        size += column.nbytes + len(padding)
+        if column.nbytes < _COPIED_BYTES:
+            small += column.tobytes() + padding
+        else:
+            pieces += [small, np.ascontiguousarray(column).data.cast("B")]
+            small = padding
+    return directory, [*pieces, small], size
 
 
 def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:

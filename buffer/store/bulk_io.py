@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hiredis
@@ -46,18 +46,18 @@ _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
 """A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
 
 
-def send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     """Run commands in one round trip and return the server's answers in order.
 
-    Raises the first error.
+    The server may process a command before the next one is made. Raises the first error.
     """
     pool: Any = client.connection_pool
     connection = pool.get_connection()
     try:
         if not _is_real(connection):
             return pipelined(client, commands)
-        connection.send_packed_command(_packed(commands))
-        answers = [_answer(connection) for _ in commands]
+        count = _transmit(connection._sock, commands)
+        answers = [_answer(connection) for _ in range(count)]
     except BaseException:
         connection.disconnect()  # an answer may still arrive, and must not answer another call
         raise
@@ -82,7 +82,7 @@ def receive(
     connection = pool.get_connection()
     try:
         if _is_real(connection):
-            connection.send_packed_command(_packed(commands))
+            _transmit(connection._sock, commands)
             inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
             if all(sizes):
                 inbox.fill(sum(sizes))
@@ -102,7 +102,7 @@ def _is_real(connection: Any) -> bool:
     return isinstance(getattr(connection, "_sock", None), socket.socket)
 
 
-def pipelined(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     """Run commands in one round trip with the client library, and return the answers.
 
     Raises the first error as the server sent it: the library would put the command before it, with
@@ -128,29 +128,59 @@ def _answer(connection: Any) -> Any:
         return error
 
 
-def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryview]:
+def _transmit(sock: Any, commands: Iterable[Command]) -> int:
+    """Send commands, and return their number."""
     small = bytearray()
+    count = 0
     for command in commands:
+        count += 1
         if all([type(part) in _PACKED_IN_C for part in command]):  # a script has some forty of them
             small += hiredis.pack_command(tuple(command))  # type: ignore[arg-type]
         else:
-            small += b"*%d\r\n" % len(command)
-            for part in command:
-                pieces = part if isinstance(part, list) else [_as_bytes(part)]
-                small += b"$%d\r\n" % sum(map(len, pieces))
-                for piece in pieces:
-                    if len(piece) < _LARGE_BYTES:
-                        small += piece
-                        continue
-                    yield small
-                    yield piece
-                    small = bytearray()
-                small += b"\r\n"
+            pieces = _pieces(small, command)
+            small = pieces.pop()
+            if pieces:
+                _send_pieces(sock, [*pieces, small])
+                small = bytearray()
         if len(small) >= 2 * _LARGE_BYTES:
             # the server can process it while the next command is packed
-            yield small
+            _send_pieces(sock, [small])
             small = bytearray()
-    yield small
+    _send_pieces(sock, [small])
+    return count
+
+
+def _pieces(start: bytearray, command: Command) -> list[Any]:
+    """Return `start` and a command in pieces: large values where they lie, all else in between."""
+    small = start
+    found = []
+    small += b"*%d\r\n" % len(command)
+    for part in command:
+        pieces = part if isinstance(part, list) else [_as_bytes(part)]
+        small += b"$%d\r\n" % sum(map(len, pieces))
+        for piece in pieces:
+            if len(piece) < _LARGE_BYTES:
+                small += piece
+                continue
+            found += [small, piece]
+            small = bytearray()
+        small += b"\r\n"
+    return [*found, small]
+
+
+def _send_pieces(sock: Any, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+    """Send pieces with one call of the kernel, if they fit into its memory."""
+    try:
+        # TLS sockets encrypt one piece of memory at a time
+        sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces)
+        for piece in pieces:
+            if sent < len(piece):
+                sock.sendall(memoryview(piece)[sent:])
+            sent = max(0, sent - len(piece))
+    except TimeoutError as error:
+        raise redis.TimeoutError("Timeout writing to socket") from error
+    except OSError as error:
+        raise redis.ConnectionError(f"Error while writing to socket: {error}") from error
 
 
 def _as_bytes(part: Part) -> bytes | memoryview:

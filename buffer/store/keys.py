@@ -254,8 +254,8 @@ class Keys:
         return [self.pool(task, status) for task in tasks for status in POOLS]
 
 
-class SlotKeys:
-    """Finds the keys of a script by the names in its header.
+class SlotKeys(dict[str, str]):
+    """Finds the keys of a script by the names in its header, each once.
 
     Keys of the run, and prefixes, are attributes of `Keys`. All others depend on facts (task, lane,
     status, worker, gid, ledger, step), and SLOTS builds them. The default ledger is the trainer's.
@@ -267,7 +267,7 @@ class SlotKeys:
         self._keys = keys
         self._facts = facts
 
-    def __getitem__(self, slot: str) -> str:
+    def __missing__(self, slot: str) -> str:
         """Return the key; ScriptError for a name without one, or where a fact is missing."""
         key = self._keys.__dict__.get(slot)
         if key is None:
@@ -277,12 +277,13 @@ class SlotKeys:
                     f"no key is named {slot!r}", hint="see SLOTS in buffer/store/keys.py"
                 )
             try:
-                return find(self._keys, self._facts)
+                key = find(self._keys, self._facts)
             except KeyError as missing:
                 raise ScriptError(
                     f"the key {slot!r} of a script needs its {missing.args[0]}"
                 ) from None
-        return str(key)
+        self[slot] = str(key)
+        return self[slot]
 
 
 Facts = Mapping[str, Any]

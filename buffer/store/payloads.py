@@ -277,12 +277,12 @@ def chunk_sizes(size: int) -> list[int]:
 
 def cut(data: Pieces) -> list[Pieces]:
     """Return the chunks of a payload, at least one, without copying them."""
-    rest = list(reversed(data))
+    rest = [memoryview(piece) for piece in reversed(data)]
     chunks: list[Pieces] = []
     for size in chunk_sizes(sum(map(len, data))):
         chunk: Pieces = []
         while size:
-            piece = memoryview(rest.pop())
+            piece = rest.pop()
             if len(piece) > size:
                 rest.append(piece[size:])
                 piece = piece[:size]

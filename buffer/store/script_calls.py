@@ -5,7 +5,7 @@ Nothing is retried here: `buffer.store.store` does that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 _LARGE_BYTES = 32 * 2**10
 """From this size on, a server reads a value by itself; smaller ones are read together."""
+
+
+_TOGETHER = 8
+"""Payloads after which their scripts are called."""
 
 
 class ScriptCall(NamedTuple):
@@ -65,21 +69,27 @@ class ScriptRunner:
         replies = self._run(script, commands, lambda: pipelined(self.client, commands))
         return [_decoded(reply) for reply in replies]
 
-    def upload(self, script: Script, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+    def upload(self, script: Script, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """Store payloads and call a script for each, durably, in one round trip.
 
-        On one connection, a payload is stored before its script runs. `key` is any key of the run.
+        On one connection, a payload is stored before its script runs. Uploads may be made while
+        earlier ones are sent. `key` is any key of the run.
         """
-        payloads = [command for payload, _ in uploads for command in payload]
-        # large ones first: a server that writes to disk before it answers would write once for each
-        # small command that stands between two large ones
-        payloads.sort(key=_is_large, reverse=True)
-        calls = [command_of(script, call) for _, call in uploads]
         waits = self._waits(key)
-        answers = self._run(script, calls, lambda: send(self.client, [*payloads, *calls, *waits]))
-        replies = answers[len(payloads) :]
-        self._check(replies[len(calls) :])
-        return [_decoded(reply) for reply in replies[: len(calls)]]
+        sent: list[Command] = []
+
+        def commands() -> Iterator[Command]:
+            sent.clear()
+            for command in _in_order(script, uploads):
+                sent.append(command)
+                yield command
+            if sent:
+                yield from waits
+
+        answers = self._run(script, sent, lambda: send(self.client, commands()))
+        self._check(answers[len(sent) :])
+        replies = zip(sent, answers, strict=False)
+        return [_decoded(reply) for command, reply in replies if command[1] == script.sha]
 
     def _run(
         self, script: Script, calls: Sequence[Command], attempt: Callable[[], list[T]]
@@ -133,6 +143,26 @@ def command_of(script: Script, call: ScriptCall) -> Command:
     """Return the command that makes a call; ScriptError where its names are not the header's."""
     keys, args = script.arrange(*call)
     return ("EVALSHA", script.sha, len(keys), *keys, *args)
+
+
+def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
+    """Yield the commands of uploads: large values at once, small ones and calls after several.
+
+    A server that writes to disk before it answers would write once for each small command that
+    stands between two large ones.
+    """
+    later: list[Command] = []
+    for number, (payload, call) in enumerate(uploads, 1):
+        for command in payload:
+            if _is_large(command):
+                yield command
+            else:
+                later.append(command)
+        later.append(command_of(script, call))
+        if number % _TOGETHER == 0:
+            yield from later
+            later = []
+    yield from later
 
 
 def _keys(calls: Sequence[Command]) -> list[str]:

@@ -149,16 +149,16 @@ class Store:
             return []
         return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
 
-    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """Store payloads, call a script for each, and return the replies, as of a durable `call`.
 
         All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
-        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13).
+        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13);
+        it iterates over `uploads` again.
         """
-        if not uploads:
-            return []
         entry = self.scripts[script]
         if self.in_cluster:
+            uploads = list(uploads)
             self.write("payload write", [command for payload, _ in uploads for command in payload])
             uploads = [((), call) for _, call in uploads]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.manifest import Manifest
+from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 
 
@@ -34,6 +35,11 @@ class Batch:
     waited_s: float
     """seconds for which the trainer was blocked while it waited for this batch"""
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
+
+    @property
+    def table(self) -> BatchTable:
+        """Return the columns of all groups one after another, made at each access."""
+        return BatchTable.of(self.groups)
 
 
 _abandoned: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from buffer.errors import ConfigError
+from buffer.rollouts.batch_table import ranges
 from consumer.batches.batch import Batch
 
 Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
@@ -70,30 +71,25 @@ def padded_tensors(batch: Batch) -> dict[str, Tensor]:
     response when it was sampled (0 elsewhere); scores float32[S]; group int64[S]: position of the
     prompt in the batch.
     """
-    groups = batch.groups
-    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
-    prompts = np.concatenate(
-        [np.full(len(group), len(group.prompt_ids)) for group in groups]
-    ).astype(np.int64)
-    totals = prompts + lengths
+    table = batch.table
+    prompts = table.prompt_lengths
+    totals = table.totals
     position = np.arange(totals.max(initial=0))
     is_token = position < totals[:, None]
     is_response = is_token & (position >= prompts[:, None])
     ids = np.zeros(is_token.shape, np.int64)
-    ids[is_response] = np.concatenate([group.response_ids for group in groups])
-    ids[is_token & ~is_response] = np.concatenate(
-        [np.tile(group.prompt_ids, len(group)) for group in groups]
-    )
+    ids[is_response] = table.response_ids
+    ids[is_token & ~is_response] = table.prompt_ids[ranges(table.prompt_starts, prompts)]
     mask = np.zeros(ids.shape, np.float32)
     logprobs = np.zeros(ids.shape, np.float32)
-    mask[is_response] = np.concatenate([group.mask for group in groups])
-    logprobs[is_response] = np.concatenate([group.logprobs for group in groups])
+    mask[is_response] = table.mask
+    logprobs[is_response] = table.logprobs
     columns = {
         "input_ids": ids,
         "attention_mask": is_token.astype(np.int64),
         "loss_mask": mask,
         "logprobs": logprobs,
-        "scores": np.concatenate([group.scores for group in groups]),
-        "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+        "scores": table.scores,
+        "group": table.group,
     }
     return {name: torch.from_numpy(column) for name, column in columns.items()}

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
-from consumer.training.packing import trains_unpredicted
 from consumer.training.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -153,10 +152,21 @@ def _problem(group: RolloutGroup) -> tuple[str, str] | None:
     wrong = {name: size for name, size in sizes.items() if size != tokens}
     if wrong:
         return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
-    if trains_unpredicted(group):
+    if _trains_unpredicted(group):
         return "no_prompt", "it has no prompt ids, and its first tokens are trained"
     missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
     return ("missing_reward", f"rollouts {missing} have no score") if missing else None
+
+
+def _trains_unpredicted(group: RolloutGroup) -> bool:
+    """Return whether a first token is to be trained that nothing precedes.
+
+    Sessions of a gateway may have no first token in common. Then the group has no prompt, and what
+    each of its rollouts read before its first turn is in the response, with mask 0.
+    """
+    lengths = group.lengths
+    firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    return not len(group.prompt_ids) and bool(group.mask[firsts].any())
 
 
 def _cleared(mask: NDArray[np.uint8], tokens: slice) -> NDArray[np.uint8]:

@@ -28,6 +28,8 @@ from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
+from buffer.rollouts.batch_table import BatchTable
+from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from consumer.models.model_folder import load_model, save_model
@@ -39,7 +41,7 @@ from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.model_checks import check_logprobs, keeps_samples_apart
-from consumer.training.packing import GroupColumns, MicroBatch, Packer
+from consumer.training.packing import MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.saved_state import Rows
 from consumer.training.sharding import shard, write_weights
@@ -88,13 +90,13 @@ class Learner:
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self.recorded = replay.recorded_experts(media) if replay else None
         """the reader of the experts that workers recorded; None where routing is not replayed"""
-        self.vocabulary = _vocabulary(self.model)
-        """number of token ids that the model reads and predicts"""
         self._policy = self._module(self.model, replay)
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
         check_logprobs(self._policy)
+        self.vocabulary = _vocabulary(self.model)
+        """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
@@ -118,24 +120,20 @@ class Learner:
         return None if loss.kl_coef or loss.entropy_coef else advantages != 0
 
     def pack(
-        self, groups: Sequence[GroupColumns], *, keep: NDArray[np.bool_] | None = None
+        self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
     ) -> TrainBatch:
         """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
 
         `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get the same number of
         updates, and of micro-batches in each. Raises what `Packer.pack_pad_dispatch` raises.
         """
-        ends = np.cumsum([0, *(len(group.lengths) for group in groups)])
-        kept = np.ones(ends[-1], np.bool_) if keep is None else keep
+        table = BatchTable.of(groups)
+        kept = np.ones(len(table), np.bool_) if keep is None else keep
         updates = []
         for part in np.array_split(np.arange(len(groups)), self.config.updates_per_batch):
             # with several ranks, all take part in every update, also one without groups
             if len(part) or self.ranks.size > 1:
-                first = int(part[0]) if len(part) else 0
-                last = first + len(part)
-                start = int(ends[first])
-                end = int(ends[last])
-                updates.append(self._pack_update(groups[first:last], kept[start:end], start))
+                updates.append(self._pack_update(table, kept, np.isin(table.group, part)))
         return TrainBatch(groups, updates)
 
     @torch.no_grad()
@@ -308,15 +306,16 @@ class Learner:
     # -- one optimizer step --------------------------------------------------------------
 
     def _pack_update(
-        self, groups: Sequence[GroupColumns], keep: NDArray[np.bool_], first: int
+        self, table: BatchTable, keep: NDArray[np.bool_], part: NDArray[np.bool_]
     ) -> Update:
-        """Pack the groups of one update; `first`: index in the batch of their first rollout."""
-        batches = self._packer.pack_pad_dispatch(groups, keep=keep)
+        """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
+        batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
         batches = self._packer.pad(batches, self.ranks.max(len(batches)))
-        own_tokens = sum(int(group.mask.sum()) for group in groups)
-        tokens, samples = self.ranks.sum([own_tokens, len(keep)])
-        on_device = [batch.numbered_from(first).to(self.device) for batch in batches]
-        return Update(on_device, tokens, int(samples), [group.gid for group in groups])
+        own_tokens = int(table.trained[part].sum())
+        tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
+        on_device = [batch.to(self.device) for batch in batches]
+        gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
+        return Update(on_device, tokens, int(samples), gids)
 
     def _update(self, update: Update) -> dict[str, float] | None:
         """Take one optimizer step and return its metrics; None where it was skipped."""
@@ -388,9 +387,8 @@ class Learner:
         if self.skipped_in_a_row >= self.config.max_skipped_updates:
             raise GradientNotFinite(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
-                hint="lower [learner] learning_rate, then restart "
-                "from an older checkpoint: its weights may be where gradients overflow; or raise "
-                "[learner] max_skipped_updates",
+                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
+                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
             )
 
 

@@ -1,4 +1,4 @@
-"""Packing: from the columns of received groups to micro-batches of a bounded number of token slots.
+"""Packing: from the table of a batch to micro-batches of a bounded number of token slots.
 
 Samples are assigned to rows, longest first; a row holds as many as fit (first fit decreasing). The
 positions of each sample start at 0. When no attention mask is given, transformers 5 detects these
@@ -16,47 +16,25 @@ its own rollout. All work on tokens is numpy on whole columns.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
+from buffer.rollouts.batch_table import BatchTable, Ints, ranges
 from consumer.ranks import balanced_shares
 from consumer.training.routing_replay import RecordedExperts
 
-Ints = NDArray[np.int64]
+Experts = NDArray[np.int16] | str | None
+"""The recorded experts of a rollout, as `RolloutState` has them."""
+
 INT = torch.int64
 FLOAT = torch.float32
-
-
-class GroupColumns(Protocol):
-    """The columns of a `buffer.rollouts.group.RolloutGroup` that packing reads.
-
-    Any object with these attributes can be packed:
-
-        batches = Packer(8192).pack_pad_dispatch(groups)    # groups: Sequence[GroupColumns]
-    """
-
-    @property
-    def gid(self) -> str: ...
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def lengths(self) -> NDArray[np.int32]: ...
-    @property
-    def response_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def logprobs(self) -> NDArray[np.float32]: ...
-    @property
-    def mask(self) -> NDArray[np.uint8]: ...
-    @property
-    def multimodal(self) -> Sequence[object]: ...
-
-    def experts(self) -> list[NDArray[np.int16] | str | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +58,34 @@ class MicroBatch:
     trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
     experts: torch.Tensor | None = None
     """int16[R * W, layers, top_k]: the experts that the engine chose; -1 where none are recorded"""
+    optional: dict[str, torch.Tensor] = field(default_factory=dict)
+    """float32[N] each: the columns of `RolloutGroup.optional_columns`; read them with `column`"""
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return an optional column of the batch, such as "token_rewards", float32[N].
+
+        nan for the tokens of a rollout without.
+        """
+        found = self.optional.get(name)
+        return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on another device."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        present = {name: column for name, column in columns.items() if column is not None}
-        return MicroBatch(**{name: column.to(device) for name, column in present.items()})
-
-    def numbered_from(self, first: int) -> MicroBatch:
-        """Return the micro-batch with `first` added to the indices in `rollout`."""
-        return replace(self, rollout=self.rollout + first)
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "optional"}
+        moved = {name: column.to(device) for name, column in columns.items() if column is not None}
+        optional = {name: column.to(device) for name, column in self.optional.items()}
+        return MicroBatch(**moved, optional=optional)
 
 
 class Packer:
-    """Pack groups into micro-batches of at most `token_budget` slots.
+    """Pack rollouts into micro-batches of at most `token_budget` slots.
 
     A sample that is longer than the budget gets a micro-batch of its own. `share_rows`: whether a
     row may hold several samples; False for a model that mixes them (`consumer.training.sharding`).
     `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
 
         packer = Packer(8192)
-        batches = packer.pack_pad_dispatch(groups)
+        batches = packer.pack_pad_dispatch(batch.table)
     """
 
     def __init__(
@@ -118,7 +103,7 @@ class Packer:
 
     def pack_pad_dispatch(
         self,
-        groups: Sequence[GroupColumns],
+        table: BatchTable,
         *,
         ranks: int = 1,
         rank: int = 0,
@@ -126,25 +111,28 @@ class Packer:
     ) -> list[MicroBatch]:
         """Return the micro-batches of one rank, of a batch that all ranks hold.
 
-        `keep`: bool[sum k], which rollouts to pack; default: all. Rollouts without a trained token
-        are always left out. Rollouts are distributed by their tokens (`balanced_shares`). Every
+        `keep`: bool[S], which rollouts to pack; default: all. Rollouts without a trained token are
+        always left out. Rollouts are distributed by their tokens (`balanced_shares`). Every
         rank gets the same number of micro-batches, the last ones possibly empty: with sharded
         weights, all ranks must take part in every forward pass. `rollout` of the result holds
         indices into the whole batch.
 
-        Raises WireError where the columns of a group disagree or nothing predicts a trained token,
-        ConfigError where its prompt contains images.
+        Raises WireError where nothing predicts a trained token, ConfigError where a prompt contains
+        images.
         """
-        samples = _Samples.gather(groups)
-        packable = samples.trained > 0
+        _check(table)
+        trained = table.trained
+        totals = table.totals
+        packable = trained > 0
         if keep is not None:
             packable &= keep
         chosen = np.flatnonzero(packable)
         plans = [
-            list(self._layouts(samples.totals, _longest_first(samples.totals, chosen[share])))
-            for share in balanced_shares(samples.totals[chosen].tolist(), ranks)
+            list(self._layouts(totals, _longest_first(totals, chosen[share])))
+            for share in balanced_shares(totals[chosen].tolist(), ranks)
         ]
-        own = [self._build(samples, layout) for layout in plans[rank]]
+        experts = self._experts(table)
+        own = [self._build(table, layout, trained, experts) for layout in plans[rank]]
         return self.pad(own, max(len(plan) for plan in plans))
 
     @staticmethod
@@ -152,51 +140,89 @@ class Packer:
         """Return `count` micro-batches: the given ones, followed by empty ones."""
         return batches + [_empty_batch() for _ in range(count - len(batches))]
 
+    def _experts(self, table: BatchTable) -> list[Experts]:
+        if self._recorded is None:
+            return []
+        return [experts for group in table.groups for experts in group.experts()]
+
     def _layouts(self, totals: Ints, order: Ints) -> Iterator[_Layout]:
         """Yield the layout of one micro-batch after the other (first fit decreasing)."""
         while len(order):
-            width = int(totals[order[0]])
-            free = np.full(max(1, self.token_budget // width), width)
-            slots = np.full(len(order), -1)
-            for position, sample in enumerate(order):
-                row = int(np.argmax(free >= totals[sample]))
-                if free[row] >= totals[sample]:
-                    slots[position] = row * width + width - free[row]
-                    free[row] -= totals[sample] if self._share_rows else width
+            sizes = totals[order]
+            width = int(sizes[0])
+            rows = max(1, self.token_budget // width)
+            slots = self._slots(sizes, rows, width)
             fits = slots >= 0
-            yield _Layout(order[fits], slots[fits], int((free < width).sum()), width)
+            used = int(slots.max()) // width + 1
+            yield _Layout(order[fits], slots[fits], used, width)
             order = order[~fits]
 
-    def _build(self, samples: _Samples, layout: _Layout) -> MicroBatch:
+    def _slots(self, sizes: Ints, rows: int, width: int) -> Ints:
+        """Return the first slot of each sample in the micro-batch, -1 where it does not fit.
+
+        `sizes`: descending.
+        """
+        slots = np.full(len(sizes), -1)
+        # a row whose sample fills more than half of it can hold none of the same size
+        alone = min(rows, int(np.count_nonzero(2 * sizes > width)))
+        if not self._share_rows:
+            alone = min(rows, len(sizes))
+        slots[:alone] = np.arange(alone) * width
+        if not self._share_rows:
+            return slots
+        free = np.full(rows, width)
+        free[:alone] -= sizes[:alone]
+        ascending = sizes[::-1].tolist()
+        position = alone
+        while True:
+            # the longest of the samples behind that fits anywhere: free space only shrinks
+            fitting = bisect_right(ascending, int(free.max()))
+            position = max(position, len(sizes) - fitting)
+            if position == len(sizes):
+                return slots
+            row = int(np.argmax(free >= sizes[position]))
+            slots[position] = row * width + width - free[row]
+            free[row] -= sizes[position]
+            position += 1
+
+    def _build(
+        self, table: BatchTable, layout: _Layout, trained: Ints, experts: Sequence[Experts]
+    ) -> MicroBatch:
         chosen, slots, rows, width = layout
-        prompts = samples.prompt_lengths[chosen]
-        lengths = samples.lengths[chosen]
-        totals = prompts + lengths
-        source = _ranges(samples.starts[chosen], lengths)
-        prompt_source = _ranges(samples.prompt_starts[chosen], prompts)
+        prompts = table.prompt_lengths[chosen]
+        lengths = table.lengths[chosen]
+        source = ranges(table.starts[chosen], lengths)
+        place = ranges(slots + prompts, lengths)
+        targets = table.response_ids[source].astype(np.int64)
         input_ids = np.zeros(rows * width, np.int64)
-        input_ids[_ranges(slots, prompts)] = samples.prompt_ids[prompt_source]
-        input_ids[_ranges(slots + prompts, lengths)] = samples.response_ids[source]
-        mask = samples.mask[source].astype(np.float32)
-        sample = np.repeat(np.arange(len(chosen)), lengths)
+        prompt_source = ranges(table.prompt_starts[chosen], prompts)
+        input_ids[ranges(slots, prompts)] = table.prompt_ids[prompt_source]
+        input_ids[place] = targets
         # the logits of a token's predecessor predict it; a first token that nothing precedes is
         # never trained, and has its own in their stead
-        logit_index = np.maximum(_ranges(slots + prompts - 1, lengths), np.repeat(slots, lengths))
+        logit_index = place - 1
+        if not prompts.all():
+            logit_index = np.maximum(logit_index, np.repeat(slots, lengths))
         columns: dict[str, NDArray[Any]] = {
             "input_ids": input_ids.reshape(rows, width),
             "position_ids": _positions(slots, rows, width),
             "logit_index": logit_index,
-            "targets": samples.response_ids[source].astype(np.int64),
-            "rollout_logprobs": samples.logprobs[source].astype(np.float32),
-            "mask": mask,
-            "sample": sample,
+            "targets": targets,
+            "rollout_logprobs": table.logprobs[source],
+            "mask": table.mask[source].astype(np.float32),
+            "sample": np.repeat(np.arange(len(chosen)), lengths),
             "rollout": chosen.astype(np.int64),
-            "trained_tokens": np.bincount(sample, mask, len(chosen)).astype(np.float32),
+            "trained_tokens": trained[chosen].astype(np.float32),
         }
         if self._recorded:
-            experts = (samples.experts[index] for index in chosen.tolist())
-            columns["experts"] = self._recorded.of_slots(experts, slots, totals, rows * width)
-        return MicroBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
+            own = (experts[index] for index in chosen.tolist())
+            totals = prompts + lengths
+            columns["experts"] = self._recorded.of_slots(own, slots, totals, rows * width)
+        tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+        optional = {
+            name: torch.from_numpy(column[source]) for name, column in table.optional.items()
+        }
+        return MicroBatch(**tensors, optional=optional)
 
 
 class _Layout(NamedTuple):
@@ -206,52 +232,6 @@ class _Layout(NamedTuple):
     slots: Ints
     rows: int
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """All S rollouts of a batch: the concatenated columns of the groups, and offsets into them."""
-
-    prompt_ids: NDArray[np.int32]
-    response_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    mask: NDArray[np.uint8]
-    prompt_starts: Ints
-    prompt_lengths: Ints
-    starts: Ints
-    lengths: Ints
-    experts: list[NDArray[np.int16] | str | None]
-
-    @property
-    def totals(self) -> Ints:
-        """Return the number of tokens of prompt and response of each sample, int64[S]."""
-        return self.prompt_lengths + self.lengths
-
-    @property
-    def trained(self) -> Ints:
-        """Return the number of trained tokens of each sample, int64[S]."""
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.mask, dtype=np.int64)])
-        counts: Ints = before[self.starts + self.lengths] - before[self.starts]
-        return counts
-
-    @classmethod
-    def gather(cls, groups: Sequence[GroupColumns]) -> _Samples:
-        for group in groups:
-            _check(group)
-        members = np.array([len(group.lengths) for group in groups], np.int64)
-        prompt_lengths = np.array([len(group.prompt_ids) for group in groups], np.int64)
-        lengths = _concatenate([group.lengths for group in groups], np.int64)
-        return cls(
-            prompt_ids=_concatenate([group.prompt_ids for group in groups], np.int32),
-            response_ids=_concatenate([group.response_ids for group in groups], np.int32),
-            logprobs=_concatenate([group.logprobs for group in groups], np.float32),
-            mask=_concatenate([group.mask for group in groups], np.uint8),
-            prompt_starts=np.repeat(_starts(prompt_lengths), members),
-            prompt_lengths=np.repeat(prompt_lengths, members),
-            starts=_starts(lengths),
-            lengths=lengths,
-            experts=[experts for group in groups for experts in group.experts()],
-        )
 
 
 def _longest_first(totals: Ints, chosen: Ints) -> Ints:
@@ -278,55 +258,29 @@ def _empty_batch() -> MicroBatch:
     )
 
 
-def _check(group: GroupColumns) -> None:
-    if group.multimodal:
-        raise ConfigError(
-            f"the prompt of group {group.gid} contains images: token ids alone are another prompt",
-            hint="use a trainer of your own that reads images (trainer.loop): consumer/README.md",
-        )
-    tokens = int(group.lengths.sum())
-    found = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
-    wrong = {name: size for name, size in found.items() if size != tokens}
-    if wrong:
-        raise WireError(f"group {group.gid}: lengths add up to {tokens} tokens, but {wrong}")
-    if trains_unpredicted(group):
+def _check(table: BatchTable) -> None:
+    for group in table.groups:
+        if group.multimodal:
+            raise ConfigError(
+                f"the prompt of group {group.gid} contains images: token ids alone are another "
+                "prompt",
+                hint="use a trainer of your own that reads images (trainer.loop): "
+                "consumer/README.md",
+            )
+    unprompted = np.flatnonzero((table.prompt_lengths == 0) & (table.lengths > 0))
+    unpredicted = unprompted[table.mask[table.starts[unprompted]] > 0]
+    if len(unpredicted):
+        gid = table.groups[int(table.group[unpredicted[0]])].gid
         raise WireError(
-            f"group {group.gid} has no prompt ids",
+            f"group {gid} has no prompt ids",
             hint="without a prompt, nothing predicts the first response token",
         )
-
-
-def trains_unpredicted(group: GroupColumns) -> bool:
-    """Return whether a first token is to be trained that nothing precedes.
-
-    Sessions of a gateway may have no first token in common. Then the group has no prompt, and what
-    each of its rollouts read before its first turn is in the response, with mask 0.
-    """
-    firsts = _starts(group.lengths)[group.lengths > 0]
-    return not len(group.prompt_ids) and bool(group.mask[firsts].any())
 
 
 def _positions(slots: Ints, rows: int, width: int) -> Ints:
     # A sample owns the slots up to the next one: a restart in the unused end of a row would be a
     # new sample to transformers.
-    start = np.zeros(rows * width, np.int64)
-    start[slots] = slots
-    position: Ints = np.arange(rows * width) - np.maximum.accumulate(start)
+    starts = np.sort(slots)
+    position: Ints = np.arange(rows * width)
+    position -= np.repeat(starts, np.diff(starts, append=rows * width))
     return position.reshape(rows, width)
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return the concatenation of `arange(start, start + length)` of every pair."""
-    ranges: Ints = np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
-    return ranges
-
-
-def _starts(lengths: NDArray[np.integer[Any]]) -> Ints:
-    starts: Ints = np.cumsum(lengths, dtype=np.int64) - lengths
-    return starts
-
-
-def _concatenate(columns: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-    if not columns:
-        return np.empty(0, dtype)
-    return np.concatenate([np.asarray(column, dtype) for column in columns])

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.training.packing import GroupColumns, MicroBatch
+from buffer.rollouts.group import RolloutGroup
+from consumer.training.packing import MicroBatch
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class TrainBatch:
         metrics = learner.train(batch)
     """
 
-    groups: Sequence[GroupColumns]
+    groups: Sequence[RolloutGroup]
     updates: list[Update]
 
     def set_advantages(self, advantages: NDArray[np.float32]) -> None:

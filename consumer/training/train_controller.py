@@ -147,7 +147,7 @@ class TrainController:
 
         Those of GAE are scaled to mean 0 and standard deviation 1 over the batch's tokens.
         """
-        groups: Sequence[RolloutGroup] = batch.groups  # type: ignore[assignment]
+        groups = batch.groups
         if self.critic is None:
             self.advantages = self.outcome_advantages(groups)
             batch.set_advantages(self.advantages)

@@ -5,7 +5,7 @@ nothing (I13).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -69,7 +69,7 @@ class EchoStore(Store):
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
 
-    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         uploads = list(uploads)
         replies = super().upload_and_call(script, key, uploads)
         for reply in replies:

@@ -50,7 +50,7 @@ class OneByOneStore(Store):
     ) -> list[list[Any]]:
         return [self.call(script, *call) for call in calls]
 
-    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         replies = []
         for commands, call in uploads:
             self.write("upload", commands)

@@ -92,7 +92,7 @@ class RecordingStore(Store):
         self.history.ok(script, number, args, reply)
         return reply
 
-    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """As `Store.upload_and_call`."""
         calls = [(self.history.call(script, call.args), call) for _, call in uploads]
         replies = super().upload_and_call(script, key, uploads)

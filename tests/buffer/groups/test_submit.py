@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from buffer.errors import Fenced, WireError
 from buffer.groups.submit import Stored
 from buffer.model.job import Result
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -42,3 +46,28 @@ def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) 
 
 def test_nothing_is_sent_for_no_results(scene: Scene) -> None:
     assert scene.run.buffer.submit_many("w0", []) == []
+
+
+@pytest.mark.without("cluster", "memory", reason="the raw client ends the others of one server")
+def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_between_them(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = finished(scene, 20)
+    results[7].group.table.columns["spans"][0, 2] = 99
+    prepared: list[str] = []
+    prepare = wire.pieces_checked
+
+    def breaking(group: RolloutGroup) -> list[bytes | memoryview]:
+        prepared.append(group.gid)
+        if len(prepared) in (3, 12, 20):
+            scene.raw.client_kill_filter(_type="normal", skipme=True)
+        return prepare(group)
+
+    monkeypatch.setattr(wire, "pieces_checked", breaking)
+    retries = scene.store.retries
+    outcomes = scene.run.buffer.submit_many("w0", results)
+    assert scene.store.retries > retries
+    assert prepared == [result.job.gid for result in results]
+    assert [n for n, outcome in enumerate(outcomes) if not isinstance(outcome, Stored)] == [7]
+    assert len(scene.pool("completed")) == 19
+    scene.check()

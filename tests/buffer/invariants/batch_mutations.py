@@ -50,7 +50,7 @@ BATCHES = [
     Mutation(
         "I5",
         "refill",
-        "  redis.call('RPUSH', batch, manifest_line(groups, gid))\n",
+        "redis.call('RPUSH', batch, unpack(lines))\n",
         batches.a_place_that_was_left_is_filled_once_and_in_the_record,
     ),
     Mutation(

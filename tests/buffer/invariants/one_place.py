@@ -129,6 +129,20 @@ def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:
     scene.check()
 
 
+def a_draw_that_has_ended_does_not_start_again(scene: Scene) -> None:
+    scene.enqueue(3)
+    scene.run.jobs.drop("math-0000000002")
+    scene.raw.delete(*(scene.keys.group(f"math-{draw:010d}") for draw in (0, 1)))
+    scene.raw.delete(scene.keys.jobs("math", "fresh"))
+    # a server that lost its last second: only the end of the last draw is still there
+    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 1, "enqueued": 1})
+    scene.raw.hset(scene.keys.cursors, "math", 0)
+    again = scene.enqueue(3)
+    assert (again.count, again.cursor) == (2, 3)
+    assert scene.stream("fresh") == ["math-0000000000", "math-0000000001"]
+    assert scene.run.account.places("math", 2) == ["dropped"]
+
+
 def nothing_starts_beyond_the_target(scene: Scene) -> None:
     assert scene.enqueue(3, target=2).count == 2
     scene.submit(scene.claim()[0])

@@ -105,9 +105,23 @@ ONE_PLACE = [
     Mutation(
         "I3",
         "enqueue",
-        "if ended > 0 or redis.call('EXISTS', record) == 1 then",
+        "(ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1)",
         one_place.no_prompt_is_skipped_or_doubled,
-        new="if ended > 0 then",
+        new="ended_place(bitmaps, draw)",
+    ),
+    Mutation(
+        "I3",
+        "enqueue",
+        "known = redis.call('EXISTS', unpack(records))",
+        one_place.no_prompt_is_skipped_or_doubled,
+        new="known = 0",
+    ),
+    Mutation(
+        "I3",
+        "enqueue",
+        "start + #records - 1, 'BIT'",
+        one_place.a_draw_that_has_ended_does_not_start_again,
+        new="start, 'BIT'",
     ),
     Mutation(
         "I3",
@@ -132,9 +146,9 @@ ONE_PLACE = [
     Mutation(
         "I3",
         "enqueue",
-        "prompt_bytes(n, size) == 0",
+        "if samples > 0 and size == 0 then",
         one_place.a_prompt_without_bytes_is_not_started,
-        new="false",
+        new="if false then",
     ),
     Mutation(
         "I4",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from buffer.errors import ConfigError
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, VersionSpan
+from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.rollouts.staleness import last_step_for, stale_threshold, staleness, token_mask
 
 TWO = [VersionSpan(0, 2, 0, "a"), VersionSpan(2, 1, 4, "a")]
@@ -85,3 +85,44 @@ def test_group_masks_all_its_rollouts_at_once(received: bool) -> None:
     group = wire.decode(wire.encode(group)) if received else group
     assert group.fresh_mask(5, 4).tolist() == [0, 0, 1, 0, 0]
     assert group.fresh_mask(5, None).tolist() == group.mask.tolist() == [1, 1, 1, 0, 0]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from("ab")), max_size=3
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([Status.COMPLETED, Status.EXPIRED]),
+    st.booleans(),
+)
+def test_weights_of_a_group_are_those_of_its_members(
+    members: list[list[tuple[int, int, str]]], status: Status, by_token: bool
+) -> None:
+    group = RolloutGroup("math-0000000001", "math", [_member(n, m) for n, m in enumerate(members)])
+    group.states[-1].status = status
+    group = RolloutGroup(group.gid, group.task, group.states)
+    expected = [("oldest", *pair) for pair in group.oldest_by_lineage().items()]
+    expected += [("newest", *pair) for pair in group.newest_by_lineage(by_token).items()]
+    if by_token:
+        expected += [("last", *pair) for pair in group.last_by_lineage().items()]
+    assert group.made_by(by_token) == [part for triple in expected for part in triple]
+
+
+def _member(index: int, made: list[tuple[int, int, str]]) -> RolloutState:
+    lengths = [length for length, _, _ in made]
+    spans = [
+        VersionSpan(sum(lengths[:n]), length, version, lineage)
+        for n, (length, version, lineage) in enumerate(made)
+    ]
+    tokens = sum(lengths)
+    return RolloutState(
+        index=index,
+        prompt_ids=[1],
+        response_ids=list(range(tokens)),
+        logprobs=[-0.5] * tokens,
+        spans=spans,
+        status=Status.COMPLETED,
+    )

@@ -14,6 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, WireError
+from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.wire_schema import Media
@@ -71,7 +72,7 @@ def test_pack_keeps_every_trained_rollout_exactly_once(
     groups = make_groups(shapes)
     states = [state for group in groups for state in group.states]
     seen = []
-    for batch in Packer(budget).pack_pad_dispatch(groups):
+    for batch in Packer(budget).pack_pad_dispatch(BatchTable.of(groups)):
         for sample, number in enumerate(batch.rollout.tolist()):
             state = states[number]
             mask = (
@@ -96,33 +97,33 @@ def test_pack_stays_within_the_budget_unless_one_sample_is_longer(
     shapes: list[tuple[int, list[int]]], budget: int
 ) -> None:
     groups = make_groups(shapes)
-    for batch in Packer(budget).pack_pad_dispatch(groups):
+    for batch in Packer(budget).pack_pad_dispatch(BatchTable.of(groups)):
         rows, width = batch.input_ids.shape
         assert rows * width <= budget or rows == 1
 
 
 def test_pack_puts_short_samples_into_one_row() -> None:
     group = make_group(0, prompt=2, lengths=[18, 3, 3, 3, 3])
-    (batch,) = Packer(1000).pack_pad_dispatch([group])
+    (batch,) = Packer(1000).pack_pad_dispatch(BatchTable.of([group]))
     assert batch.input_ids.shape == (2, 20)
 
 
 def test_pack_leaves_out_what_is_not_kept() -> None:
     group = make_group(0)
     keep = np.array([False, True, False, True])
-    (batch,) = Packer(1000).pack_pad_dispatch([group], keep=keep)
+    (batch,) = Packer(1000).pack_pad_dispatch(BatchTable.of([group]), keep=keep)
     assert sorted(batch.rollout.tolist()) == [1, 3]
 
 
 def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     model = load_model(build_model(tmp_path)).eval()
     groups = make_groups([(7, [9, 2, 1]), (3, [2, 6, 4]), (2, [1, 1, 3])])
-    (packed,) = Packer(1000).pack_pad_dispatch(groups)
+    (packed,) = Packer(1000).pack_pad_dispatch(BatchTable.of(groups))
     assert packed.input_ids.shape[0] < len(packed.rollout), (
         "no row holds two samples: this would test nothing"
     )
     alone = {}
-    for batch in Packer(1).pack_pad_dispatch(groups):
+    for batch in Packer(1).pack_pad_dispatch(BatchTable.of(groups)):
         alone[int(batch.rollout[0])] = token_logprobs(TargetLogits(model), batch).logprobs
     together = token_logprobs(TargetLogits(model), packed).logprobs
     for sample, number in enumerate(packed.rollout.tolist()):
@@ -143,7 +144,7 @@ def test_another_sample_changes_nothing_wherever_it_was_packed(
 ) -> None:
     """One rollout gets other tokens, prompt and all."""
     groups = make_groups(shapes)
-    for batch in Packer(budget).pack_pad_dispatch(groups):
+    for batch in Packer(budget).pack_pad_dispatch(BatchTable.of(groups)):
         before = token_logprobs(policy, batch).logprobs
         changed = data.draw(st.integers(0, len(batch.rollout) - 1))
         inputs = batch.input_ids.flatten()
@@ -183,7 +184,7 @@ def test_rollouts_without_a_common_prompt_train_as_those_with_one(
 ) -> None:
     def trained(groups: list[RolloutGroup]) -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
-        for batch in Packer(budget).pack_pad_dispatch(groups):
+        for batch in Packer(budget).pack_pad_dispatch(BatchTable.of(groups)):
             logprobs = token_logprobs(policy, batch).logprobs
             for sample, number in enumerate(batch.rollout.tolist()):
                 own = (batch.sample == sample) & (batch.mask > 0)
@@ -219,11 +220,14 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     groups = make_groups([(7, [9, 2, 1]), (3, [2, 0, 4])])
     (update,) = learner.pack(groups).updates
     assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
-    (mixed,) = Packer(200).pack_pad_dispatch(groups)
+    (mixed,) = Packer(200).pack_pad_dispatch(BatchTable.of(groups))
     assert len(mixed.rollout) > len(mixed.input_ids), (
         "no row would hold two samples: this would test nothing"
     )
-    alone = {int(b.rollout[0]): learner.logprobs(b) for b in Packer(1).pack_pad_dispatch(groups)}
+    alone = {
+        int(b.rollout[0]): learner.logprobs(b)
+        for b in Packer(1).pack_pad_dispatch(BatchTable.of(groups))
+    }
     for batch in update.batches:
         together = learner.logprobs(batch)
         for sample, rollout in enumerate(batch.rollout.tolist()):
@@ -235,7 +239,7 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
 def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> None:
     model = load_model(build_model(tmp_path)).eval()
     group = make_group(0, prompt=6, lengths=[5, 4])
-    (batch,) = Packer(1000).pack_pad_dispatch([group])
+    (batch,) = Packer(1000).pack_pad_dispatch(BatchTable.of([group]))
     assert batch.input_ids.shape == (2, 11)
     before = token_logprobs(TargetLogits(model), batch).logprobs
     batch.input_ids[1, -1] = 77
@@ -246,14 +250,14 @@ def test_pack_refuses_a_group_without_prompt_ids() -> None:
     group = make_group(0)
     group.table.columns["prompt_ids"] = np.empty(0, np.int32)
     with pytest.raises(WireError, match="no prompt ids"):
-        Packer(100).pack_pad_dispatch([group])
+        Packer(100).pack_pad_dispatch(BatchTable.of([group]))
 
 
 def test_pack_refuses_columns_that_disagree() -> None:
     group = make_group(0)
     group.table.columns["logprobs"] = group.logprobs[:-1]
     with pytest.raises(WireError, match="logprobs"):
-        Packer(100).pack_pad_dispatch([group])
+        Packer(100).pack_pad_dispatch(BatchTable.of([group]))
 
 
 def test_packer_refuses_an_empty_budget() -> None:
@@ -265,4 +269,4 @@ def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
     group.shared.multimodal = [Media("image", "run://see-0000000000/image-0.png", tokens=2)]
     with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
-        Packer(100).pack_pad_dispatch([group])
+        Packer(100).pack_pad_dispatch(BatchTable.of([group]))

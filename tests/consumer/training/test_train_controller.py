@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.config.learner import CriticConfig, LearnerConfig, LossConfig
 from buffer.errors import ConfigError
+from buffer.rollouts.batch_table import BatchTable
 from consumer.training.critic import Critic, packed_gae, value_loss
 from consumer.training.learner import Learner
 from consumer.training.packing import Packer
@@ -143,7 +144,7 @@ def test_packed_gae_is_that_of_each_rollout_alone(
     groups = [make_group(i + seed, lengths=lengths) for i, lengths in enumerate(shapes)]
     draw = np.random.default_rng(seed)
     rewards = torch.from_numpy(draw.normal(size=sum(map(len, shapes))).astype("<f4"))
-    for batch in Packer(60).pack_pad_dispatch(groups):
+    for batch in Packer(60).pack_pad_dispatch(BatchTable.of(groups)):
         values = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
         advantages, returns = packed_gae(
             rewards[batch.rollout], values, batch, gamma=gamma, lam=lam
@@ -185,7 +186,8 @@ def test_dispatch_gives_every_rollout_to_one_rank_and_all_ranks_as_many_passes(
 ) -> None:
     groups = [make_group(i, lengths=lengths) for i, lengths in enumerate(shapes)]
     parts = [
-        Packer(budget).pack_pad_dispatch(groups, ranks=ranks, rank=rank) for rank in range(ranks)
+        Packer(budget).pack_pad_dispatch(BatchTable.of(groups), ranks=ranks, rank=rank)
+        for rank in range(ranks)
     ]
     assert len({len(part) for part in parts}) == 1
     numbers = [int(n) for part in parts for batch in part for n in batch.rollout]
