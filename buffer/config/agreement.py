@@ -157,6 +157,16 @@ def _pauses_free_the_device(
         yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
 
 
+def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
+    # vLLM ends with an error where free memory changes while it measures how much a cache may have
+    is_measured = isinstance(engine, VllmConfig) and engine.kv_cache_memory_bytes is None
+    if trainer.flow == "colocated" and is_measured:
+        yield (
+            "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
+            "the free memory of the GPU, the trainer must not use or free any"
+        )
+
+
 def _engine_loads_what_is_published(
     engine: EngineConfig, learner: LearnerConfig, trainer: TrainerSection
 ) -> Iterator[str]:
@@ -247,13 +257,23 @@ def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[
         )
 
 
-def _one_trainer_gpu(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
+def _ranks_have_gpus(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
     gpus = launch.trainer_gpus or []
-    if trainer.loop is None and len(gpus) > 1:
+    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+    if ranks > 1 and gpus and len(set(gpus)) != ranks:
         yield (
-            f"[launch] trainer_gpus = {gpus}: the reference trainer is one process and uses one "
-            f"GPU, so the others would be idle; give it [{gpus[0]}], or start several ranks with "
-            "torchrun -m rolloutmq train"
+            f"[launch] trainer_gpus = {gpus} is not one GPU for each of {ranks} trainer_ranks; "
+            "remove trainer_ranks, and there is one process for each GPU"
+        )
+    if trainer.loop is None and ranks == 1 and len(gpus) > 1:
+        yield (
+            f"[launch] trainer_gpus = {gpus}: trainer_ranks = 1 is one process, which uses one "
+            "GPU, so the others would be idle; remove trainer_ranks"
+        )
+    if ranks > 1 and ":" in trainer.device:
+        yield (
+            f"[trainer] device = {trainer.device} is one GPU, and the trainer has {ranks} ranks; "
+            'set device = "auto": each rank then has a GPU of its own'
         )
 
 
@@ -293,6 +313,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _images_are_possible,
     memory_problem,
     _pauses_free_the_device,
+    _cache_has_a_fixed_size,
     _engine_loads_what_is_published,
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
@@ -301,7 +322,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _groups_can_be_compared,
     _critic_is_used,
     _updates_have_groups,
-    _one_trainer_gpu,
+    _ranks_have_gpus,
     _evaluation_fits,
     _evaluation_is_one_batch,
 )

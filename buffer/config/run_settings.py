@@ -226,8 +226,12 @@ class LaunchSection(Section):
     """trainer and workers share the same GPUs and must fit in their memory together; otherwise a
     GPU that both use is an error
     """
+    trainer_ranks: int | None = Field(None, ge=1, le=1024)
+    """processes of the trainer, each with one GPU and its shard of the model; default: one for each
+    of trainer_gpus, or one in all with a trainer.loop of yours
+    """
     trainer_gpus: list[Gpu] | None = None
-    """GPUs of the trainer; default: the first GPU, if there is one"""
+    """GPUs of the trainer; default: the first ones, as many as it has processes"""
     worker_gpus: list[Gpu] | None = None
     """GPUs of the workers; each worker gets as many as its engine has shards; default: all other
     GPUs
@@ -240,3 +244,8 @@ class LaunchSection(Section):
     """size at which the log of a process becomes NAME.log.1, in place of the older one, and
     NAME.log starts anew; as a number or text like 64MiB
     """
+
+    def ranks(self, *, has_own_loop: bool) -> int:
+        """Return the number of processes of the trainer; `has_own_loop`: with trainer.loop."""
+        gpus = 1 if has_own_loop else len(self.trainer_gpus or [0])
+        return self.trainer_ranks or gpus

@@ -63,22 +63,35 @@ def check_logprobs(policy: TargetLogits) -> None:
     Raises ModelError where none does, with the difference in nats.
     """
     ids = torch.arange(TOKENS, device=policy.model.device)
+    name = type(policy.model).__name__
+    try:
+        differences = _differences(policy, ids)
+    except Exception as error:  # the code of any architecture
+        raise ModelError(
+            f"log-probabilities of {name} cannot be computed: {type(error).__name__}: {error}",
+            hint="train it with a loop of your own ([trainer] loop)",
+        ) from error
+    policy.transform = min(differences, key=lambda transform: differences[transform])
+    least = differences[policy.transform]
+    # not "more than": the difference may be nan
+    if not least <= NATS[policy.model.dtype]:
+        raise ModelError(
+            f"log-probabilities of {name} cannot be computed from its hidden states and output "
+            f"embedding: {least:.3g} nats from its own forward pass",
+            hint="its forward pass does more to the logits than to scale and to cap them; "
+            "train it with a loop of your own ([trainer] loop)",
+        )
+
+
+def _differences(policy: TargetLogits, ids: Tensor) -> dict[LogitTransform, float]:
+    """Return how far each transform is from the model's own forward pass, in nats."""
     differences: dict[LogitTransform, float] = {}
     with _probing(policy):
         own = _own_logprobs(policy, ids)
         for transform in _transforms(policy.model.config.get_text_config()):
             policy.transform = transform
             differences[transform] = _difference(own, policy(*_as_batch(ids)))
-    policy.transform = min(differences, key=lambda transform: differences[transform])
-    least = differences[policy.transform]
-    # not "more than": the difference may be nan
-    if not least <= NATS[policy.model.dtype]:
-        raise ModelError(
-            f"log-probabilities of {type(policy.model).__name__} cannot be computed from its "
-            f"hidden states and output embedding: {least:.3g} nats from its own forward pass",
-            hint="its forward pass does more to the logits than to scale and to cap them; "
-            "train it with a loop of your own ([trainer] loop)",
-        )
+    return differences
 
 
 def _own_logprobs(policy: TargetLogits, ids: Tensor) -> TokenLogprobs:

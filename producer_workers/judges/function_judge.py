@@ -1,8 +1,9 @@
 """Judge with one Python function, the user's or a built-in one.
 
 It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
-of numbers with "score". One that sees whole groups, to rank them for example, is called as
-`function(states=[...])` and returns one reward for each rollout, in order.
+of numbers with "score", beside which it may return token columns (`TOKEN_COLUMNS`). One that sees
+whole groups, to rank them for example, is called as `function(states=[...])` and returns one reward
+for each rollout, in order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from buffer.config.task import JudgingSection
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.user_code.checked_result import check_reward, check_rewards
+from producer_workers.judges.token_columns import take_columns
+from producer_workers.user_code.checked_result import check_answer, check_answers
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import Shape, UserFunction
 
@@ -29,7 +31,8 @@ class _Single:
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the checked reward. Raises JudgeError with the judge's name and what it raised."""
-        return check_reward(self.name, await self._call([state]))
+        answer = check_answer(self.name, await self._call([state]))
+        return take_columns(self.name, state, answer)
 
 
 class _Group:
@@ -39,7 +42,8 @@ class _Group:
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """See `GroupJudge`."""
-        return check_rewards(self.name, await self._call(states), len(states))
+        answers = check_answers(self.name, await self._call(states), len(states))
+        return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
 
 
 class FunctionJudge(_Single):

@@ -2,9 +2,10 @@
 
 Request: index, response, finish_reason, ground_truth, data_source, messages, tool_calls, reward (of
 the environment, so far), extra, response_ids and response_mask (null: the model sampled all of
-them). Answer: a number, or an object of
-numbers with "score". The request is repeated, with growing pauses, for: no connection, no answer in
-time, 408, 425, 429, 5xx. Any other status is final.
+them). Answer: a number, or an object of numbers with "score", which may also have token columns
+(`TOKEN_COLUMNS`), arrays with one number for each of response_ids. The request is repeated, with
+growing pauses, for: no connection, no answer in time, 408, 425, 429, 5xx. Any other status is
+final.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from buffer.errors import ConfigError, JudgeError
 from buffer.rollouts.rollout import RolloutState
 from buffer.store.retry import Backoff
 from producer_workers.judges.judge import rollout_fields
-from producer_workers.user_code.checked_result import check_reward
+from producer_workers.judges.token_columns import take_columns
+from producer_workers.user_code.checked_result import check_answer
 
 log = logging.getLogger("rolloutmq.judge")
 
@@ -50,7 +52,8 @@ class HttpJudge:
         for attempt in range(self._judging.retries + 1):
             tries_left = self._judging.retries - attempt
             try:
-                return check_reward(self.name, await self._ask(body))
+                answer = check_answer(self.name, await self._ask(body))
+                return take_columns(self.name, state, answer)
             except _RetryableError as error:
                 if not tries_left:
                     raise JudgeError(

@@ -28,7 +28,8 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.store.store import Store
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.user_code.checked_result import check_rewards
+from producer_workers.judges.token_columns import take_columns
+from producer_workers.user_code.checked_result import check_answers
 from producer_workers.user_code.user_function import over_limit
 
 T = TypeVar("T")
@@ -73,9 +74,10 @@ class _RqAsking:
         fields = [rollout_fields(state) for state in states]
         waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, fields, stop)
         try:
-            return check_rewards(self.name, await waiting, len(states))
+            answers = check_answers(self.name, await waiting, len(states))
         finally:
             stop.set()
+        return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
 
     def _ask(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
         for tries_left in reversed(range(self._judging.retries + 1)):

@@ -34,6 +34,7 @@ from buffer.store.store import Store
 from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
+from producer_workers.judges.token_columns import columns_of
 from producer_workers.user_code.process_limits import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
@@ -80,14 +81,18 @@ def open_queue(connection: Any, run: str, **options: Any) -> Queue:
 
 def score(
     judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
-) -> list[dict[str, float]]:
-    """Return the rewards that `judge` gives one rollout, or a group, in a process with limits.
+) -> list[dict[str, Any]]:
+    """Return what `judge` gives one rollout, or a group, in a process with limits.
+
+    Rewards, with token columns where it gives some.
 
     Raises JudgeError.
     """
     chosen = load_judge(judge)
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
-    return asyncio.run(judge_all(chosen, [rollout_of(fields) for fields in rollouts]))
+    states = [rollout_of(fields) for fields in rollouts]
+    rewards = asyncio.run(judge_all(chosen, states))
+    return [columns_of(state) | reward for state, reward in zip(states, rewards, strict=True)]
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:

@@ -18,6 +18,9 @@ from producer_workers.user_code.user_function import Shape
 LARGEST = float(np.finfo(np.float32).max)
 """The largest score: beyond it, a float32 is infinite."""
 
+TOKEN_COLUMNS = ("token_rewards", "teacher_logprobs", "ref_logprobs", "values")
+"""Columns of a rollout that a judge may return beside its reward (`RolloutState`)."""
+
 
 def _fits(value: Real) -> bool:
     """Return whether `value` is finite as a float32, which is what trainers get."""
@@ -52,14 +55,48 @@ def check_reward(name: str, result: Any) -> dict[str, float]:
     return {key: float(value) for key, value in reward.items()}
 
 
-def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
-    """Return `results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
+def check_answer(name: str, result: Any) -> dict[str, Any]:
+    """Return `result` of judge `name` as a reward, with the token columns in it as lists.
+
+    Raises JudgeError.
+    """
+    if not isinstance(result, Mapping):
+        return check_reward(name, result)
+    columns = {
+        key: value
+        for key, value in result.items()
+        if key in TOKEN_COLUMNS and not isinstance(value, Real)
+    }
+    reward = {key: value for key, value in result.items() if key not in columns}
+    return check_reward(name, reward) | {
+        key: _column(name, key, value) for key, value in columns.items()
+    }
+
+
+def _column(name: str, key: str, value: Any) -> Any:
+    if key == "teacher_logprobs" and isinstance(value, Mapping):
+        return {str(who): _column(name, f"{key}.{who}", row) for who, row in value.items()}
+    try:
+        column = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        column = np.array(np.nan)
+    if column.ndim != 1 or key == "teacher_logprobs" or not (abs(column) <= LARGEST).all():
+        raise JudgeError(
+            f"judge {name!r} returned {key} = {value!r:.80}",
+            hint="return one finite number for each response token; teacher_logprobs are by the "
+            "teacher's name",
+        )
+    return column.tolist()
+
+
+def check_answers(name: str, results: Any, count: int) -> list[dict[str, Any]]:
+    """Return `results` of judge `name` as answers for `count` rollouts. Raises JudgeError."""
     is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
     if not is_list or len(results) != count:
         raise JudgeError(
             f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
         )
-    return [check_reward(name, result) for result in results]
+    return [check_answer(name, result) for result in results]
 
 
 def checked(shape: Shape, name: str, result: Any, count: int) -> Any:
@@ -69,4 +106,4 @@ def checked(shape: Shape, name: str, result: Any, count: int) -> Any:
     """
     if shape == "filter":
         return check_verdict(name, result)
-    return check_rewards(name, result, count) if shape == "group" else check_reward(name, result)
+    return check_answers(name, result, count) if shape == "group" else check_answer(name, result)

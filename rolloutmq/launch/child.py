@@ -1,20 +1,19 @@
-"""Start, watch, restart and stop the child processes of a run; with `--chaos`, also kill them."""
+"""Start, watch, restart and stop the child processes of a run."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from buffer.errors import ConfigError, RolloutMQError, RunError
-from buffer.server.embedded import EmbeddedServer
+from buffer.errors import ConfigError, RankLost, RolloutMQError, RunError
 from buffer.server.process import OWNER
 from buffer.store.retry import Backoff
 
@@ -31,12 +30,20 @@ EARLY_DEATH_S = 60.0
 """A process that dies within this time, three times in a row, is not restarted."""
 
 
+RANK_END_S = 10.0
+"""Seconds in which the ranks of a trainer must end after one of them has; then they are killed."""
+
+
 class ChildFailed(RolloutMQError):
     """Raised when a process of the run ended for good; the message has the end of its log."""
 
 
 class Child:
-    """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it."""
+    """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it.
+
+    With `ranks`, as many processes, which torch.distributed connects: they end, and are restarted,
+    together. Its exit code is that of the rank whose end was the cause. Rank r logs to NAME-r.log.
+    """
 
     def __init__(
         self,
@@ -47,26 +54,35 @@ class Child:
         *,
         restarts: int,
         log_bytes: int = 1 << 26,
+        ranks: int = 1,
     ) -> None:
         self.name = name
         self._args = list(args)
-        self._log = log
-        self._older_log = log.with_name(log.name + ".1")
+        numbered = [log.with_stem(f"{log.stem}-{rank}") for rank in range(1, ranks)]
+        self._logs = [log, *numbered]
         self._log_bytes = log_bytes
         self._env = env
         self._restarts_left = restarts
         self._early_deaths = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started = self._retry_at = 0.0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._killed: set[int] = set()
+        """ranks that were killed because another one had ended"""
+        self._started = self._retry_at = self._first_end = 0.0
 
     def start(self, *more: str) -> None:
         """Start the process; its output goes to its log."""
         env = os.environ | self._env | {OWNER: str(os.getpid())}
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rolloutmq", *self._args, *more],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
-            )  # fmt: skip
+        command = [sys.executable, "-m", "rolloutmq", *self._args, *more]
+        self._processes = []
+        self._killed = set()
+        self._first_end = 0.0
+        for log, variables in zip(self._logs, _rank_environments(len(self._logs)), strict=True):
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    env=env | variables, start_new_session=True,
+                )  # fmt: skip
+            self._processes.append(process)
         self._started = time.monotonic()
 
     @property
@@ -76,24 +92,60 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process and self._process.poll() is None else None
+        """Return its process id, that of its first rank that runs; None if it does not run."""
+        return next((process.pid for process in self._running), None)
 
     @property
     def exit_code(self) -> int | None:
         """Return its exit code; None while it runs."""
-        return self._process.poll() if self._process else None
+        if not self._processes or self._running:
+            return None
+        return self._processes[self._cause].returncode
 
     @property
     def succeeded(self) -> bool:
         """Return whether it ended by itself with exit code 0."""
-        return self._process is not None and self._process.poll() == 0
+        return self.exit_code == 0
+
+    @property
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes if process.poll() is None]
+
+    @property
+    def _cause(self) -> int:
+        """Return the rank whose end was the cause: rank 0, unless it only lost another one."""
+        codes = [process.returncode for process in self._processes]
+        if 0 not in self._killed and codes[0] not in (1, RankLost.exit_code):
+            return 0
+        own = [
+            rank
+            for rank, code in enumerate(codes)
+            if code not in (0, RankLost.exit_code) and rank not in self._killed
+        ]
+        # an error of torch (1) may be that of a rank whose peer ended
+        return min(own, key=lambda rank: (codes[rank] == 1, rank), default=0)
+
+    def _end_together(self) -> None:
+        """Kill ranks that outlive another one: they may wait for it forever."""
+        if len(self._running) in (0, len(self._processes)):
+            return
+        now = time.monotonic()
+        self._first_end = self._first_end or now
+        if now - self._first_end < RANK_END_S:
+            return
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._killed.add(rank)
+                process.kill()
 
     def keep_alive(self, *more: str) -> str | None:
         """Restart the process if it ended; return what to report.
 
         Raises ChildFailed if a restart is hopeless.
         """
-        if self._process is None or (code := self._process.poll()) is None:
+        self._end_together()
+        code = self.exit_code
+        if code is None:
             return None
         if self._retry_at == 0.0:
             return self._note_end(code)
@@ -123,12 +175,21 @@ class Child:
         )
         if hopeless:
             error = ChildFailed(
-                f"{self.name} {how}:\n{self.log_tail()}", hint=f"its log: {self._log}"
+                f"{self._who} {how}:\n{self.log_tail()}", hint=f"its log: {self._log}"
             )
             error.exit_code = code if code > 0 else 1
             raise error
         self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
-        return f"{self.name} {how}: {self.last_error()}; its log: {self._log}"
+        return f"{self._who} {how}: {self.last_error()}; its log: {self._log}"
+
+    @property
+    def _log(self) -> Path:
+        """Return the log to show: of the rank whose end was the cause."""
+        return self._logs[self._cause if self._processes and not self._running else 0]
+
+    @property
+    def _who(self) -> str:
+        return self.name if len(self._logs) == 1 else f"{self.name} rank {self._cause}"
 
     def last_error(self) -> str:
         """Return the newest error of its log in one line, or else the last line."""
@@ -142,14 +203,15 @@ class Child:
         The process and its libraries keep the file open for appending, so it is copied and cut
         short: what they write between the two is lost.
         """
-        if self._log.exists() and self._log.stat().st_size > self._log_bytes:
-            shutil.copyfile(self._log, self._older_log)
-            os.truncate(self._log, 0)
+        for log in self._logs:
+            if log.exists() and log.stat().st_size > self._log_bytes:
+                shutil.copyfile(log, _older(log))
+                os.truncate(log, 0)
 
     def log_tail(self, lines: int = 6) -> str:
         """Return the last lines of its log."""
         tail: deque[bytes] = deque(maxlen=lines)
-        for file in (self._older_log, self._log):
+        for file in (_older(self._log), self._log):
             if file.exists():
                 with file.open("rb") as log:
                     tail.extend(log)
@@ -157,81 +219,49 @@ class Child:
 
     def terminate(self) -> None:
         """Send SIGTERM, so that it finishes and exits."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGTERM)
+        for process in self._running:
+            process.terminate()
 
     def kill(self) -> bool:
         """Kill the process, as a crash would, and return whether it was running.
 
         Processes that it started notice by themselves.
         """
-        pid = self.pid
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-        return bool(pid)
+        running = self._running
+        for process in running:
+            process.kill()
+        return bool(running)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; return whether it came in time."""
-        if self._process is None:
-            return True
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
+        end = time.monotonic() + timeout_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """A process to kill once the trainer has taken `step` batches.
+def _older(log: Path) -> Path:
+    return log.with_name(log.name + ".1")
 
-    `strike` kills it and returns whether it was alive.
+
+def _rank_environments(ranks: int) -> list[dict[str, str]]:
+    """Return the variables by which the ranks on this machine find each other, as torchrun does.
+
+    The port is free now. If another process takes it before rank 0 does, all ranks end, and are
+    started again with another one.
     """
-
-    step: int
-    what: str
-    strike: Callable[[], bool]
-
-
-class Chaos:
-    """The strikes of one run, each delivered once, all by SIGKILL."""
-
-    def __init__(self, strikes: list[Strike]) -> None:
-        self._pending = strikes
-        self._planned = len(strikes)
-
-    @classmethod
-    def plan(
-        cls, steps: int, workers: list[Child], trainer: Child, server: EmbeddedServer | None
-    ) -> Chaos:
-        """Plan a strike at each fifth of the steps: a worker, the trainer, the server, a worker."""
-        strikes = [
-            Strike(max(1, steps // 5), f"SIGKILL to {workers[0].name}", workers[0].kill),
-            Strike(max(2, steps * 2 // 5), "SIGKILL to the trainer", trainer.kill),
-        ]
-        if server is not None:
-            what = "SIGKILL to the server, then a restart"
-            strikes.append(Strike(max(3, steps * 3 // 5), what, lambda: _crash(server)))
-        strikes.append(
-            Strike(max(4, steps * 4 // 5), f"SIGKILL to {workers[-1].name}", workers[-1].kill)
-        )
-        return cls(strikes)
-
-    def strike(self, taken: int) -> list[str]:
-        """Deliver the next strike if it is due and hits a live process; return what to report."""
-        # one at a time, so that each hits a run that has recovered from the one before
-        if not self._pending or self._pending[0].step > taken or not self._pending[0].strike():
-            return []
-        return [f"chaos at step {taken}: {self._pending.pop(0).what}"]
-
-    @property
-    def outcome(self) -> str:
-        return (
-            f"chaos: {self._planned - len(self._pending)} of {self._planned} strikes were delivered"
-        )
-
-
-def _crash(server: EmbeddedServer) -> bool:
-    server.kill()
-    server.start()
-    return True
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -23,7 +23,8 @@ from buffer.open_run import open_store
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import make_run
-from rolloutmq.launch.child import Chaos, Child
+from rolloutmq.launch.chaos import Chaos
+from rolloutmq.launch.child import Child
 from rolloutmq.launch.placement import count_gpus, place
 from rolloutmq.launch.preparation import (
     await_roles,
@@ -167,14 +168,15 @@ class Launcher:
     def _start(self, run: Run) -> None:
         config = self._config
         await_roles(run, self._console.print)
-        placement = place(config.launch, count_gpus(), config.engine.shards)
+        ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
+        placement = place(config.launch, count_gpus(), config.engine.shards, ranks)
         # on a CPU every process gets a share: torch would use all cores in each of them
-        threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
+        threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + ranks)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
         flags = ["--regenerate"] if self._regenerate else []
         self._trainer = self._child(
-            "trainer", ["train", *flags], placement.environment(placement.trainer)
+            "trainer", ["train", *flags], placement.environment(placement.trainer), ranks
         )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
@@ -195,7 +197,7 @@ class Launcher:
         for child in (*self._judges, *self._workers):
             child.start()
 
-    def _child(self, name: str, args: list[str], env: dict[str, str]) -> Child:
+    def _child(self, name: str, args: list[str], env: dict[str, str], ranks: int = 1) -> Child:
         log = self._folder / "logs" / f"{name}.log"
         verb, *flags = args
         env = self._shared_env | env
@@ -206,6 +208,7 @@ class Launcher:
             env,
             restarts=self._config.launch.max_restarts,
             log_bytes=self._config.launch.log_bytes,
+            ranks=ranks,
         )
         self._children.append(child)
         return child

@@ -1,4 +1,4 @@
-"""Assign GPUs: the trainer gets its own, each worker one of the others per engine shard."""
+"""Assign GPUs: one to each rank of the trainer, one per engine shard to each worker."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
-    """Assign `gpus` to processes.
+def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:
+    """Assign `gpus` to processes; `ranks`: those of the trainer.
 
     Raises ConfigError if they do not suffice, do not exist, or overlap without `colocated`.
     """
@@ -53,7 +53,7 @@ def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
             hint = "remove trainer_gpus and worker_gpus"
             raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
         return Placement([], [[] for _ in range(launch.workers)])
-    trainer = [0] if launch.trainer_gpus is None else launch.trainer_gpus
+    trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
     _check(launch, gpus, trainer, pool, per_worker)

@@ -40,7 +40,7 @@ on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
 REWARD = {"score": 4.0, "messages": 1.0, "tokens": 3.5}
-NAMES = ("length", "ranks", "hangs_once", "spins", "sleeps", "eats")
+NAMES = ("length", "ranks", "steps", "hangs_once", "spins", "sleeps", "eats")
 TASK = """
 [tasks.{name}]
 judge = "{mine}{name}"
@@ -272,3 +272,13 @@ def test_cluster_is_refused_with_what_to_set() -> None:
     with pytest.raises(ConfigError, match=r"\[judges\] redis_url"):
         judge_url(None, servers)
     assert judge_url("redis://other", servers) == "redis://other"
+
+
+@on_one
+def test_token_columns_of_a_judge_in_a_job_are_given_to_the_rollout(
+    make_judge: Callable[..., RqJudge],
+) -> None:
+    state = RolloutState(response_ids=np.array([3, 4]), logprobs=[0, 0])
+    assert asyncio.run(make_judge("steps").judge(state)) == {"score": 1.0}
+    assert state.token_rewards is not None
+    assert state.token_rewards.tolist() == [1.5, 2.0]

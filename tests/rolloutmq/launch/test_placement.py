@@ -69,6 +69,11 @@ def test_place_says_why_it_cannot(
         place(LaunchSection.model_validate(launch), gpus, per_worker)
 
 
+def test_every_rank_of_the_trainer_gets_a_gpu() -> None:
+    placement = place(LaunchSection(workers=2), 8, 2, ranks=4)
+    assert placement == Placement([0, 1, 2, 3], [[4, 5], [6, 7]])
+
+
 def test_a_worker_needs_a_gpu_for_each_shard_of_its_engine() -> None:
     assert VllmConfig(tensor_parallel_size=2, data_parallel_size=3).shards == 6
     assert VllmConfig(pipeline_parallel_size=2).shards == 2
