@@ -32,6 +32,7 @@ from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
+from consumer.models.device_choices import choose_attention, choose_bf16
 from consumer.models.model_folder import load_model, save_model
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
@@ -76,14 +77,17 @@ class Learner:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.bf16 = choose_bf16(config, self.device)
         self.ranks = ranks
         self.step = 0
         self.skipped_in_a_row = 0
         """newest optimizer steps that were skipped, because their gradient was not finite"""
         torch.manual_seed(seed)
         # frozen weights need no more precision than the forward pass has
-        frozen = torch.bfloat16 if config.lora and config.bf16 else None
-        self.model = load_model(model_dir, dtype=frozen).to(self.device).train()
+        frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._attention = choose_attention(config, model_dir, self.device, bf16=self.bf16)
+        self.model = load_model(model_dir, dtype=frozen, attention=self._attention)
+        self.model.to(self.device).train()
         self._adapter = self._add_adapter(model_dir)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -95,7 +99,7 @@ class Learner:
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
         check_logprobs(self._policy)
-        self.vocabulary = _vocabulary(self.model)
+        self.vocabulary = self._policy.vocabulary
         """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
@@ -245,7 +249,7 @@ class Learner:
         bfloat16 would round to the same values. With several ranks each writes its share: all of
         them must call it.
         """
-        dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
+        dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter:
             self._adapter.save(folder, dtype=dtype)
             return
@@ -271,7 +275,7 @@ class Learner:
             policy,
             batch,
             temperature=self.config.temperature,
-            bf16=self.config.bf16,
+            bf16=self.bf16,
             entropy_gradient=entropy_gradient,
         )
 
@@ -285,7 +289,9 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        reference = self._module(load_model(model_dir).to(self.device).eval())
+        reference = self._module(
+            load_model(model_dir, attention=self._attention).to(self.device).eval()
+        )
         reference.transform = self._policy.transform
         return reference
 
@@ -391,9 +397,3 @@ class Learner:
                 "from an older checkpoint: its weights may be where gradients overflow; or raise "
                 "[learner] max_skipped_updates",
             )
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    """Return the number of token ids that the model can both read and predict."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(int(table.weight.shape[0]) for table in tables)

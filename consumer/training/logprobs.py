@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from consumer.models.device_choices import VARLEN
+from consumer.models.varlen_attention import sample_borders
 from consumer.training.packing import MicroBatch
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.vocabulary_projection import LogitTransform, TokenLogprobs, project
@@ -34,6 +37,7 @@ class TargetLogits(nn.Module):
         self.model = model
         self.transform = LogitTransform()
         self._replay = replay
+        self.is_varlen = model.config._attn_implementation in VARLEN
         self._takes_positions = _takes_positions(model.base_model)
 
     def forward(
@@ -66,6 +70,12 @@ class TargetLogits(nn.Module):
             entropy_gradient=entropy_gradient,
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of token ids that the model can both read and predict."""
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return min(int(table.weight.shape[0]) for table in tables)
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the hidden states before the vocabulary projection, [R, W, width]."""
         return self._states(input_ids, position_ids)
@@ -77,9 +87,11 @@ class TargetLogits(nn.Module):
 
     def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         # no attention mask: only then does transformers find sample borders in the positions
-        positions = {"position_ids": position_ids} if self._takes_positions else {}
+        places: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
+        if self.is_varlen:
+            places |= sample_borders(position_ids)
         hidden: Tensor = self.model.base_model(
-            input_ids=input_ids, use_cache=False, **positions
+            input_ids=input_ids, use_cache=False, **places
         ).last_hidden_state
         return hidden
 
