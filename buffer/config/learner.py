@@ -102,6 +102,28 @@ class LoraConfig(Section):
     """the linear layers that get an adapter, by the last part of their name"""
 
 
+class ShardingConfig(Section):
+    """[learner.sharding]: how several ranks share the models (FSDP2); one rank ignores it.
+
+    Usage:
+
+        ShardingConfig(reshard_after_forward=False)
+    """
+
+    reshard_after_forward: bool = True
+    """free the gathered weights of a layer after its forward pass, and gather them again for the
+    backward pass; false: keep the whole model in memory between the two, with less traffic
+    """
+    reduce_each_micro_batch: bool = False
+    """reduce gradients in every micro-batch; false: once per optimizer step, with less traffic, but
+    until then every rank holds the gradient of the whole model: 4 bytes per parameter
+    """
+    cpu_offload: bool = False
+    """keep weights, gradients and optimizer state in host memory, and copy a layer to the GPU when
+    it is computed
+    """
+
+
 class LearnerConfig(Section):
     """[learner]: optimizer, schedule and batch layout.
 
@@ -168,6 +190,8 @@ class LearnerConfig(Section):
     """
     lora: LoraConfig | None = None
     """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); default: train the model's weights"""
+    sharding: ShardingConfig = ShardingConfig()
+    """how several ranks share the models"""
     loss: LossConfig = LossConfig()
     """the loss"""
 
