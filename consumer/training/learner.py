@@ -383,7 +383,6 @@ class Learner:
         if self.skipped_in_a_row >= self.config.max_skipped_updates:
             raise GradientNotFinite(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
-                hint="lower [learner] learning_rate or set [learner.loss] dual_clip, then restart "
-                "from an older checkpoint: its weights may be where gradients overflow; or raise "
-                "[learner] max_skipped_updates",
+                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
+                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
             )
