@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer.config.dataset import ReasoningGymDataset
 from buffer.config.engine import EngineConfig, HttpConfig, VllmConfig
-from buffer.config.learner import LearnerConfig
+from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
 from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection, RunSection
 from buffer.config.strategy import StrategySection
@@ -242,6 +242,13 @@ def _groups_can_be_compared(tasks: TaskSections, trainer: TrainerSection) -> Ite
             )
 
 
+def _critic_is_used(critic: CriticConfig, trainer: TrainerSection) -> Iterator[str]:
+    if critic != CriticConfig() and trainer.loop is None and not trainer.is_gae:
+        yield (
+            f"[critic] is read with [trainer] advantages = gae only, not with {trainer.advantages}"
+        )
+
+
 def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[str]:
     if learner.updates_per_batch > plan.batch_size:
         yield (
@@ -313,6 +320,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _temperatures_agree,
     _distributions_are_whole,
     _groups_can_be_compared,
+    _critic_is_used,
     _updates_have_groups,
     _ranks_have_gpus,
     _evaluation_fits,

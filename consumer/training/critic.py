@@ -47,15 +47,18 @@ class ValueModel(nn.Module):
         ).last_hidden_state
         # logit_index: the slot before a token is the state in which it was chosen
         states = hidden.flatten(0, 1).index_select(0, logit_index)
-        values: Tensor = self.head(states).squeeze(1)
+        # the head in float32: returns need more than 8 bits
+        with torch.autocast(states.device.type, enabled=False):
+            values: Tensor = self.head(states.float()).squeeze(1)
         return values
 
 
 class Critic:
     """Estimate the value of each token's state; `step` counts optimizer steps.
 
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0. With several
-    ranks it is sharded as the policy is, and all ranks call the same methods.
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `bf16` and
+    `gradient_checkpointing` are those of the policy ([learner]). With several ranks it is sharded
+    as the policy is, and all ranks call the same methods.
 
         values = [critic.values(batch) for batch in batches]
         metrics = critic.update(batches, values, returns)
@@ -68,16 +71,21 @@ class Critic:
         *,
         device: str = "cpu",
         seed: int = 0,
+        bf16: bool = False,
+        gradient_checkpointing: bool = False,
         ranks: Ranks = ALONE,
         sharding: ShardingConfig | None = None,
     ) -> None:
         self.config = config
+        self._bf16 = bf16
         self.device = torch.device(device)
         self.step = 0
         self._ranks = ranks
         self._sharding = sharding or ShardingConfig()
         torch.manual_seed(seed)
         self.model = self._load(model_dir).train()
+        if gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
         self.parameters = dict(self.model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, weight_decay=0.0
@@ -152,7 +160,8 @@ class Critic:
         self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
-        values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
         return values
 
 
@@ -180,28 +189,30 @@ def packed_gae(
     Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
     0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
     """
-    advantages = torch.zeros_like(values)
-    next_advantage = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards)
-    reward = rewards.clone()
     trained = torch.nonzero(batch.mask > 0).squeeze(1)
-    for positions in _positions_from_the_end(batch.sample[trained]):
-        token = trained[positions]
-        sample = batch.sample[token]
-        delta = reward[sample] + gamma * next_value[sample] - values[token]
-        next_advantage[sample] = delta + gamma * lam * next_advantage[sample]
-        advantages[token] = next_advantage[sample]
-        next_value[sample] = values[token]
-        reward[sample] = 0.0
+    sample = batch.sample[trained]
+    value = values[trained].double()
+    has_next = sample[:-1] == sample[1:]
+    is_last = torch.ones_like(sample, dtype=torch.bool)
+    is_last[:-1] = ~has_next
+    delta = torch.where(is_last, rewards[sample], 0.0) - value
+    delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
+    advantages = torch.zeros_like(values)
+    advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
     return advantages, (advantages + values) * (batch.mask > 0)
 
 
-def _positions_from_the_end(sample: Tensor) -> list[Tensor]:
-    """Return the positions in `sample` of all last tokens, of all last but one, and so on.
+def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
+    """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
 
-    `sample`: int64[N], ascending. A sample with fewer tokens is missing in the later tensors.
+    `sample`: int64[N], ascending. By doubling: sums of 2n terms are those of n terms, plus the
+    discounted ones n positions later; log2(longest sample) passes over all tokens.
     """
-    counts = torch.bincount(sample)
-    from_end = torch.cumsum(counts, 0)[sample] - 1 - torch.arange(len(sample), device=sample.device)
-    longest = int(counts.max()) if len(counts) else 0
-    return [torch.nonzero(from_end == distance).squeeze(1) for distance in range(longest)]
+    sums = terms.clone()
+    reach = 1
+    longest = int(torch.bincount(sample).max()) if len(sample) else 0
+    while reach < longest:
+        later = torch.where(sample[:-reach] == sample[reach:], sums[reach:], 0.0)
+        sums[:-reach] += discount**reach * later
+        reach *= 2
+    return sums

@@ -87,6 +87,8 @@ class TrainController:
                 config.critic,
                 device=str(learner.device),
                 seed=config.run.seed,
+                bf16=learner.bf16,
+                gradient_checkpointing=learner.config.gradient_checkpointing,
                 ranks=learner.ranks,
                 sharding=config.learner.sharding,
             )
