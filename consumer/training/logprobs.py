@@ -21,19 +21,19 @@ from consumer.training.vocabulary_projection import LogitTransform, TokenLogprob
 class TargetLogits(nn.Module):
     """Compute log-probability and entropy where a position predicts a response token.
 
-    `replay`: sets the experts that the model's gates choose. `transform`: what the model applies
-    to logits; `check_logprobs` finds it.
+    `replay`, where it is set, sets the experts that the model's gates choose. `transform`: what the
+    model applies to logits; `check_logprobs` finds it.
 
         policy = TargetLogits(load_model(model_dir))
         check_logprobs(policy)
         logprobs, entropy = policy(batch.input_ids, batch.position_ids, ...)
     """
 
-    def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.transform = LogitTransform()
-        self._replay = replay
+        self.replay: RoutingReplay | None = None
         self._takes_positions = _takes_positions(model.base_model)
 
     def forward(
@@ -55,8 +55,8 @@ class TargetLogits(nn.Module):
         The vocabulary projection is applied to N positions, not to all R * W slots: prompts cost no
         logits.
         """
-        if self._replay:
-            self._replay.set_experts(experts)
+        if self.replay:
+            self.replay.set_experts(experts)
         states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, logit_index)
         return project(
             states,
