@@ -47,20 +47,18 @@ class ValueModel(nn.Module):
         ).last_hidden_state
         # logit_index: the slot before a token is the state in which it was chosen
         states = hidden.flatten(0, 1).index_select(0, logit_index)
-        values: Tensor = self.head(states).squeeze(1)
+        # the head in float32: returns need more than 8 bits
+        with torch.autocast(states.device.type, enabled=False):
+            values: Tensor = self.head(states.float()).squeeze(1)
         return values
 
 
 class Critic:
     """Estimate the value of each token's state; `step` counts optimizer steps.
 
-<<<<<<< HEAD
     It starts as the model of `model_dir` with a value head of zeros: every value is 0. `bf16` and
-    `gradient_checkpointing` are those of the policy ([learner]).
-=======
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0. With several
-    ranks it is sharded as the policy is, and all ranks call the same methods.
->>>>>>> main
+    `gradient_checkpointing` are those of the policy ([learner]). With several ranks it is sharded
+    as the policy is, and all ranks call the same methods.
 
         values = [critic.values(batch) for batch in batches]
         metrics = critic.update(batches, values, returns)
@@ -73,13 +71,10 @@ class Critic:
         *,
         device: str = "cpu",
         seed: int = 0,
-<<<<<<< HEAD
         bf16: bool = False,
         gradient_checkpointing: bool = False,
-=======
         ranks: Ranks = ALONE,
         sharding: ShardingConfig | None = None,
->>>>>>> main
     ) -> None:
         self.config = config
         self._bf16 = bf16
@@ -88,21 +83,10 @@ class Critic:
         self._ranks = ranks
         self._sharding = sharding or ShardingConfig()
         torch.manual_seed(seed)
-<<<<<<< HEAD
-        body = load_model(model_dir).base_model
-        if gradient_checkpointing:
-            body.gradient_checkpointing_enable({"use_reentrant": False})
-        head = nn.Linear(body.config.hidden_size, 1)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        self.body = body.to(self.device).train()
-        self.head = head.to(self.device)
-        self.parameters = {f"body.{name}": p for name, p in self.body.named_parameters()}
-        self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters()}
-=======
         self.model = self._load(model_dir).train()
+        if gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
         self.parameters = dict(self.model.named_parameters())
->>>>>>> main
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, weight_decay=0.0
         )
@@ -176,18 +160,8 @@ class Critic:
         self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
-<<<<<<< HEAD
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            hidden = self.body(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state
-        # logit_index: the slot before a token is the state in which it was chosen
-        states = hidden.flatten(0, 1).index_select(0, batch.logit_index)
-        # the head in float32: returns need more than 8 bits
-        values: Tensor = self.head(states.float()).squeeze(1)
-=======
-        values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
->>>>>>> main
+            values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
         return values
 
 

@@ -87,13 +87,10 @@ class TrainController:
                 config.critic,
                 device=str(learner.device),
                 seed=config.run.seed,
-<<<<<<< HEAD
                 bf16=learner.config.bf16,
                 gradient_checkpointing=learner.config.gradient_checkpointing,
-=======
                 ranks=learner.ranks,
                 sharding=config.learner.sharding,
->>>>>>> main
             )
         batch_filter = BatchFilter(
             section.max_sequence_tokens,
