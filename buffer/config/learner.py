@@ -12,6 +12,15 @@ from buffer.config.section import Count, Section
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]
 KlKind = Literal["abs", "k2", "k3"]
+Attention = Literal[
+    "auto",
+    "flash_attention_3",
+    "flash_attention_2",
+    "torch_varlen",
+    "sdpa",
+    "flex_attention",
+    "eager",
+]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -192,8 +201,15 @@ class LearnerConfig(Section):
     policy that sampled, by its recorded logprobs; the importance weight is then always 1. See
     docs/pages/loss.md
     """
-    bf16: bool = False
-    """forward pass and published weights in bfloat16; parameters and optimizer stay float32"""
+    bf16: bool | Literal["auto"] = "auto"
+    """forward pass and published weights in bfloat16; parameters and optimizer stay float32. auto:
+    true on a CUDA device that computes in it, false on a CPU
+    """
+    attn_implementation: Attention = "auto"
+    """attention of the model. The flash_attention kinds (packages of their own) and torch_varlen
+    (in torch) attend within each sample of a packed row without a mask, need CUDA and bf16, and are
+    what auto prefers; sdpa makes a mask where samples share rows
+    """
     replay_routing: bool = False
     """train a mixture of experts with the experts that the engine chose ([engine] routed_experts):
     R3, arXiv:2510.11370. The reference model of a KL term chooses its own

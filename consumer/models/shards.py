@@ -17,22 +17,28 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from buffer.errors import ModelError
 from consumer.models.model_folder import check_model_folder
+from consumer.models.varlen_attention import register_varlen_attention
 
 
 def empty_model(
-    path: Path, *, dtype: torch.dtype | None = None, kind: Any = AutoModelForCausalLM
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """Return the model of a folder without values, with torch's attention.
+    """Return the model of a folder without values.
 
-    `dtype`: of its parameters; default: float32. `kind`: the class of transformers that creates it.
+    `dtype`, `attention`: as in `load_model`. `kind`: the class of transformers that creates it.
     Raises ModelError where there is no such model.
     """
     check_model_folder(path)
+    register_varlen_attention()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             model: PreTrainedModel = kind.from_config(
-                config, dtype=dtype or torch.float32, attn_implementation="sdpa"
+                config, dtype=dtype or torch.float32, attn_implementation=attention
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(

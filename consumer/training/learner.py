@@ -31,6 +31,7 @@ from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
+from consumer.models.device_choices import choose_bf16
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
@@ -76,13 +77,16 @@ class Learner:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.bf16 = choose_bf16(config, self.device)
         self.ranks = ranks
         self.step = 0
         self.skipped_in_a_row = 0
         """newest optimizer steps that were skipped, because their gradient was not finite"""
         # frozen weights need no more precision than the forward pass has
-        frozen = torch.bfloat16 if config.lora and config.bf16 else None
-        self._policy = load_policy(model_dir, config, self.device, ranks, dtype=frozen)
+        frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._policy = load_policy(
+            model_dir, config, self.device, ranks, bf16=self.bf16, dtype=frozen
+        )
         self.model = self._policy.model.train()
         # here: the adapter does not depend on what loading the model drew
         torch.manual_seed(seed)
@@ -250,7 +254,7 @@ class Learner:
         bfloat16 would round to the same values. With several ranks each writes its share: all of
         them must call it.
         """
-        dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
+        dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
             write_weights(self.model, folder, self.ranks, dtype=dtype)
         elif self.ranks.rank == 0:
@@ -271,7 +275,7 @@ class Learner:
             policy,
             batch,
             temperature=self.config.temperature,
-            bf16=self.config.bf16,
+            bf16=self.bf16,
             entropy_gradient=entropy_gradient,
         )
 
@@ -285,7 +289,9 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        reference = load_policy(model_dir, self.config, self.device, self.ranks).eval()
+        reference = load_policy(
+            model_dir, self.config, self.device, self.ranks, bf16=self.bf16
+        ).eval()
         reference.transform = self._policy.transform
         return reference
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from consumer.models.device_choices import VARLEN
+from consumer.models.varlen_attention import sample_borders
 from consumer.training.packing import MicroBatch
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.vocabulary_projection import LogitTransform, TokenLogprobs, project
@@ -34,6 +37,7 @@ class TargetLogits(nn.Module):
         self.model = model
         self.transform = LogitTransform()
         self.replay: RoutingReplay | None = None
+        self.is_varlen = model.config._attn_implementation in VARLEN
         self._takes_positions = _takes_positions(model.base_model)
 
     def forward(
@@ -77,9 +81,11 @@ class TargetLogits(nn.Module):
 
     def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         # no attention mask: only then does transformers find sample borders in the positions
-        positions = {"position_ids": position_ids} if self._takes_positions else {}
+        places: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
+        if self.is_varlen:
+            places |= sample_borders(position_ids)
         hidden: Tensor = self.model.base_model(
-            input_ids=input_ids, use_cache=False, **positions
+            input_ids=input_ids, use_cache=False, **places
         ).last_hidden_state
         return hidden
 

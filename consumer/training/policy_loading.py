@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
+from consumer.models.device_choices import choose_attention
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards
 from consumer.ranks import Ranks
@@ -21,18 +22,21 @@ def load_policy(
     device: torch.device,
     ranks: Ranks,
     *,
+    bf16: bool,
     dtype: torch.dtype | None = None,
 ) -> TargetLogits:
     """Load the model of a folder: whole, or with several ranks the shards of this one.
 
-    `dtype`: of its parameters; default: float32. Raises ModelError where it cannot be loaded.
+    `bf16`: compute in bfloat16. `dtype`: of its parameters; default: float32. Raises ModelError
+    where it cannot be loaded, ConfigError where the attention of the config cannot run.
     """
+    attention = choose_attention(config, model_dir, device, bf16=bf16)
     if ranks.size == 1:
-        return TargetLogits(load_model(model_dir, dtype=dtype).to(device))
-    model = empty_model(model_dir, dtype=dtype)
+        return TargetLogits(load_model(model_dir, dtype=dtype, attention=attention).to(device))
+    model = empty_model(model_dir, dtype=dtype, attention=attention)
     policy = TargetLogits(model)
     methods = ("hidden", "own_logits")
-    shard(policy, model, device, config.sharding, bf16=config.bf16, methods=methods)
+    shard(policy, model, device, config.sharding, bf16=bf16, methods=methods)
     load_shards(model, model_dir)
     place(policy, device, config.sharding)
     return policy

@@ -87,7 +87,7 @@ class TrainController:
                 config.critic,
                 device=str(learner.device),
                 seed=config.run.seed,
-                bf16=learner.config.bf16,
+                bf16=learner.bf16,
                 gradient_checkpointing=learner.config.gradient_checkpointing,
                 ranks=learner.ranks,
                 sharding=config.learner.sharding,

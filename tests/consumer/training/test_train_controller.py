@@ -38,7 +38,7 @@ def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) ->
             model_dir,
             config,
             seed=3,
-            bf16=learner.config.bf16,
+            bf16=learner.bf16,
             gradient_checkpointing=learner.config.gradient_checkpointing,
         )
         return TrainController(learner, "gae", critic=value_model)
