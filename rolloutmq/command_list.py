@@ -19,7 +19,7 @@ SECTIONS = {
     "Run": ("run", "create", "train", "worker", "producer", "judge", "simulate"),
     "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
     "Steer": ("pause", "continue", "drain", "set", "fence", "dead", "requeue", "drop"),
-    "Data": ("save", "resume", "export", "import", "problems", "warm-start"),
+    "Data": ("save", "resume", "export", "import", "problems", "warm-start", "export-model"),
     "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
 }
 """Sections of `--help`, with their commands."""
@@ -30,6 +30,7 @@ SUMMARIES = {
         "create": "Make the run of a config on its server, and start nothing.",
         "train": "Start the trainer of a run, or one rank of it.",
         "warm-start": "Build and warm-start the small model of a config.",
+        "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
     },
     "rolloutmq.commands.produce": {
