@@ -40,6 +40,10 @@ soak: setup ## the same for hours: SOAK_ROUNDS of 15 minutes (16)
 gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
 	@.venv/bin/rolloutmq gpu-check
 
+.PHONY: gpu-day
+gpu-day: setup ## all that one CUDA GPU can show in 25 minutes: a report with figures and a verdict for each part
+	@$(PY) -m benchmarks.gpu_day
+
 test: lint type arch ## everything that CI runs
 	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 2 --dist loadfile --no-loadscope-reorder
 

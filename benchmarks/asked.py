@@ -71,6 +71,18 @@ ROWS = (
         "plain `MGET`",
     ),
     Row(
+        "encode, decode one group, all checks",
+        "codec",
+        [("one group", "encode, all checks"), ("one group", "decode, all checks")],
+        "numpy calls on small arrays",
+    ),
+    Row(
+        "table to packed micro-batches / take",
+        "pack",
+        _both("pack", "table to micro-batches / take"),
+        "copies of the columns",
+    ),
+    Row(
         "take of 512 groups: server time",
         "scaling",
         [("scaling", "take 512, 1,000 groups")],

@@ -101,7 +101,12 @@ class Watched:
         return getattr(self._engine, name)
 
 
-def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
+SMALL = TinyModelConfig(max_positions=512)
+
+
+def engine(
+    server: BenchServer, groups: int, rounds: int, spec: TinyModelConfig = SMALL
+) -> Iterator[Figure]:
     """Return the tokens per second of both ways over `rounds` rounds; nothing for 0 rounds."""
     if not rounds:
         return
@@ -109,7 +114,7 @@ def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
         model = Path(folder, "model")
         other = Path(folder, "other")
         for seed, path in enumerate((model, other)):
-            build_tiny_model(path, TinyModelConfig(max_positions=512), seed)
+            build_tiny_model(path, spec, seed)
         ours = build_engine(
             VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, omp_threads=1), model, FIRST_WEIGHTS
         )

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.codec import codec, pack
 from benchmarks.engine import engine
 from benchmarks.figure import Figure
 from benchmarks.idle import idle
@@ -95,6 +96,14 @@ def _take(server: BenchServer, size: Size) -> Iterator[Figure]:
     return take(server, size.groups, size.rounds)
 
 
+def _codec(_: BenchServer, size: Size) -> Iterator[Figure]:
+    return codec(size.rounds)
+
+
+def _pack(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return pack(server, size.groups, size.rounds)
+
+
 def _scaling(server: BenchServer, size: Size) -> Iterator[Figure]:
     return scaling(server, size.pools, 3 * size.rounds)
 
@@ -126,6 +135,8 @@ def _weights(server: BenchServer, size: Size) -> Iterator[Figure]:
 SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "put": _put,
     "take": _take,
+    "codec": _codec,
+    "pack": _pack,
     "memory": _memory,
     "scaling": _scaling,
     "scale": _scale,
@@ -134,7 +145,7 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "engine": _engine,
     "weights": _weights,
 }
-IN_MEMORY_ONLY = {"scaling", "memory"}
+IN_MEMORY_ONLY = {"scaling", "memory", "codec"}
 DURABLE_ONLY = {"idle", "engine", "weights"}
 
 

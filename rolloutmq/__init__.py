@@ -2,8 +2,8 @@
 
     from rolloutmq import RolloutConsumer, Run, Store
 
-`import rolloutmq` loads no torch, vllm, transformers or rq: the three names that need torch are
-loaded when they are first used.
+Each name is loaded when it is first used, so that the command starts at once, and no torch, vllm,
+transformers or rq is loaded for those that do not need it.
 """
 
 from __future__ import annotations
@@ -15,58 +15,101 @@ from typing import TYPE_CHECKING, Any
 from rolloutmq import own_packages as own_packages
 
 # isort: split
-from buffer.batches.position import Position
-from buffer.control.control import Mode
-from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest, NotReady
-from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import (
-    MediaRef,
-    PolicyVersion,
-    RolloutState,
-    Status,
-    ToolCall,
-    VersionSpan,
-)
-from buffer.rollouts.sampling import SampleParams
-from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
-from buffer.weights.shared_folder import FolderSender
-from consumer.async_consumer import AsyncRolloutConsumer
-from consumer.batches.batch import Batch
-from consumer.publication import publish
-from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.checkpoint import CheckpointFolder
-from producer_workers.agent_loops.agent_loop import AgentLoop
-from producer_workers.agent_loops.multi_turn import Answer, Environment, MultiTurnAgentLoop
-from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
-from producer_workers.datasets.dataset import Dataset
-from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import GroupJudge, Judge
-from producer_workers.producer.producer import AgentLoopManager
-from producer_workers.user_code.cheap import cheap
-from producer_workers.worker.worker import Worker
-from rolloutmq.testing import RehearsalError, rehearse
 
 if TYPE_CHECKING:
+    from buffer.batches.position import Position
+    from buffer.control.control import Mode
+    from buffer.errors import ConfigError, RolloutMQError
+    from buffer.model.limits import RunLimits, TaskLimits
+    from buffer.model.manifest import Manifest, NotReady
+    from buffer.replay_buffer import ReplayBuffer
+    from buffer.rollouts.group import RolloutGroup
+    from buffer.rollouts.rollout import (
+        MediaRef,
+        PolicyVersion,
+        RolloutState,
+        Status,
+        ToolCall,
+        VersionSpan,
+    )
+    from buffer.rollouts.sampling import SampleParams
+    from buffer.run import Run
+    from buffer.server.embedded import EmbeddedServer
+    from buffer.store.store import Store
+    from buffer.weights.shared_folder import FolderSender
+    from consumer.async_consumer import AsyncRolloutConsumer
+    from consumer.batches.batch import Batch
     from consumer.batches.torch_dataset import BatchDataset, padded_tensors
+    from consumer.publication import publish
+    from consumer.rollout_consumer import RolloutConsumer
     from consumer.sharded_consumer import ShardedConsumer
+    from consumer.training.checkpoint import CheckpointFolder
+    from producer_workers.agent_loops.agent_loop import AgentLoop
+    from producer_workers.agent_loops.multi_turn import Answer, Environment, MultiTurnAgentLoop
+    from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
+    from producer_workers.datasets.dataset import Dataset
+    from producer_workers.engines.base import Engine
+    from producer_workers.judges.judge import GroupJudge, Judge
+    from producer_workers.producer.producer import AgentLoopManager
+    from producer_workers.user_code.cheap import cheap
+    from producer_workers.worker.worker import Worker
+    from rolloutmq.testing import RehearsalError, rehearse
 else:
-    _NEEDS_TORCH = {
+    _MODULES = {
+        "AgentLoop": "producer_workers.agent_loops.agent_loop",
+        "AgentLoopManager": "producer_workers.producer.producer",
+        "Answer": "producer_workers.agent_loops.multi_turn",
+        "AsyncRolloutConsumer": "consumer.async_consumer",
+        "Batch": "consumer.batches.batch",
         "BatchDataset": "consumer.batches.torch_dataset",
+        "CheckpointFolder": "consumer.training.checkpoint",
+        "ConfigError": "buffer.errors",
+        "Dataset": "producer_workers.datasets.dataset",
+        "EmbeddedServer": "buffer.server.embedded",
+        "Engine": "producer_workers.engines.base",
+        "Environment": "producer_workers.agent_loops.multi_turn",
+        "FolderSender": "buffer.weights.shared_folder",
+        "GroupJudge": "producer_workers.judges.judge",
+        "Judge": "producer_workers.judges.judge",
+        "Manifest": "buffer.model.manifest",
+        "MediaRef": "buffer.rollouts.rollout",
+        "Mode": "buffer.control.control",
+        "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
+        "NotReady": "buffer.model.manifest",
+        "PolicyVersion": "buffer.rollouts.rollout",
+        "Position": "buffer.batches.position",
+        "RehearsalError": "rolloutmq.testing",
+        "ReplayBuffer": "buffer.replay_buffer",
+        "RolloutConsumer": "consumer.rollout_consumer",
+        "RolloutGroup": "buffer.rollouts.group",
+        "RolloutMQError": "buffer.errors",
+        "RolloutState": "buffer.rollouts.rollout",
+        "Run": "buffer.run",
+        "RunLimits": "buffer.model.limits",
+        "SampleParams": "buffer.rollouts.sampling",
         "ShardedConsumer": "consumer.sharded_consumer",
+        "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
+        "Status": "buffer.rollouts.rollout",
+        "Store": "buffer.store.store",
+        "TaskLimits": "buffer.model.limits",
+        "ToolCall": "buffer.rollouts.rollout",
+        "VersionSpan": "buffer.rollouts.rollout",
+        "Worker": "producer_workers.worker.worker",
+        "cheap": "producer_workers.user_code.cheap",
         "padded_tensors": "consumer.batches.torch_dataset",
+        "publish": "consumer.publication",
+        "rehearse": "rolloutmq.testing",
+        "run_all": "producer_workers.agent_loops.single_turn",
     }
 
     # Type checkers must not see it: they would accept any name.
     def __getattr__(name: str) -> Any:
-        """Load a name that needs torch."""
-        if name not in _NEEDS_TORCH:
+        """Load a name from its module, at its first use."""
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_NEEDS_TORCH[name]), name)
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
 
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Define the `rolloutmq` command: collect its sub-commands, and print errors as one message.
+"""Define the `rolloutmq` command: call one of `command_list`, and print errors as one message.
 
 Exit codes are those of `buffer.errors`. Known errors are printed without a traceback;
-ROLLOUTMQ_DEBUG=1 adds it. `--help` loads no torch, vllm or transformers: a sub-command imports
-them when it runs.
+ROLLOUTMQ_DEBUG=1 adds it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn, cast
 
@@ -21,30 +21,7 @@ import typer
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.monitoring.console import plain
-from buffer.store.url import mask_url
-from rolloutmq.commands import (
-    batch,
-    curate,
-    doctor,
-    fsck,
-    groups,
-    metrics,
-    pause,
-    produce,
-    runs,
-    scripts,
-    server,
-    settings,
-    show,
-    simulate,
-    snapshot,
-    status,
-    tail,
-    web,
-    workers,
-)
-from rolloutmq.launch import commands as launch
-from rolloutmq.top import top
+from rolloutmq.command_list import SETTINGS, LazyGroup
 
 EPILOG = """
 \b
@@ -85,7 +62,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    cls=LazyGroup,
+    context_settings=SETTINGS,
 )
 
 
@@ -106,16 +84,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-# In the order of --help: what starts processes, what inspects a run, what controls it, the rest.
-for module in (
-    *(launch, produce, simulate),
-    *(status, runs, top, groups, show, batch, tail, workers, web, metrics),
-    *(pause, settings, snapshot, curate),
-    *(server, fsck, doctor, scripts),
-):
-    module.register(app)
 
 
 UsageError = cast(
@@ -182,15 +150,17 @@ def _drop_output() -> None:
 
 
 def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
+    from buffer.store.url import mask_url  # here, because it imports redis, which takes 0.1 s
+
     if os.environ.get("ROLLOUTMQ_DEBUG"):
         typer.echo(mask_url(traceback.format_exc()), err=True)
-    typer.echo(_format(error, as_json=as_json), err=True)
+    typer.echo(_format(error, mask_url, as_json=as_json), err=True)
     sys.exit(error.exit_code)
 
 
-def _format(error: RolloutMQError, *, as_json: bool) -> str:
-    message = mask_url(error.message)
-    hint = mask_url(error.command_hint)
+def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool) -> str:
+    message = mask(error.message)
+    hint = mask(error.command_hint)
     if as_json:
         document = {
             "error": message,

@@ -164,13 +164,13 @@ class Account:
         running = sum(task.running for task in tasks)
         dead = sum(task.dead for task in tasks)
         if running != leases:
-            audit.faults.append(f"{running} groups counted as running, {leases} leases")
+            audit.faults.append(f"{running} groups counted as running, workers hold {leases}")
         if dead != letters:
             audit.faults.append(f"{dead} groups counted as dead, {letters} dead letters")
         return audit
 
     def fsck(self) -> Audit:
-        """Check the totals, every draw of every task, every manifest, and the bytes.
+        """Check the totals, every draw of every task, every manifest, what workers hold, the bytes.
 
         Works on a live run.
         """
@@ -181,6 +181,7 @@ class Account:
                 self._check(audit, gids, task.cursor)
         for ledger in ("train", "eval"):
             self._check_manifests(audit, BatchLedger(self._store, self._keys, self._limits, ledger))
+        audit.faults += self._check_holds()
         audit.faults += Memory(self._store, self._keys, self._limits).faults()
         return audit
 
@@ -208,6 +209,17 @@ class Account:
     def _check_call(self, gid: str) -> tuple[SlotKeys, dict[str, Arg]]:
         task, draw = split_group_id(gid)
         return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
+
+    def _check_holds(self) -> list[str]:
+        """Return what is wrong with what workers hold, each worker at one instant."""
+        keys = self._keys
+        listed = self._store.each(
+            "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
+        )
+        workers = sorted({worker.decode() for members in listed for worker in members})
+        calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
+        replies = self._store.call_many("check_holds", calls)
+        return [fault for _ok, *faults in replies for fault in faults]
 
     def _check_manifests(self, audit: Audit, ledger: BatchLedger) -> None:
         steps = ledger.steps()

@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer.config.dataset import ReasoningGymDataset
 from buffer.config.engine import EngineConfig, HttpConfig, VllmConfig
-from buffer.config.learner import LearnerConfig
+from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
 from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection, RunSection
 from buffer.config.strategy import StrategySection
@@ -157,6 +157,16 @@ def _pauses_free_the_device(
         yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
 
 
+def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
+    # vLLM ends with an error where free memory changes while it measures how much a cache may have
+    is_measured = isinstance(engine, VllmConfig) and engine.kv_cache_memory_bytes is None
+    if trainer.flow == "colocated" and is_measured:
+        yield (
+            "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
+            "the free memory of the GPU, the trainer must not use or free any"
+        )
+
+
 def _engine_loads_what_is_published(
     engine: EngineConfig, learner: LearnerConfig, trainer: TrainerSection
 ) -> Iterator[str]:
@@ -232,6 +242,13 @@ def _groups_can_be_compared(tasks: TaskSections, trainer: TrainerSection) -> Ite
             )
 
 
+def _critic_is_used(critic: CriticConfig, trainer: TrainerSection) -> Iterator[str]:
+    if critic != CriticConfig() and trainer.loop is None and not trainer.is_gae:
+        yield (
+            f"[critic] is read with [trainer] advantages = gae only, not with {trainer.advantages}"
+        )
+
+
 def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[str]:
     if learner.updates_per_batch > plan.batch_size:
         yield (
@@ -296,12 +313,14 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _images_are_possible,
     memory_problem,
     _pauses_free_the_device,
+    _cache_has_a_fixed_size,
     _engine_loads_what_is_published,
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
     _temperatures_agree,
     _distributions_are_whole,
     _groups_can_be_compared,
+    _critic_is_used,
     _updates_have_groups,
     _ranks_have_gpus,
     _evaluation_fits,

@@ -82,7 +82,7 @@ class VllmConfig(EngineSettings):
     control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
     """time limit of a pause, resume or abort"""
     load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
-    """time limit of a weight update"""
+    """time limit of a weight update, of sleeping and of waking up"""
     hang_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """an engine without progress for this time counts as dead; must exceed the longest forward pass
     """

@@ -12,7 +12,31 @@ from buffer.config.section import Count, Section
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]
 KlKind = Literal["abs", "k2", "k3"]
+Attention = Literal[
+    "auto",
+    "flash_attention_3",
+    "flash_attention_2",
+    "torch_varlen",
+    "sdpa",
+    "flex_attention",
+    "eager",
+]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+IMPORTANCE_KEYS = (
+    "importance_level",
+    "importance_mode",
+    "importance_floor",
+    "importance_veto",
+)
+"""Keys of [learner.loss] that say how the importance weight is bounded, besides its cap."""
+
+
+def _changed(section: Section, *keys: str) -> list[str]:
+    """Return which of these keys have another value than their default."""
+    fields = type(section).model_fields
+    return [key for key in keys if getattr(section, key) != fields[key].default]
 
 
 class LossConfig(Section):
@@ -28,7 +52,9 @@ class LossConfig(Section):
     gradient)
     """
     clip_low: float = Field(0.2, ge=0, le=1)
-    """ratios below 1 - clip_low get no gradient where the advantage is negative"""
+    """ratios of present to old policy below 1 - clip_low get no gradient where the advantage is
+    negative. With [learner] old_policy = current, the ratio is 1 in the first update of a batch
+    """
     clip_high: float = Field(0.28, ge=0, le=1e6)
     """ratios above 1 + clip_high get no gradient where the advantage is positive"""
     dual_clip: float | None = Field(None, gt=1, le=1e6)
@@ -40,7 +66,9 @@ class LossConfig(Section):
     max_tokens: Count | None = Field(None, ge=1)
     """divisor of fixed_length, the longest response that may be sampled; default: none"""
     importance_cap: float | None = Field(2.0, gt=0, le=1e6)
-    """upper bound of the importance weight old policy / rollout policy"""
+    """upper bound of the importance weight old policy / rollout policy, by which the loss of each
+    token is multiplied; without it, nothing is corrected or dropped
+    """
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
     the geometric mean of its tokens
@@ -71,8 +99,16 @@ class LossConfig(Section):
             yield "aggregation fixed_length needs max_tokens, its divisor"
         if self.dual_clip is not None and self.objective != "ppo":
             yield f"dual_clip belongs to objective ppo, not to {self.objective}"
+        if self.max_tokens is not None and self.aggregation != "fixed_length":
+            yield "max_tokens is read by aggregation = fixed_length only, and limits no response"
         if self.importance_floor > 0 and self.importance_mode != "mask":
             yield "importance_floor needs importance_mode = mask: truncation has no lower bound"
+        cap = self.importance_cap
+        if cap is not None and self.importance_floor >= cap:
+            yield "importance_floor must be below importance_cap: every token would be dropped"
+        others = _changed(self, *IMPORTANCE_KEYS)
+        if cap is None and others:
+            yield f"{' and '.join(others)} cannot act without importance_cap"
 
 
 class LoraConfig(Section):
@@ -91,6 +127,28 @@ class LoraConfig(Section):
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
     """the linear layers that get an adapter, by the last part of their name"""
+
+
+class ShardingConfig(Section):
+    """[learner.sharding]: how several ranks share the models (FSDP2); one rank ignores it.
+
+    Usage:
+
+        ShardingConfig(reshard_after_forward=False)
+    """
+
+    reshard_after_forward: bool = True
+    """free the gathered weights of a layer after its forward pass, and gather them again for the
+    backward pass; false: keep the whole model in memory between the two, with less traffic
+    """
+    reduce_each_micro_batch: bool = False
+    """reduce gradients in every micro-batch; false: once per optimizer step, with less traffic, but
+    until then every rank holds the gradient of the whole model: 4 bytes per parameter
+    """
+    cpu_offload: bool = False
+    """keep weights, gradients and optimizer state in host memory, and copy a layer to the GPU when
+    it is computed
+    """
 
 
 class LearnerConfig(Section):
@@ -136,12 +194,22 @@ class LearnerConfig(Section):
     the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
     that the ratio of the two is wrong even for equal weights
     """
-    old_policy: Literal["rollout", "current"] = "rollout"
-    """policy that the ratio is clipped against: the one that sampled the rollout (its recorded
-    logprobs), or the weights before this batch
+    old_policy: Literal["current", "rollout"] = "current"
+    """policy that the ratio is clipped against. current: the trainer's weights before this batch;
+    the importance weight ([learner.loss]) corrects for the policy that sampled (decoupled PPO). It
+    costs a forward pass per batch where updates_per_batch is above 1, else nothing. rollout: the
+    policy that sampled, by its recorded logprobs; the importance weight is then always 1. See
+    docs/pages/loss.md
     """
-    bf16: bool = False
-    """forward pass and published weights in bfloat16; parameters and optimizer stay float32"""
+    bf16: bool | Literal["auto"] = "auto"
+    """forward pass and published weights in bfloat16; parameters and optimizer stay float32. auto:
+    true on a CUDA device that computes in it, false on a CPU
+    """
+    attn_implementation: Attention = "auto"
+    """attention of the model. The flash_attention kinds (packages of their own) and torch_varlen
+    (in torch) attend within each sample of a packed row without a mask, need CUDA and bf16, and are
+    what auto prefers; sdpa makes a mask where samples share rows
+    """
     replay_routing: bool = False
     """train a mixture of experts with the experts that the engine chose ([engine] routed_experts):
     R3, arXiv:2510.11370. The reference model of a KL term chooses its own
@@ -152,12 +220,40 @@ class LearnerConfig(Section):
     """
     lora: LoraConfig | None = None
     """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); default: train the model's weights"""
+    sharding: ShardingConfig = ShardingConfig()
+    """how several ranks share the models"""
     loss: LossConfig = LossConfig()
     """the loss"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
+        if self.decay_steps is None:
+            for key in _changed(self, "schedule", "final_rate"):
+                yield f"{key} needs decay_steps: without it, the learning rate does not decay"
+        elif self.decay_steps <= self.warmup_steps:
+            yield (
+                f"decay_steps = {self.decay_steps} is the optimizer step at which the decay ends: "
+                f"it must be larger than warmup_steps = {self.warmup_steps}"
+            )
+        importance = _changed(self.loss, "importance_cap", *IMPORTANCE_KEYS)
+        is_on = self.loss.importance_cap is not None
+        if self.old_policy == "rollout" and importance and is_on:
+            yield (
+                f"{' and '.join(importance)} of [learner.loss] cannot act with old_policy = "
+                "rollout: the importance weight is old policy / rollout policy, so always 1; "
+                "set old_policy = current"
+            )
+        if self.loss.dual_clip and self.old_policy == "current" and self.updates_per_batch == 1:
+            yield (
+                "dual_clip of [learner.loss] cannot act with old_policy = current and "
+                "updates_per_batch = 1: the ratio that it bounds is always 1"
+            )
 
 
 class CriticConfig(Section):
     """[critic]: the value model; used only with [trainer] advantages = gae.
+
+    Its precision and gradient checkpointing are those of [learner].
 
     Usage:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,17 @@ from buffer.control.control_line import ControlConnection
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
-from buffer.model.job import Job
+from buffer.model.job import Job, digest_of
 from buffer.model.limits import RunLimits
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
-FENCE_SLICE = 200
-"""Groups that one call of the server revokes at most."""
+LOST_SLICE = 200
+"""Groups that one call of the server takes from a worker at most."""
+
+MOST_AGES = 1024
+"""Weights that one heartbeat reports at most."""
 
 NO_TOKENS: Mapping[Job, PolicyVersion] = {}
 """The oldest weights of groups of which none has a token."""
@@ -30,12 +33,23 @@ class HeartbeatReply:
 
     `lost` are jobs whose leases are lost, `doomed` those that can serve no train step any more. If
     the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
+    `is_agreed`: worker and server did not differ on what is held.
     """
 
     known: bool
     control: ControlState | None
     lost: tuple[Job, ...]
     doomed: tuple[Job, ...] = ()
+    is_agreed: bool = True
+
+
+def _unless_replaced(reply: Sequence[str], worker: str) -> Sequence[str]:
+    if list(reply) == ["REPLACED"]:
+        raise Fenced(
+            f"another process has registered as worker {worker!r}; this one must leave",
+            hint="give every worker an --id of its own",
+        )
+    return reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +118,15 @@ class Fleet:
         pulse: HeartbeatReport,
         held: Sequence[Job],
         oldest: Mapping[Job, PolicyVersion] = NO_TOKENS,
+        reported: Container[Job] = (),
     ) -> HeartbeatReply:
-        """Renew the leases of `held`, and exchange the receipt for the newest control state.
+        """Renew the lease on `held`, and exchange the receipt for the newest control state.
 
-        `oldest`: the weights of the oldest token of each group that has tokens. Raises Fenced if
-        another process has registered with the same id.
+        Where worker and server differ on what is held, a second call settles it. `oldest`: the
+        weights of the oldest token of each group that has tokens; `reported`: those of which an
+        earlier heartbeat said so. Raises Fenced if another process has registered with the same id.
         """
+        ages = self._ages(oldest, reported)
         reply = self._store.call(
             "heartbeat",
             self._keys.slots(worker=worker),
@@ -118,28 +135,70 @@ class Fleet:
                 "nonce": nonce,
                 "lease_ms": self._limits.lease_ms,
                 **pulse.arguments(),
+                "held": len(held),
+                "digest": digest_of(held),
             },
-            tail_args=[part for job in held for part in self._held(job, oldest.get(job))],
+            tail_args=[part for age in ages for part in age],
         )
-        match reply:
-            case ["REPLACED"]:
-                raise Fenced(
-                    f"another process has registered as worker {worker!r}; this one must leave",
-                    hint="give every worker an --id of its own",
-                )
+        match _unless_replaced(reply, worker):
             case ["UNKNOWN"]:
                 return HeartbeatReply(False, None, tuple(held))
-            case [_, *fields]:
-                numbers = [int(field) for field in fields[len(STATE_FIELDS) :]]
-                lost = tuple(held[n - 1] for n in numbers if n > 0)
-                doomed = tuple(held[-n - 1] for n in numbers if n < 0)
-                return HeartbeatReply(True, ControlState.parse(fields), lost, doomed)
+            case [code, *fields]:
+                old = {ages[int(n) - 1][2:] for n in fields[len(STATE_FIELDS) :]}
+                doomed = tuple(job for job in oldest if self._age(job, oldest[job]) in old)
+                lost = self._reconcile(worker, nonce, held) if code == "DIFFERS" else ()
+                if lost is None:
+                    return HeartbeatReply(False, None, tuple(held))
+                return HeartbeatReply(
+                    True, ControlState.parse(fields), lost, doomed, is_agreed=code == "OK"
+                )
             case _:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")
 
-    def _held(self, job: Job, oldest: PolicyVersion | None) -> tuple[str | int, ...]:
-        weights = (oldest.lineage, oldest.version) if oldest else ("", "")
-        return (job.gid, job.token, *weights, self._limits.threshold(job.task))
+    def _ages(
+        self, oldest: Mapping[Job, PolicyVersion], reported: Container[Job]
+    ) -> list[tuple[str, str, str, int, int]]:
+        """Return the units (gid, token, lineage, version, threshold) of a heartbeat.
+
+        One for each group that is not in `reported`, and one for all others of the same weights.
+        """
+        found: dict[tuple[str, str, str, int, int], None] = {}
+        for job, weights in oldest.items():
+            age = self._age(job, weights)
+            if age is not None:
+                own = ("", "") if job in reported else (job.gid, job.token)
+                found[(*own, *age)] = None
+        return list(found)[:MOST_AGES]
+
+    def _age(self, job: Job, weights: PolicyVersion) -> tuple[str, int, int] | None:
+        """Return (lineage, version, threshold); None for a group that does not age."""
+        threshold = self._limits.threshold(job.task)
+        if not isinstance(threshold, int):
+            return None
+        return (weights.lineage, weights.version, threshold)
+
+    def _reconcile(self, worker: str, nonce: str, held: Sequence[Job]) -> tuple[Job, ...] | None:
+        """Return which of `held` the server has taken back; None if it has forgotten the worker.
+
+        It takes back what it holds for the worker and is not in `held`, except for new claims.
+        """
+        reply = self._store.call(
+            "reconcile",
+            self._keys.slots(worker=worker),
+            {
+                "worker": worker,
+                "nonce": nonce,
+                "lease_ms": self._limits.lease_ms,
+                "max_tries": self._limits.max_tries,
+                "limit": LOST_SLICE,
+            },
+            tail_args=[part for job in held for part in (job.gid, job.token)],
+        )
+        match _unless_replaced(reply, worker):
+            case ["OK", *numbers]:
+                return tuple(held[int(n) - 1] for n in numbers)
+            case _:
+                return None
 
     def open_control_connection(self, worker: str, nonce: str) -> ControlConnection:
         """Open a connection for a worker's hints and receipts. Raises redis.RedisError."""
@@ -170,7 +229,7 @@ class Fleet:
         _, revoked, left = self._store.call(
             "fence_worker",
             self._keys.slots(worker=worker),
-            {"worker": worker, "max_tries": self._limits.max_tries, "limit": FENCE_SLICE},
+            {"worker": worker, "max_tries": self._limits.max_tries, "limit": LOST_SLICE},
         )
         return int(revoked), int(left)
 
@@ -219,12 +278,13 @@ class Fleet:
         pipe = client.pipeline(transaction=False)
         for worker in ids:
             pipe.hgetall(keys.worker(worker))
-            pipe.scard(keys.holds(worker))
+            pipe.hlen(keys.holds(worker))
         pipe.hmget(keys.suspects, ids)
         *replies, suspicions = pipe.execute()
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)
         return [
-            read_record(worker, written, holds, suspicion, now_ms)
-            for worker, written, holds, suspicion in rows
+            # one field is the digest
+            read_record(worker, written, max(0, fields - 1), suspicion, now_ms)
+            for worker, written, fields, suspicion in rows
         ]

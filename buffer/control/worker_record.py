@@ -86,7 +86,7 @@ class WorkerRecord(HeartbeatNumbers):
     """One worker as the server knows it.
 
     Numbers that were not written are 0 (None for `requests`), and texts are empty. `silent_ms` is
-    the time since its last heartbeat, `holds` the number of its leases. `bad_groups` and
+    the time since its last heartbeat, `holds` the number of its groups. `bad_groups` and
     `barred_for_ms` are None unless the worker is barred for what it submitted.
     """
 
@@ -136,7 +136,7 @@ def read_record(
 ) -> WorkerRecord:
     """Return the record of a worker.
 
-    `written` is its hash, `holds` the size of its set of leases, and `suspicion` its entry in
+    `written` is its hash, `holds` the number of its groups, and `suspicion` its entry in
     `suspects` ("since_ms bad barred_ms").
     """
     texts = {

@@ -28,7 +28,7 @@ from buffer.store.script_calls import ScriptCall, Upload
 from buffer.store.store import Store
 
 GROUPS_PER_TRIP = 32
-"""Bounds the memory for encoded groups, and what is sent again after a lost connection."""
+"""Bounds what is sent again after a lost connection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 -- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
 -- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
+-- KEYS holders     prefix  of what workers hold (HASH)
 -- KEYS dead        ZSET
 -- KEYS archived    STRING  bitmap
 -- KEYS filtered    STRING  bitmap
@@ -18,7 +19,7 @@
 -- replies OK stage, then the structures that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
 -- keeps I1
 
-local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
+local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version', 'owner', 'token')
 local reply = {'OK', held[1] or ''}
 local function found(place) reply[#reply + 1] = place end
 
@@ -28,7 +29,8 @@ for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
   local there = entry ~= '' and redis.call('XRANGE', jobs, entry, entry)[1]
   if there and there[2][2] == gid then found('waiting') end
 end
-if redis.call('ZSCORE', leases, gid) then found('running') end
+local owner, token = held[11], held[12]
+if owner and token and redis.call('HGET', holders .. owner, gid) == token and redis.call('ZSCORE', leases, owner) then found('running') end
 for _, pool in ipairs({completed, aborted, expired}) do
   if held[3] and redis.call('ZSCORE', pool, held[3] .. ':' .. gid) then found('pool') end
 end

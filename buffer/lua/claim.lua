@@ -1,16 +1,17 @@
 #!lua
--- claim: give waiting groups to a worker, each with a lease and a token.
--- include: clock, control_state, events, memory_marks, numbers, open_lanes
+-- claim: give waiting groups to a worker, under the token of this call. The worker's lease begins with the first group
+-- that it holds; only heartbeats renew it.
+-- include: clock, control_state, events, holds, memory_marks, numbers
 -- KEYS control       HASH*
 -- KEYS leases        ZSET
 -- KEYS worker_record HASH*    record of the worker
--- KEYS holds         SET      gids that the worker holds
+-- KEYS holds         HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS events        STREAM*
 -- KEYS bytes         HASH*
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS suspects      HASH*    "since_ms bad barred_ms" by worker
--- KEYS jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which to serve them
+-- KEYS jobs, progress  STREAM*, HASH* x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration
 -- ARGV token      token          of this claim: new for every call, the same for a repeated one
@@ -29,17 +30,18 @@ if known[1] ~= nonce then return {'UNKNOWN'} end
 local reply = control_state(control)
 table.insert(reply, 1, 'OK')
 
-local function add(gid, new_tries)
-  local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc', 'aborts')
+-- Return how often the group was tried; nil if it is not held under `claimed`.
+local function add(gid, new_tries, claimed)
+  local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc', 'aborts', 'token')
+  if claimed and record[8] ~= claimed then return end
   reply[#reply + 1] = gid
   record[2] = int(num(record[2]) + new_tries)
   for k = 1, 7 do reply[#reply + 1] = record[k] or '' end
+  return record[2]
 end
 
 if known[2] == token then
-  for gid in string.gmatch(known[3] or '', '%S+') do
-    if redis.call('HGET', groups .. gid, 'token') == token then add(gid, 0) end
-  end
+  for gid in string.gmatch(known[3] or '', '%S+') do add(gid, 0, token) end
   return reply
 end
 if reply[4] == '' then reply[1] = 'PAUSED' return reply end
@@ -52,38 +54,56 @@ if bad and barred_ms ~= '0' then
 end
 
 -- the groups of every pair are read before anything is written
-local now, claimed, given, refused = now_ms(), {}, {}, nil
+local now, claimed, given, refused, open = now_ms(), {}, {}, nil, ' ' .. reply[4] .. ' '
+local has_marks = low_bytes > 0 or high_bytes > 0
+local stored = has_marks and held_bytes(bytes) or 0
 for n, jobs, progress, lane in each_unit do
   if #claimed >= limit then break end
-  local mark = lane == 'fresh' and low_bytes or high_bytes
-  local is_open = lane_is_open(control, lane) and redis.call('HEXISTS', progress, 'stopped') == 0
-  if is_open and is_full(bytes, mark) and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
-    if redis.call('XLEN', jobs) > 0 then refused = mark end
-  elseif is_open then
-    given[n] = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_full(bytes, mark) and 1 or limit - #claimed)
-    for _, entry in ipairs(given[n]) do
-      claimed[#claimed + 1] = entry[2][2]
-      add(entry[2][2], 1)
+  if string.find(open, ' ' .. lane .. ' ', 1, true) then
+    local mark = lane == 'fresh' and low_bytes or high_bytes
+    local is_above = mark > 0 and stored >= mark
+    local entries = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_above and 1 or limit - #claimed)
+    if #entries == 0 or redis.call('HEXISTS', progress, 'stopped') == 1 then
+      entries = {}
+    elseif is_above and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
+      entries, refused = {}, mark
+    end
+    if #entries > 0 then given[n] = {gids = {}, ids = {}} end
+    for i, entry in ipairs(entries) do
+      local gid = entry[2][2]
+      given[n].ids[i], given[n].gids[i] = entry[1], gid
+      claimed[#claimed + 1] = {gid = gid, tries = add(gid, 1)}
     end
   end
 end
+if #claimed == 0 then
+  if refused then
+    reply[1] = 'FULL'
+    reply[#reply + 1] = int(stored)
+    reply[#reply + 1] = int(refused)
+  end
+  return reply
+end
+
+local gids, tokens, digest = {}, {}, 0
+for i, one in ipairs(claimed) do
+  gids[i], tokens[2 * i - 1], tokens[2 * i] = one.gid, one.gid, token
+  digest = digest + mark_of(one.gid, token)
+end
+if num(redis.call('HINCRBY', holds, 'digest', int(digest))) == digest then
+  redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker)
+end
+redis.call('HSET', holds, unpack(tokens))
 for n, jobs, progress in each_unit do
-  for _, entry in ipairs(given[n] or {}) do
-    local gid = entry[2][2]
-    redis.call('XDEL', jobs, entry[1])
-    redis.call('HINCRBY', groups .. gid, 'tries', 1)
-    redis.call('HSET', groups .. gid, 'stage', 'running', 'token', token, 'owner', worker, 'entry', '', 'claimed_ms', int(now))
-    redis.call('ZADD', leases, int(now + lease_ms), gid)
-    redis.call('SADD', holds, gid)
-    redis.call('HINCRBY', progress, 'running', 1)
+  if given[n] then
+    redis.call('XDEL', jobs, unpack(given[n].ids))
+    redis.call('HINCRBY', progress, 'running', #given[n].gids)
   end
 end
-if #claimed > 0 then
-  redis.call('HSET', worker_record, 'claim', token, 'claimed', table.concat(claimed, ' '))
-  log_event(events, 'claimed', 'worker', worker, 'groups', #claimed, 'first', claimed[1])
-elseif refused then
-  reply[1] = 'FULL'
-  reply[#reply + 1] = int(held_bytes(bytes))
-  reply[#reply + 1] = int(refused)
+for _, one in ipairs(claimed) do
+  redis.call('HSET', groups .. one.gid, 'tries', one.tries, 'stage', 'running', 'token', token, 'owner', worker, 'entry', '',
+    'claimed_ms', int(now))
 end
+redis.call('HSET', worker_record, 'claim', token, 'claimed', table.concat(gids, ' '))
+log_event(events, 'claimed', 'worker', worker, 'groups', #claimed, 'first', claimed[1].gid)
 return reply

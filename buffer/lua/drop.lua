@@ -10,7 +10,7 @@
 -- KEYS aborted       ZSET    pool of the task
 -- KEYS expired       ZSET    pool of the task
 -- KEYS leases        ZSET
--- KEYS holders       prefix  of the workers' holds (SET)
+-- KEYS holders       prefix  of what workers hold (HASH)
 -- KEYS dead          ZSET
 -- KEYS dead_letters  prefix  of the reasons (STRING)
 -- KEYS archived      STRING  bitmap
@@ -38,7 +38,7 @@ end
 local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
-if runs then redis.call('SCARD', holders .. held.owner) end
+if runs then redis.call('HLEN', holders .. held.owner) end
 
 local before = leave({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
   completed = completed, aborted = aborted, expired = expired, order_index = order_index, age_index = age_index,

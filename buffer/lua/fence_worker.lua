@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- fence_worker: revoke what a silent worker holds, so that no process waits for it. The caller repeats it until
 -- nothing is left.
--- include: bells, events, retries
+-- include: events, holds, lost
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS holds         SET     gids that the worker holds
+-- KEYS holders       prefix  of what workers hold (HASH)
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
 -- KEYS dead          ZSET
@@ -21,29 +21,15 @@
 -- replies OK revoked left
 -- keeps I1, I2, I10 (no process waits for a dead worker), I13 (a repeated call finds nothing)
 
+local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
+  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
 -- all keys with a prefix are read first: a wrong type stops the script before it writes
-local held, found, tasks = redis.call('SRANDMEMBER', holds, limit), {}, {}
-for i, gid in ipairs(held) do
-  local task = redis.call('HGET', groups .. gid, 'task')
-  if task then tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, ages, dead, dead_letters) end
-  found[i] = tasks[task]
+local found = {}
+for _, held in ipairs(held_groups(holders .. worker)) do
+  if #found < limit then found[#found + 1] = found_group(under, worker, held[1], held[2]) end
 end
-local waiting, buried = 0, 0
-for i, gid in ipairs(held) do
-  local keys = found[i]
-  redis.call('ZREM', leases, gid)
-  redis.call('SREM', holds, gid)
-  if keys then
-    redis.call('HINCRBY', keys.progress, 'running', -1)
-    redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
-    local place = retry_or_bury(keys, gid, max_tries, '{"reason":"worker fenced","worker":"' .. worker .. '"}')
-    if place == 'dead' then buried = buried + 1 else waiting = waiting + 1 end
-  end
-end
+local waiting, buried = lose(under, found, max_tries, 'worker fenced')
 redis.call('ZREM', workers, worker)
 redis.call('UNLINK', worker_record)
-if waiting > 0 then ring(bell_workers, waiting) end
--- a dead letter makes room for another group
-if buried > 0 then ring(bell_producer, 1) end
 log_event(events, 'worker_fenced', 'worker', worker, 'groups', waiting + buried)
-return {'OK', waiting + buried, redis.call('SCARD', holds)}
+return {'OK', waiting + buried, held_count(holders .. worker)}

@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- heartbeat: renew the leases of a worker, take its receipt for a pause, and return the control state.
--- A group whose tokens are too old for the next train step, and so for all later ones, is reported in the reply: the
--- worker stops it, and releases it as `expired`.
--- include: clock, control_state, grace, numbers, receipts, staleness
+-- heartbeat: renew the lease of a worker, take its receipt for a pause, and return the control state.
+-- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
+-- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
+-- stops the groups that have tokens of them, and releases these as `expired`.
+-- include: clock, control_state, grace, holds, numbers, receipts, staleness
 -- KEYS control       HASH*
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH*  record of the worker
--- KEYS holds         SET    gids that the worker holds
--- KEYS groups        prefix  of the group records (HASH)
+-- KEYS holds         HASH*  what the worker holds
 -- KEYS ages          prefix  of the age indexes (ZSET)
 -- KEYS ledger        HASH*   of the trainer
 -- KEYS lineages      LIST*
@@ -31,50 +31,49 @@
 -- ARGV judge_failures 0..            those of them without a valid reward
 -- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
 -- ARGV judging        0..            held groups that only wait for their judge
--- ARGV gid, token, lineage, version, threshold  bytes..75, bytes..64, ''|name, ''|0.., ''|0.. x0..1024  of each group that
---                     it holds: the weights of its oldest token, '' = it has none; stale threshold of its task, '' = it
---                     does not age
--- replies OK 6 x control, then a number for each group to stop: n = it no longer holds the n-th one, -n = the n-th one
---                     can serve no train step any more
+-- ARGV held           0..            groups that it holds
+-- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/holds.lua)
+-- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
+--                     has its oldest token, with the stale threshold of the task: once for each held group of which that
+--                     was not reported yet, and with empty gid and token once for all others. Groups that do not age, or
+--                     have no token, are left out
+-- replies OK 6 x control, then the number of each weights that can serve no train step any more
+--       | DIFFERS 6 x control, then the same (call `reconcile`)
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
--- keeps I2 (only the owner renews), I8 (what is too old is ended while it runs), I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
+-- keeps I2 (only the registration that holds the groups renews), I8 (what is too old is ended while it runs), I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
 
-local known = redis.call('HGET', worker_record, 'nonce')
-if not known then return {'UNKNOWN'} end
-if known ~= nonce then return {'REPLACED'} end
+local known = redis.call('HMGET', worker_record, 'nonce', 'ack')
+if not known[1] then return {'UNKNOWN'} end
+if known[1] ~= nonce then return {'REPLACED'} end
 
-local reply, now, renewed, aged, living = control_state(control), now_ms(), {}, {}, {}
-local step = num(redis.call('HGET', ledger, 'taken')) + 1
+local reply, now, aged, living, step = control_state(control), now_ms(), {}, {}, nil
+local count = held_count(holds)
+local is_agreed = count == held and num(redis.call('HGET', holds, 'digest')) == digest
 table.insert(reply, 1, 'OK')
+if not is_agreed then reply[1] = 'DIFFERS' end
 for n, gid, token, lineage, version, threshold in each_unit do
-  local record = redis.call('HMGET', groups .. gid, 'token', 'stage')
-  if record[1] == token and record[2] == 'running' then
-    renewed[#renewed + 1] = int(now + lease_ms)
-    renewed[#renewed + 1] = gid
-    if version and threshold then
-      local weights = lineage .. ':' .. int(version)
-      living[weights] = living[weights] or living_version(lineages, lineage, int(version))
-      local age_index = ages .. string.match(gid, '^(.*)%-%d+$')
-      if not aged[age_index] then
-        -- read first: a wrong type stops the script before it writes
-        redis.call('ZCARD', age_index)
-        aged[age_index] = {}
-      end
-      table.insert(aged[age_index], living[weights])
-      table.insert(aged[age_index], gid)
-      if tonumber(living[weights]) < step - threshold then reply[#reply + 1] = -n end
+  step = step or num(redis.call('HGET', ledger, 'taken')) + 1
+  local weights = lineage .. ':' .. int(version)
+  living[weights] = living[weights] or living_version(lineages, lineage, int(version))
+  if tonumber(living[weights]) < step - threshold then reply[#reply + 1] = n end
+  if gid ~= '' and redis.call('HGET', holds, gid) == token then
+    local age_index = ages .. string.match(gid, '^(.*)%-%d+$')
+    if not aged[age_index] then
+      -- read first: a wrong type stops the script before it writes
+      redis.call('ZCARD', age_index)
+      aged[age_index] = {}
     end
-  else
-    reply[#reply + 1] = n
+    table.insert(aged[age_index], living[weights])
+    table.insert(aged[age_index], gid)
   end
 end
 tick(clock, now, lease_ms)
 for age_index, scores in pairs(aged) do redis.call('ZADD', age_index, 'LT', unpack(scores)) end
-if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
+if is_agreed and count > 0 then redis.call('ZADD', leases, int(now + lease_ms), worker) end
 redis.call('ZADD', workers, int(now), worker)
 redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'refusal', refusal or '', 'tokens_per_s', tokens_per_s, 'done', int(done),
   'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
   'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
   'judge_buckets', judge_buckets, 'judging', int(judging), 'seen_ms', int(now))
-take_receipt(worker_record, holds, bell_receipts, reply[2], reply[3], ack)
+take_receipt(worker_record, num(known[2]), count, bell_receipts, reply[2], reply[3], ack)
 return reply

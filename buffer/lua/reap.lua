@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
--- reap: take back the groups of silent workers, and forget workers that are long gone. Any process may call it.
--- include: bells, clock, events, grace, numbers, retries
+-- reap: end the registrations of silent workers that hold groups, take the groups back, and forget workers that are long
+-- gone. Any process may call it. A registration ends before its first group is taken, so that it cannot be renewed; what
+-- one call leaves of it, the next one takes.
+-- include: clock, events, grace, holds, lost, numbers
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
 -- KEYS groups         prefix  of the group records (HASH)
--- KEYS holders        prefix  of the workers' holds (SET)
+-- KEYS holders        prefix  of what workers hold (HASH)
 -- KEYS workers        ZSET
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- KEYS dead           ZSET
@@ -22,52 +24,46 @@
 -- replies OK reaped buried forgotten | GRACE left_ms
 -- keeps I1, I2 (the token becomes invalid at once), I11 (no lease is lost to an outage); no leader, no lock (I13)
 
-local now, lost, tasks = now_ms(), {}, {}
+local now, found = now_ms(), {}
+local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
+  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
 -- all keys with a prefix are read first: a wrong type stops the script before it writes
-for i, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
-  local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
-  local task, owner = record[1], record[2]
-  if task then
-    redis.call('SCARD', holders .. owner)
-    tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, ages, dead, dead_letters)
+local silent = redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)
+for _, worker in ipairs(silent) do
+  redis.call('HLEN', worker_records .. worker)
+  for _, held in ipairs(held_groups(holders .. worker)) do
+    if #found < limit then found[#found + 1] = found_group(under, worker, held[1], held[2]) end
   end
-  lost[i] = {gid = gid, owner = owner, keys = tasks[task]}
+  if #found == limit then break end
 end
-local silent = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)
-for _, id in ipairs(silent) do redis.call('SCARD', holders .. id) end
+local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)
+for _, worker in ipairs(gone) do redis.call('HLEN', holders .. worker) end
 
 local grace = tick(clock, now, lease_ms)
 redis.call('HSET', clock, 'swept_ms', int(now))
 -- deadlines further away than one lease were set before the clock was set back
-for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
-  redis.call('ZADD', leases, int(now + lease_ms), gid)
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
+  redis.call('ZADD', leases, int(now + lease_ms), worker)
 end
 if now < grace then return {'GRACE', int(grace - now)} end
 
-local reaped, buried, forgotten = 0, 0, 0
-for _, held in ipairs(lost) do
-  local gid, owner, keys = held.gid, held.owner, held.keys
-  redis.call('ZREM', leases, gid)
-  -- a group without a record is lost (fsck reports it): its lease would block all others
-  if keys then
-    redis.call('SREM', holders .. owner, gid)
-    redis.call('HINCRBY', keys.progress, 'running', -1)
-    redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
-    local reason = '{"reason":"lease ran out","worker":"' .. owner .. '"}'
-    local place = retry_or_bury(keys, gid, max_tries, reason)
-    log_event(events, 'reaped', 'gid', gid, 'worker', owner, 'place', place)
-    if place == 'dead' then buried = buried + 1 else reaped = reaped + 1 end
+for _, one in ipairs(found) do redis.call('HDEL', worker_records .. one.worker, 'nonce', 'claim', 'claimed') end
+local reaped, buried = lose(under, found, max_tries, 'lease ran out')
+for _, worker in ipairs(silent) do
+  -- with a digest that does not fit, the last group did not end the lease
+  if held_count(holders .. worker) == 0 then
+    redis.call('UNLINK', holders .. worker)
+    redis.call('ZREM', leases, worker)
   end
 end
-for _, id in ipairs(silent) do
-  -- a worker that still holds groups is forgotten once its leases have run out
-  if redis.call('SCARD', holders .. id) == 0 then
-    redis.call('ZREM', workers, id)
-    redis.call('UNLINK', worker_records .. id)
-    log_event(events, 'worker_lost', 'worker', id)
+local forgotten = 0
+for _, worker in ipairs(gone) do
+  -- a worker that still holds groups is forgotten once its lease has run out
+  if held_count(holders .. worker) == 0 then
+    redis.call('ZREM', workers, worker)
+    redis.call('UNLINK', worker_records .. worker)
+    log_event(events, 'worker_lost', 'worker', worker)
     forgotten = forgotten + 1
   end
 end
-if reaped > 0 then ring(bell_workers, reaped) end
-if buried > 0 then ring(bell_producer, 1) end
 return {'OK', reaped, buried, forgotten}

@@ -12,7 +12,7 @@
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS ends         prefix  of the bitmaps (STRING)
 -- KEYS leases       ZSET
--- KEYS holders      prefix  of the workers' holds (SET)
+-- KEYS holders      prefix  of what workers hold (HASH)
 -- KEYS dead         ZSET
 -- KEYS dead_letters prefix  of the reasons (STRING)
 -- KEYS garbage      SET
@@ -45,7 +45,7 @@ for _, draw, place in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
-  if held and held.owner then redis.call('SCARD', holders .. held.owner) end
+  if held and held.owner then redis.call('HLEN', holders .. held.owner) end
   if not held and not now and draw >= first then
     if draw ~= outside then return {'DRAW', int(outside)} end
     outside = outside + 1

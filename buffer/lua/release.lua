@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, bells, brakes, events, expiry, numbers, retries, staleness, waiting
+-- include: ages, bells, brakes, events, expiry, holds, numbers, retries, staleness, waiting
 -- KEYS leases        ZSET
--- KEYS holds         SET     gids that the worker holds
+-- KEYS holds         HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
 -- KEYS progress      HASH    of the task
 -- KEYS jobs_resume   STREAM
@@ -65,8 +65,7 @@ if kind == 'expired' then
   kind = 'aborted'
 end
 
-redis.call('ZREM', leases, gid)
-redis.call('SREM', holds, gid)
+let_go(leases, holds, worker, gid, token)
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place

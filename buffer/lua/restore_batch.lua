@@ -12,7 +12,7 @@
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS leases       ZSET
--- KEYS holders      prefix  of the workers' holds (SET)
+-- KEYS holders      prefix  of what workers hold (HASH)
 -- KEYS dead         ZSET
 -- KEYS dead_letters prefix  of the reasons (STRING)
 -- KEYS garbage      SET
@@ -35,7 +35,7 @@ for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local held = held_fields(groups .. gid)
   if not held or held.stage == 'taken' then return {'GONE', gid} end
-  if held.owner then redis.call('SCARD', holders .. held.owner) end
+  if held.owner then redis.call('HLEN', holders .. held.owner) end
   local task = string.match(gid, '^(.*)%-%d+$')
   tasks[task] = tasks[task] or task_keys(under, task)
   found[#found + 1] = {line = line, gid = gid, token = token, size = num(size), held = held, keys = tasks[task],

@@ -1,22 +1,22 @@
 #!lua flags=allow-oom
 -- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
--- include: bells, brakes, byte_count, clock, events, numbers, order_index, payloads, staleness
+-- include: bells, brakes, byte_count, clock, events, holds, numbers, order_index, payloads, staleness
 -- KEYS leases        ZSET
--- KEYS holds         SET      gids that the worker holds
+-- KEYS holds         HASH     what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
--- KEYS progress      HASH     of the task
--- KEYS completed     ZSET     pool of the task
--- KEYS aborted       ZSET     pool of the task
--- KEYS filtered      STRING   bitmap
+-- KEYS progress      HASH*    of the task
+-- KEYS completed     ZSET*    pool of the task
+-- KEYS aborted       ZSET*    pool of the task
+-- KEYS filtered      STRING*  bitmap
 -- KEYS lineages      LIST*
--- KEYS garbage       SET
+-- KEYS garbage       SET*
 -- KEYS bell_trainer  LIST*
 -- KEYS bell_producer LIST*
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
+-- KEYS order_index   ZSET*    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
--- KEYS unpinned      SET
--- KEYS age_index     ZSET     groups of the task that wait or run, by their oldest version
+-- KEYS unpinned      SET*
+-- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
 -- ARGV gid          gid
 -- ARGV token        token                       of the claim
@@ -42,7 +42,7 @@
 
 local record = groups .. gid
 local held = redis.call('HMGET', record, 'payload', 'chunks', 'stage', 'token', 'draw', 'tries', 'aborts',
-  'arrival', 'size', 'prompt')
+  'arrival', 'size', 'prompt', 'owner')
 local payload, stage = held[1], held[3]
 if payload == token then return {'OK', held[8]} end
 if not stage then
@@ -55,24 +55,33 @@ local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
-redis.call('ZREM', leases, gid)
-redis.call('SREM', holds, gid)
-redis.call('ZREM', age_index, gid)
--- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
-  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row',
-  'produced_groups', 'produced_ms')
+  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms')
+local pool = status == 'completed' and completed or aborted
+-- only what this status writes: a wrong type stops the script before it writes
+redis.call('ZCARD', pool)
+if order ~= '' then redis.call('ZCARD', order_index) end
+if #payloads == 0 then redis.call('SCARD', unpinned) end
+if status == 'filtered' then redis.call('STRLEN', filtered) end
+if status == 'filtered' or payload ~= 'init' then redis.call('SCARD', garbage) end
+
+redis.call('ZREM', age_index, gid)
+let_go(leases, holds, held[11], gid, token)
+-- all counters in one call: the cost is that of the call, not of the number of fields
 local arrival = string.format('%010d', num(counts[6]) + 1)
-redis.call('HSET', progress, 'running', int(num(counts[1]) - 1), 'produced_samples', int(num(counts[2]) + samples),
+local changed = {'running', int(num(counts[1]) - 1), 'produced_samples', int(num(counts[2]) + samples),
   'produced_tokens', int(num(counts[3]) + tokens),
   'raw_rewards_sum', string.format('%.17g', num(counts[4]) + num(reward_sum)),
-  'raw_rewards_count', int(num(counts[5]) + reward_count), 'arrivals', int(num(counts[6]) + 1))
+  'raw_rewards_count', int(num(counts[5]) + reward_count), 'arrivals', int(num(counts[6]) + 1)}
+local function change(field, value) changed[#changed + 1], changed[#changed + 2] = field, value end
 if status ~= 'aborted' then
-  redis.call('HSET', progress, 'produced_groups', int(num(counts[9]) + 1), 'produced_ms', int(num(counts[10]) + ms))
+  change('produced_groups', int(num(counts[9]) + 1))
+  change('produced_ms', int(num(counts[10]) + ms))
+  -- a filtered group was generated and judged: its task works
+  if num(counts[7]) > 0 then change('failures_in_row', 0) end
 end
--- a filtered group was generated and judged: its task works
-if status ~= 'aborted' and num(counts[7]) > 0 then redis.call('HSET', progress, 'failures_in_row', 0) end
-if status == 'completed' and num(counts[8]) > 0 then redis.call('HSET', progress, 'filtered_in_row', 0) end
+if status == 'completed' and num(counts[8]) > 0 then change('filtered_in_row', 0) end
+redis.call('HSET', progress, unpack(changed))
 if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[2]) end
 local went = payload ~= 'init' and num(held[9]) or 0
 
@@ -96,9 +105,8 @@ else
   redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', token, 'chunks', chunks,
     'size', int(size), 'crc', crc, 'version', version, 'lineage', lineage, 'samples', samples,
     'arrival', arrival, 'reward', reward_sum, 'submitted_ms', int(now_ms()),
-    'tokens', int(length), 'tries', int(num(held[6]) - 1), 'aborts', int(aborts))
-  if #fields > 0 then redis.call('HSET', record, unpack(fields)) end
-  redis.call('ZADD', status == 'completed' and completed or aborted, score, arrival .. ':' .. gid)
+    'tokens', int(length), 'tries', int(num(held[6]) - 1), 'aborts', int(aborts), unpack(fields))
+  redis.call('ZADD', pool, score, arrival .. ':' .. gid)
   if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 end
 ring(status == 'completed' and bell_trainer or bell_producer, 1)

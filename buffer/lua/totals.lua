@@ -1,14 +1,17 @@
 #!lua flags=no-writes
 -- totals: count the groups of every task in each structure, and read each counter, at one instant.
--- include: numbers
--- KEYS leases ZSET
--- KEYS dead   ZSET
--- KEYS bytes  HASH
+-- include: holds, numbers
+-- KEYS leases  ZSET
+-- KEYS holders prefix  of what workers hold (HASH)
+-- KEYS dead    ZSET
+-- KEYS bytes   HASH
 -- KEYS jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
--- replies OK leases dead came went, then 23 numbers per task: 3 streams, 3 pools, 14 counters, 3 bitmaps
+-- replies OK held dead came went, then 23 numbers per task: 3 streams, 3 pools, 14 counters, 3 bitmaps
 -- keeps I1 (one instant for all), I12
 
-local reply = {'OK', redis.call('ZCARD', leases), redis.call('ZCARD', dead)}
+local held = 0
+for _, worker in ipairs(redis.call('ZRANGE', leases, 0, -1)) do held = held + held_count(holders .. worker) end
+local reply = {'OK', held, redis.call('ZCARD', dead)}
 local counts = redis.call('HMGET', bytes, 'came', 'went')
 for k = 1, 2 do reply[#reply + 1] = int(num(counts[k])) end
 for _, jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped in each_unit do

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha1
 from typing import Literal
 
 from buffer.model.ids import split_group_id
@@ -47,6 +48,18 @@ class Job:
         gid, lane, tries, payload, chunks, size, crc, aborts = row
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
         return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
+
+
+def digest_of(jobs: Iterable[Job]) -> int:
+    """Return the number by which a worker and the server compare what the worker holds.
+
+    `lua/include/holds.lua` computes the same.
+    """
+    return sum(_mark(f"{job.gid} {job.token}") for job in jobs)
+
+
+def _mark(job: str) -> int:
+    return int(sha1(job.encode(), usedforsecurity=False).hexdigest()[:10], 16)
 
 
 @dataclass(frozen=True, slots=True)

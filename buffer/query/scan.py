@@ -1,11 +1,11 @@
 """Finds and counts the groups of a run that match a query (`buffer.query.language`).
 
-Reads only, and never a payload. Each living group is in one index: a stream, a pool, the leases, a
-manifest or the dead letters (I1). So the indexes are walked, page by page, and never the key space
-of the server: indexes that cannot hold a match are skipped, pools are read from the oldest version
-that can match, and groups that the query names by gid or draw are looked up. Pages are read at
-different times: on a live run, a group that moves meanwhile may be missed, or found in both of its
-stages. For proof use `fsck`.
+Reads only, and never a payload. Each living group is in one index: a stream, a pool, what a worker
+holds, a manifest or the dead letters (I1). So the indexes are walked, page by page, and never the
+key space of the server: indexes that cannot hold a match are skipped, pools are read from the
+oldest version that can match, and groups that the query names by gid or draw are looked up. Pages
+are read at different times: on a live run, a group that moves meanwhile may be missed, or found in
+both of its stages. For proof use `fsck`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class GroupScan:
                     for pool in POOLS
                 ]
             case "running":
-                return [(keys.leases, {})]
+                workers = self._sorted_set(keys.leases, EVERY)
+                return [(keys.holds(worker), {"owner": worker}) for worker in workers]
             case "dead":
                 return [(keys.dead, {})]
         return [(ledger.name, {}) for ledger in self._ledgers]
@@ -176,7 +177,7 @@ class GroupScan:
     def _count(self, index: Index, node: Node, moment: Moment) -> int:
         if index.stage == "pool" and self._is_by_version and is_exact(index.rest):
             return int(self._command("ZCOUNT", index.key, *_bounds(index.versions)))
-        if index.rest == TRUE and index.stage != "taken":
+        if index.rest == TRUE and index.stage in ("waiting", "pool", "dead"):
             return int(self._command("XLEN" if index.stage == "waiting" else "ZCARD", index.key))
         return sum(1 for _ in self._of(index, node, moment))
 
@@ -187,6 +188,9 @@ class GroupScan:
             case "pool":
                 members = self._sorted_set(index.key, index.versions)
                 return (member.partition(":")[2] for member in members)
+            case "running":
+                held = self._command("HKEYS", index.key)
+                return (gid.decode() for gid in held if gid != b"digest")
             case "taken":
                 return self._taken(index.key)
         return self._sorted_set(index.key, EVERY)

@@ -33,8 +33,9 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     has_experts   uint8[k]       1: its experts are in `routed_experts`
 
 Needed are indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
-little-endian arrays in `data`, in this order, each at a multiple of eight bytes; `pad` brings
-`data` to such a place, too. So a reader uses them where they lie, as views of the received bytes.
+little-endian arrays in `data`, each at a multiple of eight bytes, here in this order (others may
+write another); `pad` brings `data` to such a place, too. So a reader uses them where they lie, as
+views of the received bytes.
 
 The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
 dictionary): any writer may do so, every reader must check for it. Checksum and size of a payload

@@ -27,6 +27,7 @@ _HEAD_BYTES = 2**19
 """A head of this size cannot contain many more containers than allowed."""
 
 _PLAIN = frozenset({dict, list, tuple, str, int, float, bool, type(None), bytes})
+_TEXT = frozenset({str})
 
 
 def check_containers(data: bytes | memoryview) -> None:
@@ -124,7 +125,8 @@ def check_plain(where: str, *values: Any) -> None:
     for level in _levels(where, values):
         for kind in set(map(type, level)) - _PLAIN:
             raise WireError(f"at {where}: {kind.__name__} is not part of the format")
-        if any(type(key) is not str for item in level if type(item) is dict for key in item):
+        maps = [item for item in level if type(item) is dict]
+        if any(set(map(type, item)) - _TEXT for item in maps):
             raise WireError(f"at {where}: a key that is not a text")
 
 
@@ -141,9 +143,13 @@ def _levels(where: str, values: Iterable[Any]) -> Iterator[list[Any]]:
         if not level:
             return
         yield level
-        maps = (value for item in level if type(item) is dict for value in item.values())
-        arrays = (value for item in level if type(item) in (list, tuple) for value in item)
-        level = [*maps, *arrays]
+        below: list[Any] = []
+        for item in level:
+            if type(item) is dict:
+                below += item.values()
+            elif type(item) in (list, tuple):
+                below += item
+        level = below
     if level:
         raise WireError(
             f"at {where}: maps and arrays are nested too deeply",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import lt
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
     """Return the columns as views of `data`. Raises WireError for another layout."""
     columns = {}
     end = 0
-    for name, (offset, *shape) in directory.items():
+    for name, (offset, *shape) in _by_offset(directory):
         if name not in _DTYPES:
             raise WireError(f"at columns: unknown column {reprlib.repr(name)}")
         dtype, ndim = _DTYPES[name]
@@ -98,3 +99,11 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
         if name not in columns:
             raise WireError(f"at columns: {name} is missing")
     return columns
+
+
+def _by_offset(directory: Mapping[str, list[int]]) -> Iterable[tuple[str, list[int]]]:
+    """Return the entries in the order of their columns: maps have none in some languages."""
+    offsets = [entry[0] for entry in directory.values()]
+    if all(map(lt, offsets, offsets[1:])):
+        return directory.items()
+    return sorted(directory.items(), key=lambda item: (item[1][0], math.prod(item[1][1:])))

@@ -37,14 +37,23 @@ _servers: dict[str, FakeServer] = {}
 _lock = threading.Lock()
 
 
+def _sha1hex(text: bytes) -> bytes:
+    return sha1(text, usedforsecurity=False).hexdigest().encode()
+
+
 class _Socket(FakeSocket):
     """The server's end of a connection, with the commands that fakeredis 2.40 lacks."""
 
     def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
-        self._server.script_cache[sha1(script, usedforsecurity=False).hexdigest().encode()] = script
+        self._server.script_cache[_sha1hex(script)] = script
         # the shebang of Redis 7 becomes a comment, so that errors name the right line
         plain = b"--" + script if script.startswith(b"#!") else script
         return super().eval(plain, numkeys, *keys_and_args)
+
+    def _get_server_runtime(self, server: Any) -> Any:
+        runtime = super()._get_server_runtime(server)
+        runtime.globals()[b"redis"][b"sha1hex"] = _sha1hex
+        return runtime
 
     def bitcount(self, key: CommandItem, *span: bytes) -> int:
         if span or key.value is None:

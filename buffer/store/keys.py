@@ -38,7 +38,7 @@ TABLE: Mapping[str, KeyRow] = {
     # groups
     "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
     "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
-    "leases": KeyRow("ZSET", "gid by deadline (ms of the server's clock): what runs"),
+    "leases": KeyRow("ZSET", "worker that holds groups by its deadline (ms of the server's clock)"),
     "pool:<task>:<status>": KeyRow(
         "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
     ),
@@ -83,7 +83,11 @@ TABLE: Mapping[str, KeyRow] = {
     # workers
     "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)"),
     "worker:<id>": KeyRow("HASH", "engine, weights, state, acknowledged epoch, counters"),
-    "holds:<id>": KeyRow("SET", "gids that the worker holds a lease on"),
+    "holds:<id>": KeyRow(
+        "HASH",
+        "what the worker's registration holds: token by gid, and `digest` of them all "
+        "(`buffer/lua/include/holds.lua`); exists while it holds a group",
+    ),
     "suspects": KeyRow(
         "HASH",
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '

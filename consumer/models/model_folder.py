@@ -42,23 +42,29 @@ def check_model_folder(path: Path) -> None:
         )
 
 
-def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the causal language model of a folder, on the CPU, with torch's attention.
+def load_model(
+    path: Path, *, dtype: torch.dtype | None = None, attention: str | None = None
+) -> PreTrainedModel:
+    """Return the causal language model of a folder, on the CPU.
 
-    `dtype`: of its parameters; default: float32. Raises ModelError where it cannot be loaded.
+    `dtype`: of its parameters; default: float32. `attention`: see `choose_attention`; default:
+    sdpa, or eager for a model that does not allow it. Raises ModelError where it cannot be loaded.
     """
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from consumer.models.varlen_attention import register_varlen_attention
+
     check_model_folder(path)
+    register_varlen_attention()
     _disable_progress_bars()
     try:
         with _LOADING:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype or torch.float32,
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 local_files_only=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -49,7 +49,7 @@ def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
     tokenizer = build_tokenizer(spec)
     with new_folder(out_dir) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(_architecture(spec, tokenizer))
+        model = Qwen3ForCausalLM(architecture(spec, tokenizer))
         model.generation_config.do_sample = True
         model.generation_config.temperature = 1.0
         save_model(model, folder)
@@ -83,7 +83,8 @@ def build_tokenizer(spec: TinyModelConfig) -> PreTrainedTokenizerFast:
     )
 
 
-def _architecture(spec: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def architecture(spec: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Return the configuration of the model that `spec` describes."""
     from transformers import Qwen3Config
 
     rows = max(len(tokenizer), spec.vocab_size or 0)

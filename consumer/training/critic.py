@@ -12,13 +12,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
 
-from buffer.config.learner import CriticConfig
+from buffer.config.learner import CriticConfig, ShardingConfig
 from consumer.models.model_folder import load_model
+from consumer.models.shards import empty_model, load_shards
+from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step
 from consumer.training.learner_state import capture, restore, shard_rows
 from consumer.training.packing import MicroBatch
 from consumer.training.saved_state import Rows
+from consumer.training.sharding import place, set_gradient_sync, shard
 
 PREFIX = "critic/"
 """Of the names of a critic's tensors in the state: the learner's are beside them."""
@@ -26,37 +30,81 @@ PREFIX = "critic/"
 log = logging.getLogger("rolloutmq.trainer")
 
 
+class ValueModel(nn.Module):
+    """Compute one number per token: a value head on the body of a language model."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(body.config.hidden_size, 1, device="cpu")
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logit_index: Tensor) -> Tensor:
+        """Return float32[N]; the arguments are those of `TargetLogits`."""
+        hidden = self.body(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        # logit_index: the slot before a token is the state in which it was chosen
+        states = hidden.flatten(0, 1).index_select(0, logit_index)
+        # the head in float32: returns need more than 8 bits
+        with torch.autocast(states.device.type, enabled=False):
+            values: Tensor = self.head(states.float()).squeeze(1)
+        return values
+
+
 class Critic:
     """Estimate the value of each token's state; `step` counts optimizer steps.
 
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0.
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `bf16` and
+    `gradient_checkpointing` are those of the policy ([learner]). With several ranks it is sharded
+    as the policy is, and all ranks call the same methods.
 
         values = [critic.values(batch) for batch in batches]
         metrics = critic.update(batches, values, returns)
     """
 
     def __init__(
-        self, model_dir: Path, config: CriticConfig, *, device: str = "cpu", seed: int = 0
+        self,
+        model_dir: Path,
+        config: CriticConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        bf16: bool = False,
+        gradient_checkpointing: bool = False,
+        ranks: Ranks = ALONE,
+        sharding: ShardingConfig | None = None,
     ) -> None:
         self.config = config
+        self._bf16 = bf16
         self.device = torch.device(device)
         self.step = 0
+        self._ranks = ranks
+        self._sharding = sharding or ShardingConfig()
         torch.manual_seed(seed)
-        body = load_model(model_dir).base_model
-        head = nn.Linear(body.config.hidden_size, 1)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        self.body = body.to(self.device).train()
-        self.head = head.to(self.device)
-        self.parameters = {f"body.{name}": p for name, p in self.body.named_parameters()}
-        self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters()}
+        self.model = self._load(model_dir).train()
+        if gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
+        self.parameters = dict(self.model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, weight_decay=0.0
         )
 
+    def _load(self, model_dir: Path) -> ValueModel:
+        if self._ranks.size == 1:
+            return ValueModel(load_model(model_dir).base_model).to(self.device)
+        body = empty_model(model_dir, kind=AutoModel)
+        model = ValueModel(body)
+        model.head.to(self.device)
+        shard(model, body, self.device, self._sharding)
+        load_shards(body, model_dir)
+        place(model, self.device, self._sharding)
+        return model
+
     def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
         """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
-        return [self.body, self.head], self._optimizer
+        return [self.model], self._optimizer
 
     @torch.no_grad()
     def values(self, batch: MicroBatch) -> Tensor:
@@ -66,20 +114,28 @@ class Critic:
     def update(
         self, batches: Sequence[MicroBatch], old: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> dict[str, float] | None:
-        """Take one optimizer step towards `returns`, and return its metrics; None if it is skipped.
+        """Take one optimizer step towards `returns`, and return its metrics, of all ranks.
+
+        None if the step is skipped, because its gradient is not finite.
 
         `old`: the values before the step. Both are float32[N] for each micro-batch.
         """
-        tokens = max(1.0, sum(float(batch.mask.sum()) for batch in batches))
+        [count] = self._ranks.sum([sum(float(batch.mask.sum()) for batch in batches)])
+        tokens = max(1.0, count)
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
         abs_error = 0.0
-        for batch, before, target in zip(batches, old, returns, strict=True):
+        for index, batch in enumerate(batches):
             values = self._forward(batch)
-            loss = value_loss(values, before, target, batch.mask, self.config.clip) / tokens
-            torch.autograd.backward(loss)
+            error = value_loss(values, old[index], returns[index], batch.mask, self.config.clip)
+            loss = error / tokens
+            is_last = index == len(batches) - 1
+            set_gradient_sync(self.model, is_last=is_last, config=self._sharding)
+            # gradients are averaged over ranks, and the loss is a sum over them
+            torch.autograd.backward(loss * self._ranks.size)
             total += float(loss.detach())
-            abs_error += float(((target - before) * batch.mask).abs().sum()) / tokens
+            abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
+        total, abs_error = self._ranks.sum([total, abs_error])
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1
         if norm is None:
@@ -104,12 +160,8 @@ class Critic:
         self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
-        hidden = self.body(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).last_hidden_state
-        # logit_index: the slot before a token is the state in which it was chosen
-        states = hidden.flatten(0, 1).index_select(0, batch.logit_index)
-        values: Tensor = self.head(states).squeeze(1)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
         return values
 
 
@@ -137,28 +189,30 @@ def packed_gae(
     Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
     0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
     """
-    advantages = torch.zeros_like(values)
-    next_advantage = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards)
-    reward = rewards.clone()
     trained = torch.nonzero(batch.mask > 0).squeeze(1)
-    for positions in _positions_from_the_end(batch.sample[trained]):
-        token = trained[positions]
-        sample = batch.sample[token]
-        delta = reward[sample] + gamma * next_value[sample] - values[token]
-        next_advantage[sample] = delta + gamma * lam * next_advantage[sample]
-        advantages[token] = next_advantage[sample]
-        next_value[sample] = values[token]
-        reward[sample] = 0.0
+    sample = batch.sample[trained]
+    value = values[trained].double()
+    has_next = sample[:-1] == sample[1:]
+    is_last = torch.ones_like(sample, dtype=torch.bool)
+    is_last[:-1] = ~has_next
+    delta = torch.where(is_last, rewards[sample], 0.0) - value
+    delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
+    advantages = torch.zeros_like(values)
+    advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
     return advantages, (advantages + values) * (batch.mask > 0)
 
 
-def _positions_from_the_end(sample: Tensor) -> list[Tensor]:
-    """Return the positions in `sample` of all last tokens, of all last but one, and so on.
+def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
+    """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
 
-    `sample`: int64[N], ascending. A sample with fewer tokens is missing in the later tensors.
+    `sample`: int64[N], ascending. By doubling: sums of 2n terms are those of n terms, plus the
+    discounted ones n positions later; log2(longest sample) passes over all tokens.
     """
-    counts = torch.bincount(sample)
-    from_end = torch.cumsum(counts, 0)[sample] - 1 - torch.arange(len(sample), device=sample.device)
-    longest = int(counts.max()) if len(counts) else 0
-    return [torch.nonzero(from_end == distance).squeeze(1) for distance in range(longest)]
+    sums = terms.clone()
+    reach = 1
+    longest = int(torch.bincount(sample).max()) if len(sample) else 0
+    while reach < longest:
+        later = torch.where(sample[:-reach] == sample[reach:], sums[reach:], 0.0)
+        sums[:-reach] += discount**reach * later
+        reach *= 2
+    return sums

@@ -1,9 +1,9 @@
 """The learner: a model, its optimizer and the steps that turn rollouts into new weights.
 
 Parameters and optimizer state are float32; with `bf16` the forward pass runs in bfloat16
-(autocast). With several ranks both are sharded (FSDP2): each rank has its own rollouts, and the
-loss divides by the counts of all ranks, so the gradient equals that of one rank with the whole
-batch.
+(autocast). With several ranks both are sharded (FSDP2), except for an adapter, which is small: each
+rank has its own rollouts, and the loss divides by the counts of all ranks, so the gradient equals
+that of one rank with the whole batch.
 
 Invariant: a learner that loads the state of another one continues exactly as that one would have,
 bit for bit (same machine, same number of threads). Everything that affects a step is in the state,
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from buffer.config.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
@@ -32,7 +31,7 @@ from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
-from consumer.models.model_folder import load_model, save_model
+from consumer.models.device_choices import choose_bf16
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step, mean_metrics
 from consumer.training.importance import Samples
@@ -42,11 +41,13 @@ from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.model_checks import check_logprobs, keeps_samples_apart
 from consumer.training.packing import MicroBatch, Packer
+from consumer.training.policy_loading import load_policy, vocabulary_of
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.saved_state import Rows
-from consumer.training.sharding import shard, write_weights
+from consumer.training.sharding import average_gradients, set_gradient_sync
 from consumer.training.train_batch import TrainBatch, Update
 from consumer.training.vocabulary_projection import TokenLogprobs
+from consumer.training.weights_folder import write_weights
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -76,26 +77,34 @@ class Learner:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.bf16 = choose_bf16(config, self.device)
         self.ranks = ranks
         self.step = 0
         self.skipped_in_a_row = 0
         """newest optimizer steps that were skipped, because their gradient was not finite"""
-        torch.manual_seed(seed)
         # frozen weights need no more precision than the forward pass has
-        frozen = torch.bfloat16 if config.lora and config.bf16 else None
-        self.model = load_model(model_dir, dtype=frozen).to(self.device).train()
-        self._adapter = self._add_adapter(model_dir)
-        if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        replay = RoutingReplay(self.model) if config.replay_routing else None
-        self.recorded = replay.recorded_experts(media) if replay else None
-        """the reader of the experts that workers recorded; None where routing is not replayed"""
-        self._policy = self._module(self.model, replay)
+        frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._policy = load_policy(
+            model_dir, config, self.device, ranks, bf16=self.bf16, dtype=frozen
+        )
+        self.model = self._policy.model.train()
+        # here: the adapter does not depend on what loading the model drew
+        torch.manual_seed(seed)
+        self._adapter = (
+            Adapter(self.model, config.lora, model_checksum(model_dir)) if config.lora else None
+        )
+        # before any forward pass: FSDP may leave gathered tensors in their place
         self.parameters: dict[str, torch.nn.Parameter] = (
             self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         )
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        replay = RoutingReplay(self.model) if config.replay_routing else None
+        self._policy.replay = replay
+        self.recorded = replay.recorded_experts(media) if replay else None
+        """the reader of the experts that workers recorded; None where routing is not replayed"""
         check_logprobs(self._policy)
-        self.vocabulary = _vocabulary(self.model)
+        self.vocabulary = vocabulary_of(self.model)
         """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
@@ -245,16 +254,11 @@ class Learner:
         bfloat16 would round to the same values. With several ranks each writes its share: all of
         them must call it.
         """
-        dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
-        if self._adapter:
+        dtype = torch.bfloat16 if to_publish and self.bf16 else None
+        if self._adapter is None:
+            write_weights(self.model, folder, self.ranks, dtype=dtype)
+        elif self.ranks.rank == 0:
             self._adapter.save(folder, dtype=dtype)
-            return
-        if self.ranks.size == 1:
-            save_model(self.model, folder, dtype=dtype)
-            return
-        write_weights(self.parameters, folder, self.ranks, dtype=dtype)
-        if self.ranks.rank == 0:
-            self.model.config.save_pretrained(folder)
 
     def peak_memory_bytes(self) -> int | None:
         """Return the largest memory that this process has allocated on its GPU; None on a CPU."""
@@ -271,7 +275,7 @@ class Learner:
             policy,
             batch,
             temperature=self.config.temperature,
-            bf16=self.config.bf16,
+            bf16=self.bf16,
             entropy_gradient=entropy_gradient,
         )
 
@@ -285,23 +289,11 @@ class Learner:
         """Return the model of the folder: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
-        reference = self._module(load_model(model_dir).to(self.device).eval())
+        reference = load_policy(
+            model_dir, self.config, self.device, self.ranks, bf16=self.bf16
+        ).eval()
         reference.transform = self._policy.transform
         return reference
-
-    def _add_adapter(self, model_dir: Path) -> Adapter | None:
-        if self.config.lora is None:
-            return None
-        if self.ranks.size > 1:
-            raise ConfigError(
-                "a LoRA adapter trains on one rank only",
-                hint="remove [learner.lora] from the config, or use one GPU",
-            )
-        return Adapter(self.model, self.config.lora, model_checksum(model_dir))
-
-    def _module(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> TargetLogits:
-        policy = TargetLogits(model, replay)
-        return shard(policy, self.device) if self.ranks.size > 1 else policy
 
     # -- one optimizer step --------------------------------------------------------------
 
@@ -352,7 +344,9 @@ class Learner:
             samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
         )
         loss, metrics = policy_loss(columns, weights, loss_config)
-        # FSDP averages gradients over ranks, and the loss is a sum over them
+        is_last = index == len(update.batches) - 1
+        set_gradient_sync(self._policy, is_last=is_last, config=self.config.sharding)
+        # gradients are averaged over ranks, and the loss is a sum over them
         torch.autograd.backward(loss * self.ranks.size)
         # one transfer from the device for all of them
         values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()
@@ -370,6 +364,8 @@ class Learner:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         self._optimizer.param_groups[0]["lr"] = rate
+        if self._adapter:
+            average_gradients(self.parameters.values(), self.ranks)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         if norm is None:
             self._skip(update)
@@ -387,13 +383,6 @@ class Learner:
         if self.skipped_in_a_row >= self.config.max_skipped_updates:
             raise GradientNotFinite(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
-                hint="lower [learner] learning_rate or set [learner.loss] dual_clip, then restart "
-                "from an older checkpoint: its weights may be where gradients overflow; or raise "
-                "[learner] max_skipped_updates",
+                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
+                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
             )
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    """Return the number of token ids that the model can both read and predict."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return min(int(table.weight.shape[0]) for table in tables)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from consumer.models.device_choices import VARLEN
+from consumer.models.varlen_attention import sample_borders
 from consumer.training.packing import MicroBatch
 from consumer.training.routing_replay import RoutingReplay
 from consumer.training.vocabulary_projection import LogitTransform, TokenLogprobs, project
@@ -21,19 +24,20 @@ from consumer.training.vocabulary_projection import LogitTransform, TokenLogprob
 class TargetLogits(nn.Module):
     """Compute log-probability and entropy where a position predicts a response token.
 
-    `replay`: sets the experts that the model's gates choose. `transform`: what the model applies
-    to logits; `check_logprobs` finds it.
+    `replay`, where it is set, sets the experts that the model's gates choose. `transform`: what the
+    model applies to logits; `check_logprobs` finds it.
 
         policy = TargetLogits(load_model(model_dir))
         check_logprobs(policy)
         logprobs, entropy = policy(batch.input_ids, batch.position_ids, ...)
     """
 
-    def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.transform = LogitTransform()
-        self._replay = replay
+        self.replay: RoutingReplay | None = None
+        self.is_varlen = model.config._attn_implementation in VARLEN
         self._takes_positions = _takes_positions(model.base_model)
 
     def forward(
@@ -55,8 +59,8 @@ class TargetLogits(nn.Module):
         The vocabulary projection is applied to N positions, not to all R * W slots: prompts cost no
         logits.
         """
-        if self._replay:
-            self._replay.set_experts(experts)
+        if self.replay:
+            self.replay.set_experts(experts)
         states = self._states(input_ids, position_ids).flatten(0, 1).index_select(0, logit_index)
         return project(
             states,
@@ -77,9 +81,11 @@ class TargetLogits(nn.Module):
 
     def _states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         # no attention mask: only then does transformers find sample borders in the positions
-        positions = {"position_ids": position_ids} if self._takes_positions else {}
+        places: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
+        if self.is_varlen:
+            places |= sample_borders(position_ids)
         hidden: Tensor = self.model.base_model(
-            input_ids=input_ids, use_cache=False, **positions
+            input_ids=input_ids, use_cache=False, **places
         ).last_hidden_state
         return hidden
 

@@ -44,11 +44,16 @@ names, and HyperCLOVA X multiplies by what Granite divides by: each reading is t
 
 @contextmanager
 def _probing(policy: TargetLogits) -> Iterator[None]:
-    """Disable dropout, and leave the weights sharded where they are."""
+    """Disable dropout, and leave the weights sharded where they are.
+
+    In float32, which shows more than bfloat16, where the attention can compute in it.
+    """
     was_training = policy.model.training
     policy.eval()
+    device = policy.model.device.type
     try:
-        yield
+        with torch.autocast(device, torch.bfloat16, enabled=policy.is_varlen):
+            yield
     finally:
         policy.train(was_training)
         if isinstance(policy, FSDPModule):
@@ -65,7 +70,9 @@ def check_logprobs(policy: TargetLogits) -> None:
     ids = torch.arange(TOKENS, device=policy.model.device)
     name = type(policy.model).__name__
     try:
-        differences = _differences(policy, ids)
+        with _probing(policy):
+            logits = policy.own_logits(ids[None])[0, :-1]
+            differences = _differences(policy, ids, _logprobs(logits, ids))
     except Exception as error:  # the code of any architecture
         raise ModelError(
             f"log-probabilities of {name} cannot be computed: {type(error).__name__}: {error}",
@@ -74,7 +81,7 @@ def check_logprobs(policy: TargetLogits) -> None:
     policy.transform = min(differences, key=lambda transform: differences[transform])
     least = differences[policy.transform]
     # not "more than": the difference may be nan
-    if not least <= NATS[policy.model.dtype]:
+    if not least <= max(NATS[logits.dtype], NATS[policy.model.dtype]):
         raise ModelError(
             f"log-probabilities of {name} cannot be computed from its hidden states and output "
             f"embedding: {least:.3g} nats from its own forward pass",
@@ -83,20 +90,20 @@ def check_logprobs(policy: TargetLogits) -> None:
         )
 
 
-def _differences(policy: TargetLogits, ids: Tensor) -> dict[LogitTransform, float]:
+def _differences(
+    policy: TargetLogits, ids: Tensor, own: TokenLogprobs
+) -> dict[LogitTransform, float]:
     """Return how far each transform is from the model's own forward pass, in nats."""
     differences: dict[LogitTransform, float] = {}
-    with _probing(policy):
-        own = _own_logprobs(policy, ids)
-        for transform in _transforms(policy.model.config.get_text_config()):
-            policy.transform = transform
-            differences[transform] = _difference(own, policy(*_as_batch(ids)))
+    for transform in _transforms(policy.model.config.get_text_config()):
+        policy.transform = transform
+        differences[transform] = _difference(own, policy(*_as_batch(ids)))
     return differences
 
 
-def _own_logprobs(policy: TargetLogits, ids: Tensor) -> TokenLogprobs:
-    """Return log-probability and entropy of all tokens but the first, as the model has them."""
-    distribution = policy.own_logits(ids[None])[0, :-1].float().log_softmax(-1)
+def _logprobs(logits: Tensor, ids: Tensor) -> TokenLogprobs:
+    """Return log-probability and entropy of all tokens but the first."""
+    distribution = logits.float().log_softmax(-1)
     logprobs = distribution.gather(1, ids[1:, None]).squeeze(1)
     return TokenLogprobs(logprobs, -(distribution.exp() * distribution).sum(-1))
 
@@ -148,8 +155,9 @@ def keeps_samples_apart(policy: TargetLogits) -> bool:
     with _probing(policy):
         hidden = _second_sample(policy, first_id=0)
         other = _second_sample(policy, first_id=1)
+    precision = torch.bfloat16 if policy.is_varlen else hidden.dtype
     change = (hidden - other).abs().max()
-    is_apart = bool(change <= TOLERANCE[policy.model.dtype] * hidden.abs().max())
+    is_apart = bool(change <= TOLERANCE[precision] * hidden.abs().max())
     if not is_apart:
         log.warning(
             "attention of %s crosses samples that share a row: each sample gets a row of its own",
@@ -159,11 +167,11 @@ def keeps_samples_apart(policy: TargetLogits) -> bool:
 
 
 def _second_sample(policy: TargetLogits, first_id: int) -> Tensor:
-    """Return the hidden states of the second sample, float32[SECOND, width].
+    """Return the hidden states of the second sample, [SECOND, width].
 
     All tokens of the first sample are `first_id`.
     """
     device = policy.model.device
     ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
-    return policy.hidden(ids.to(device), positions.to(device))[0, FIRST:].float()
+    return policy.hidden(ids.to(device), positions.to(device))[0, FIRST:]

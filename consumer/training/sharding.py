@@ -1,42 +1,91 @@
 """Weights sharded over ranks (FSDP2): gathered layer by layer around forward and backward passes.
 
-A shard is a rank's part of a tensor's first dimension. Published weights are written without any
-rank holding the whole model: each tensor is gathered on all ranks, one after the other, and kept by
-the rank that writes it.
+A shard is a rank's part of a tensor's first dimension: FSDP gathers a layer before it computes, and
+divides the gradients after it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import orjson
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from consumer.ranks import Ranks, balanced_shares
-from consumer.training.logprobs import TargetLogits
+from buffer.config.learner import ShardingConfig
+from consumer.ranks import Ranks
 from consumer.training.saved_state import Rows
 
 
-def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
-    """Shard a model over all ranks of the default process group; return the same module.
+def shard(
+    root: nn.Module,
+    model: PreTrainedModel,
+    device: torch.device,
+    config: ShardingConfig,
+    *,
+    bf16: bool = False,
+    methods: Sequence[str] = (),
+) -> None:
+    """Shard the modules of `root`, which contains `model`, over all ranks.
 
-    Each decoder layer is a unit of its own; a last unit holds everything else.
+    Each layer that transformers does not split is a unit of its own; `root` is one for everything
+    else. `bf16`: gather, and compute, in bfloat16; gradients are reduced in float32.
+    `methods`: those of `root`, besides `forward`, that compute with its weights.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in policy.model.base_model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
-    for method in (policy.hidden, policy.own_logits):
-        register_fsdp_forward_method(policy, method.__name__)
-    return policy
+    kind = torch.bfloat16 if bf16 else None
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32),
+    }
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    # inner ones first, as FSDP asks
+    for layer in reversed(layers):
+        fully_shard(layer, **options)
+    fully_shard(root, **options)
+    for method in methods:
+        register_fsdp_forward_method(root, method)
+
+
+def place(root: nn.Module, device: torch.device, config: ShardingConfig) -> None:
+    """Move the buffers to the device, and with `cpu_offload` the parameters to the CPU."""
+    if config.cpu_offload:
+        root.to("cpu")
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def set_gradient_sync(root: nn.Module, *, is_last: bool, config: ShardingConfig) -> None:
+    """Set whether the next backward pass, the last of its step or not, reduces the gradients."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(is_last or config.reduce_each_micro_batch)
+        root.set_is_last_backward(is_last)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Average the gradients of parameters that every rank holds whole, as FSDP does with shards."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if ranks.size == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = torch.split(flat / ranks.size, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -72,36 +121,3 @@ def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def write_weights(
-    parameters: Mapping[str, Tensor],
-    folder: Path,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write one safetensors file per rank, and on rank 0 their index.
-
-    Hugging Face and vLLM read them. `dtype`: of the written numbers; default: float32. Tied weights
-    are written once. A rank holds its share of the model and temporarily one tensor more.
-    """
-    names = sorted(parameters)
-    kind = dtype or torch.float32
-    sizes = [math.prod(parameters[name].shape) for name in names]
-    files = [f"model-{rank + 1:05d}-of-{ranks.size:05d}.safetensors" for rank in range(ranks.size)]
-    shares = balanced_shares(sizes, ranks.size)
-    writer = {names[index]: rank for rank, share in enumerate(shares) for index in share}
-    own: dict[str, Tensor] = {}
-    for name in names:
-        full = gather(parameters[name].detach())
-        if writer[name] == ranks.rank:
-            own[name] = full.to("cpu", kind, copy=True).contiguous()
-    save_file(own, folder / files[ranks.rank], metadata={"format": "pt"})
-    if ranks.rank == 0:
-        index = {
-            "metadata": {"total_size": sum(sizes) * kind.itemsize},
-            "weight_map": {name: files[writer[name]] for name in names},
-        }
-        data = orjson.dumps(index, option=orjson.OPT_INDENT_2)
-        (folder / "model.safetensors.index.json").write_bytes(data)

@@ -15,6 +15,7 @@ a critic) leaves the batch as it is. Code of your own can run between two of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ from buffer.config.config import TrainingConfig
 from buffer.config.learner import AdvantageEstimator
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
+from consumer.ranks import Ranks
 from consumer.training.advantages import session_advantages, shaped_scores
 from consumer.training.batch_filter import BatchFilter
 from consumer.training.critic import Critic, packed_gae
@@ -63,11 +65,6 @@ class TrainController:
                 "advantages = gae needs a critic, and no other estimator uses one",
                 hint="see [critic] in docs/pages/config_reference.md",
             )
-        if critic and learner.ranks.size > 1:
-            raise ConfigError(
-                "a critic trains on one rank only",
-                hint="use one GPU, or an estimator that compares rollouts: it needs no critic",
-            )
         self.learner = learner
         self.critic = critic
         self._estimator = advantages
@@ -86,7 +83,14 @@ class TrainController:
         critic = None
         if section.is_gae:
             critic = Critic(
-                model_dir, config.critic, device=learner.device.type, seed=config.run.seed
+                model_dir,
+                config.critic,
+                device=str(learner.device),
+                seed=config.run.seed,
+                bf16=learner.bf16,
+                gradient_checkpointing=learner.config.gradient_checkpointing,
+                ranks=learner.ranks,
+                sharding=config.learner.sharding,
             )
         batch_filter = BatchFilter(
             section.max_sequence_tokens,
@@ -163,7 +167,7 @@ class TrainController:
             ]
             update.advantages = [advantages for advantages, _ in pairs]
             update.returns = [returns for _, returns in pairs]
-        self.advantages = _standardize(batch)
+        self.advantages = _standardize(batch, self.learner.ranks)
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
@@ -217,10 +221,10 @@ class TrainController:
         return shaped_scores(group, self._overlong_buffer_tokens)
 
 
-def _standardize(batch: TrainBatch) -> NDArray[np.float32]:
-    """Scale the advantages to mean 0 and standard deviation 1 over the trained tokens of the batch.
+def _standardize(batch: TrainBatch, ranks: Ranks) -> NDArray[np.float32]:
+    """Scale the advantages to mean 0 and standard deviation 1 over the trained tokens of all ranks.
 
-    Returns the advantages of these tokens before scaling.
+    Returns the advantages of this rank's trained tokens before scaling.
     """
     trained = [
         advantages[part.mask > 0]
@@ -228,9 +232,11 @@ def _standardize(batch: TrainBatch) -> NDArray[np.float32]:
         for advantages, part in zip(update.advantages, update.batches, strict=True)
     ]
     column = torch.cat(trained) if trained else torch.zeros(0)
-    if len(column) > 1:
-        mean = column.mean()
-        std = column.std()
+    count, total = ranks.sum([len(column), float(column.double().sum())])
+    if count > 1:
+        mean = total / count
+        [squares] = ranks.sum([float((column.double() - mean).square().sum())])
+        std = math.sqrt(squares / (count - 1))
         for update in batch.updates:
             update.advantages = [(values - mean) / (std + 1e-8) for values in update.advantages]
     return column.cpu().numpy()

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import typer.main
+from typer.main import get_command
 
 from docs.reference.markdown import table, verbatim
 from rolloutmq.cli import app
+from rolloutmq.command_list import all_commands
 
 INTRODUCTION = """\
 # Every command
@@ -26,9 +27,8 @@ TYPES = {bool: "flag", int: "integer", float: "number", str: "text", Path: "path
 
 def command_reference() -> str:
     """Return the page of all commands, each with its arguments, options and examples."""
-    group: Any = typer.main.get_command(app)
-    parts = [INTRODUCTION, verbatim(_epilog(group))]
-    parts += [_command(name, command) for name, command in group.commands.items()]
+    parts = [INTRODUCTION, verbatim(_epilog(get_command(app)))]
+    parts += [_command(name, command) for name, command in all_commands().items()]
     return "\n".join(parts)
 
 

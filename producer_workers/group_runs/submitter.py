@@ -1,7 +1,17 @@
 """Submits the finished groups of one worker; those that pile up meanwhile travel together.
 
 While the server is unreachable or full, results are kept and submitted when it is back: what was
-paid for is not lost to an outage.
+paid for is not lost to an outage. Groups are checked, encoded and sent on a thread: the event loop,
+which feeds the engine, only waits for it.
+
+If the worker dies
+* before a group's bytes are all sent: the server drops the incomplete command, and whole chunks
+  expire, since no script has accepted them. The lease runs out: the group is generated again;
+* behind the bytes, before the script: the same;
+* behind the script: the group is in its pool (in a cluster, the janitor removes the expiry of its
+  bytes), and nothing else waits for the answer.
+Each group of a round trip has its own bytes and script, so some may be stored, and others not. If
+the server dies, its log has the bytes of a group before the effects of its script.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The worker's heartbeat: what it reports, and the thread that sends it.
 
-Each heartbeat renews the leases, carries the receipt for the last control change that was carried
+Each heartbeat renews the lease, carries the receipt for the last control change that was carried
 out, and brings the control state back (I2, I10). It has a thread of its own, so that a busy event
 loop cannot delay it. The control line does the last two sooner; heartbeats do them without it.
 """
@@ -113,6 +113,7 @@ class Heartbeat:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outage = LogOnce(log, "no heartbeat")
+        self._reported: Mapping[Job, PolicyVersion] = {}
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -154,12 +155,14 @@ class Heartbeat:
             self._wake.wait(max(0.0, due - time.monotonic()))
 
     def _send(self, is_due: bool) -> None:
-        # an early one is for a receipt, and fast: leases and limits have time until the next
+        # an early one is for a receipt, and fast: limits have time until the next
         if is_due:
             self._run.refresh_limits()
         report, held, oldest = self._report()
-        held = held if is_due else ()
-        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held, oldest)
+        reported = {job for job, weights in self._reported.items() if oldest.get(job) == weights}
+        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held, oldest, reported)
+        # a server that holds something else may have lost these, too
+        self._reported = oldest if beat.is_agreed else {}
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
             beat = HeartbeatReply(True, self.register(), beat.lost)

@@ -98,7 +98,7 @@ def _read(path: Path) -> dict[str, str]:
     return passwords
 
 
-OF_A_WORKER = ("register", "heartbeat", "claim", "submit", "release", "deregister")
+OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister")
 """Scripts that a worker calls; --json names their keys."""
 
 SCRIPTS_EPILOG = "Example: rolloutmq scripts --json > scripts.json"

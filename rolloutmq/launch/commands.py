@@ -128,6 +128,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
+    overrides: Overrides = None,
 ) -> None:
     """Check the pipeline on one CUDA GPU.
 
@@ -136,7 +137,7 @@ def gpu_check(
     """
     from rolloutmq.launch.gpu_check import check_gpu
 
-    check_gpu(steps)
+    check_gpu(steps, overrides or [])
 
 
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:

@@ -35,10 +35,10 @@ Rows = list[tuple[str, str]]
 """Name of a measurement, and its value with the unit."""
 
 
-def check_gpu(steps: int) -> None:
+def check_gpu(steps: int, overrides: Sequence[str] = ()) -> None:
     """Run `steps` train steps and print a table. Raises ModelError without a usable GPU."""
     require_gpu()
-    rows = measure(steps, [])
+    rows = measure(steps, overrides)
     table = Table(title="gpu-check", title_justify="left", show_header=False, show_edge=False)
     for name, value in rows:
         table.add_row(name, value)

@@ -178,14 +178,31 @@ class Scene:
         assert isinstance(answer, NotReady), answer
         return answer
 
-    def expire_leases(self, *gids: str) -> None:
+    def expire_leases(self, *workers: str) -> None:
         """Let leases run out (all of them by default) without waiting, and without an outage being
-        suspected.
+        suspected. Their registrations will be gone.
         """
         now = self.now_ms()
-        for gid in gids or [member.decode() for member in self.raw.zrange(self.keys.leases, 0, -1)]:
-            self.raw.zadd(self.keys.leases, {gid: now - 1}, xx=True)
+        for worker in workers or [w.decode() for w in self.raw.zrange(self.keys.leases, 0, -1)]:
+            self.raw.zadd(self.keys.leases, {worker: now - 1}, xx=True)
+            self.nonces.pop(worker, None)
         self.raw.hset(self.keys.clock, mapping={"seen_ms": now, "grace_until_ms": 0})
+
+    def take_back(self, *gids: str, worker: str = "w0") -> None:
+        """Let a worker lose some of its groups: it has not known them for longer than a lease."""
+        for gid in gids:
+            self.raw.hset(self.keys.group(gid), "claimed_ms", 1)
+        held = self.raw.hgetall(self.keys.holds(worker)).items()
+        left = [
+            Job(gid.decode(), token.decode(), "", 1, PayloadRef(gid.decode(), "init", 1, 0, ""))
+            for gid, token in held
+            if gid != b"digest" and gid.decode() not in gids
+        ]
+        self.beat(left, worker)
+
+    def held(self, worker: str = "w0") -> list[str]:
+        """The gids that a worker holds, in the order in which it claimed them."""
+        return [gid.decode() for gid in self.raw.hkeys(self.keys.holds(worker)) if gid != b"digest"]
 
     def pause(self, mode: Mode = Mode.ABORT, lanes: str = "") -> int:
         return self.run.control.set_mode("operator", mode, lanes=lanes).epoch

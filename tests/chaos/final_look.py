@@ -37,7 +37,9 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
         for end in ENDS:
             bits = raw.get(f"{start}ended:{task}:{end}") or b""
             found(end, [f"{task}-{draw:010d}".encode() for draw in _ones(bits)])
-    found("running", raw.zrange(f"{start}leases", 0, -1))
+    for worker in raw.zrange(f"{start}leases", 0, -1):
+        held = raw.hkeys(f"{start}holds:{worker.decode()}")
+        found("running", [gid for gid in held if gid != b"digest"])
     found("dead", raw.zrange(f"{start}dead", 0, -1))
     ledger = {
         k.decode(): int(v) for k, v in raw.hgetall(f"{start}ledger:train").items() if v.isdigit()

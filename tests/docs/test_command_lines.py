@@ -10,14 +10,13 @@ import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
-from rolloutmq.cli import UsageError, app
+from rolloutmq.cli import UsageError
+from rolloutmq.command_list import all_commands
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("buffer", "producer_workers", "consumer", "rolloutmq", "docker", "configs", "docs")
@@ -30,7 +29,7 @@ FILES = [
         if file.suffix in (".md", ".py", ".toml", ".yaml", ".yml", ".json")
     ),
 ]
-COMMANDS: Any = typer.main.get_command(app)
+COMMANDS = all_commands()
 IN_TICKS = re.compile(r"`(rolloutmq [a-z][^`]*)`")
 LINE = re.compile(r"^(?: {4}|- |\$ )?(rolloutmq [a-z][^`|]*?)$", re.MULTILINE)
 
@@ -60,10 +59,10 @@ def parse(line: str) -> tuple[str, list[str]]:
 def fault(line: str) -> str:
     """Return why the command would refuse the line; "" if it would not."""
     name, args = parse(line)
-    if name not in COMMANDS.commands:
+    if name not in COMMANDS:
         return f"there is no command {name!r}"
     try:
-        COMMANDS.commands[name].make_context(name, list(args))
+        COMMANDS[name].make_context(name, list(args))
     except UsageError as error:
         # text that names a command alone leaves out what it works on
         return "" if type(error).__name__ == "MissingParameter" else str(error)

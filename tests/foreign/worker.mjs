@@ -5,7 +5,7 @@
 //
 // Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed.
 
-import { randomBytes } from "node:crypto";
+import { createHash, randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import { crc32 } from "node:zlib";
@@ -21,7 +21,7 @@ const again = { maxRetriesPerRequest: null, retryStrategy: () => 200 };
 const redis = new Redis(url.startsWith("unix:") ? new URL(url).pathname : url, again);
 redis.on("error", () => {}); // it tries again, for ever
 const scripts = JSON.parse(readFileSync(scriptsFile, "utf8")).scripts;
-for (const script of ["register", "heartbeat", "claim", "submit", "release", "deregister"])
+for (const script of ["register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister"])
   redis.defineCommand(script, { lua: scripts[script].source });
 
 // The group in work goes back as it came; where its lease is lost, the server knows already.
@@ -44,13 +44,18 @@ function hear([newEpoch, newMode, newLanes, weights, newPath]) {
   if (mode === "run" || !facts.weights) facts.weights = weights; // load what is at `path`, then say that it is loaded
 }
 
-// A sign of life, with gid and token of the group in work, whose age it does not report; throws Abort where its lease is lost.
+// A sign of life, with number and digest of what is held: gid and token of the group in work, whose age it does not report.
+// Throws Abort where that group is not its own any more.
 async function beat(held) {
-  const reply = await call("heartbeat", { more: held.length ? [...held, "", "", ""] : [], state: held.length ? "working" : "idle" });
+  const hash = createHash("sha1").update(held.join(" ")).digest("hex"), count = held.length ? 1 : 0;
+  const digest = count && parseInt(hash.slice(0, 10), 16);
+  const reply = await call("heartbeat", { held: count, digest, state: count ? "working" : "idle" });
   due = performance.now() + facts.heartbeat_ms;
   if (reply[0] === "REPLACED") process.exit(1); // another process has this name
-  hear(reply[0] === "OK" ? reply.slice(1) : (await call("register")).slice(2)); // else the server forgot us
-  if (held.length && (reply[0] !== "OK" || reply.length > 7)) throw new Abort("the lease is lost");
+  let isKnown = reply[0] !== "UNKNOWN";
+  hear(isKnown ? reply.slice(1) : (await call("register")).slice(2));
+  if (reply[0] === "DIFFERS") isKnown = (await call("reconcile", { more: held, limit: 200 })).join() === "OK";
+  if (count && !isKnown) throw new Abort("the lease is lost");
 }
 
 // Between any two tokens or groups: beat when it is time, do what the run says, then acknowledge it.

@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from array import array
+from hashlib import sha1
 from pathlib import Path
 from secrets import token_hex
 
@@ -73,18 +74,20 @@ class Worker:
             self.facts["weights"] = weights  # load what is at self.path, then say that it is loaded
 
     def beat(self, held):
-        """A sign of life, with (gid, token) of the group in work, whose age it does not report;
-        raises Abort where its lease is lost.
+        """A sign of life, with number and digest of what is held: (gid, token) of the group in
+        work, whose age it does not report. Raises Abort where that group is not its own any more.
         """
-        group = (*held, "", "", "") if held else ()
-        reply = self.call("heartbeat", more=group, state="working" if held else "idle")
+        digest = int(sha1(" ".join(held).encode()).hexdigest()[:10], 16) if held else 0
+        state = "working" if held else "idle"
+        reply = self.call("heartbeat", held=1 if held else 0, digest=digest, state=state)
         self.due = time.monotonic() + self.facts["heartbeat_ms"] / 1000
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")
-        self.hear(
-            reply[1:7] if reply[0] == "OK" else self.call("register")[2:8]
-        )  # else the server forgot us
-        if held and (reply[0] != "OK" or len(reply) > 7):
+        is_known = reply[0] != "UNKNOWN"
+        self.hear(reply[1:7] if is_known else self.call("register")[2:8])
+        if reply[0] == "DIFFERS":
+            is_known = self.call("reconcile", more=held, limit=200) == ["OK"]
+        if held and not is_known:
             raise Abort
 
     def tick(self, held=()):

@@ -1,5 +1,5 @@
 -- leave: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
--- include: leave_by_hand
+-- include: holds, leave_by_hand
 
 -- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
 -- retry_keys.
@@ -23,19 +23,18 @@ end
 
 -- The fields of a record that `leave` needs, and the key of its payload.
 local function held_fields(record)
-  local names = {'stage', 'status', 'owner', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
+  local names = {'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
     'prompt'}
   local held = {}
   for i, value in ipairs(redis.call('HMGET', record, unpack(names))) do held[names[i]] = value or nil end
   return held.stage and held
 end
 
--- Take a group out of its place, which is no batch, and return that place. Its lease ends (I2).
+-- Take a group out of its place, which is no batch, and return that place. Its token becomes invalid (I2).
 local function leave(keys, gid, held)
   if held.stage == 'running' then
-    redis.call('ZREM', keys.leases, gid)
+    let_go(keys.leases, keys.holders .. held.owner, held.owner, gid, held.token)
     redis.call('ZREM', keys.age_index, gid)
-    redis.call('SREM', keys.holders .. held.owner, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
     return held.stage

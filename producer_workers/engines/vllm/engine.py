@@ -228,12 +228,13 @@ class VllmEngine:
                 hint="set [engine] enable_sleep_mode = true (CUDA only)",
             )
         async with self._lock:
-            await control.ask(self._llm.sleep(level=1), "sleep")
+            # it copies all weights, as an update does
+            await control.ask(self._llm.sleep(level=1), "sleep", self._config.load_timeout_s)
 
     async def wake(self) -> None:
         control = self._running()
         async with self._lock:
-            await control.ask(self._llm.wake_up(), "wake up")
+            await control.ask(self._llm.wake_up(), "wake up", self._config.load_timeout_s)
             if self._paused:  # waking up also resumes vLLM
                 await control.ask(
                     self._llm.pause_generation(mode="keep", clear_cache=False),

@@ -97,10 +97,29 @@ def test_fsck_finds_a_lost_result(busy: Scene) -> None:
 
 
 def test_fsck_finds_a_lost_lease(busy: Scene) -> None:
-    busy.raw.zrem(busy.keys.leases, RUNNING)
+    busy.raw.zrem(busy.keys.leases, "w0")
     found = audit(busy)
     assert found.lost == [RUNNING]
-    assert found.faults == ["1 groups counted as running, 0 leases"]
+    assert found.faults == [
+        "1 groups counted as running, workers hold 0",
+        "w0 holds groups without a lease",
+    ]
+
+
+def test_fsck_finds_a_digest_that_does_not_fit_and_the_next_heartbeat_corrects_it(
+    busy: Scene,
+) -> None:
+    busy.raw.hincrby(busy.keys.holds("w0"), "digest", 1)
+    assert audit(busy).faults == ["the digest of what w0 holds does not fit"]
+    busy.take_back()
+    busy.check()
+
+
+def test_fsck_finds_a_group_of_another_token_or_owner(busy: Scene) -> None:
+    busy.raw.hset(busy.keys.group(RUNNING), "token", "t9")
+    found = audit(busy)
+    assert found.lost == [RUNNING]
+    assert found.faults == [f"w0 holds {RUNNING}, and its record does not say so"]
 
 
 def test_fsck_finds_a_lost_record(busy: Scene) -> None:
@@ -142,7 +161,8 @@ def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
 
 
 def test_fsck_finds_a_waiting_group_that_also_runs(busy: Scene) -> None:
-    busy.raw.zadd(busy.keys.leases, {WAITING: 1})
+    busy.raw.hset(busy.keys.holds("w0"), WAITING, "t")
+    busy.raw.hset(busy.keys.group(WAITING), mapping={"owner": "w0", "token": "t"})
     assert audit(busy).doubled == [f"{WAITING} (waiting, running)"]
 
 

@@ -170,7 +170,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
         "archived": 10
     }
     assert list(scene.beat([running]).lost) == [running]
-    assert scene.raw.scard(scene.keys.holds("w0")) == 0
+    assert scene.held() == []
     with pytest.raises(Fenced):
         scene.submit(running)
     scene.check()

@@ -287,6 +287,22 @@ def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
     load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("learner.old_policy=rollout", "learner.loss.importance_veto=1e-4"), "always 1"),
+        (("learner.loss.dual_clip=3.0",), "the ratio that it bounds is always 1"),
+        (("learner.loss.max_tokens=64",), "limits no response"),
+        (("learner.schedule=cosine",), "needs decay_steps"),
+        (("critic.lam=0.95",), "is read with [trainer] advantages = gae only"),
+    ],
+)
+def test_settings_of_the_loss_that_cannot_act_are_refused(
+    tmp_path: Path, changes: tuple[str, ...], message: str
+) -> None:
+    assert message in problems(tmp_path, GOOD, *changes)
+
+
 def test_template_arguments_may_not_change_what_a_prompt_is(tmp_path: Path) -> None:
     config = load(
         tmp_path, GOOD + HELD_OUT, "tasks.math.chat_template_kwargs={enable_thinking=false}"

@@ -69,14 +69,47 @@ def test_claim_serves_only_lanes_that_are_open(scene: Scene) -> None:
 def test_heartbeat_renews_only_what_the_worker_still_owns(scene: Scene) -> None:
     scene.enqueue(3)
     mine, lost, done = scene.claim(3)
-    scene.expire_leases(lost.gid)
-    scene.run.jobs.reap()
+    scene.run.jobs.drop(lost.gid, revoke="w0")
     scene.submit(done)
-    scene.raw.zadd(scene.keys.leases, {mine.gid: 1})
+    scene.raw.zadd(scene.keys.leases, {"w0": 1})
     beat = scene.beat([mine, lost, done])
-    assert (beat.known, beat.lost) == (True, (lost, done))
-    assert scene.raw.zscore(scene.keys.leases, mine.gid) > scene.now_ms()
-    assert scene.raw.zcard(scene.keys.leases) == 1
+    assert (beat.known, beat.lost, beat.is_agreed) == (True, (lost, done), False)
+    assert scene.raw.zscore(scene.keys.leases, "w0") > scene.now_ms()
+    assert scene.beat([mine]).is_agreed
+    scene.check()
+
+
+def test_worker_that_was_stopped_for_longer_than_a_lease_registers_anew(scene: Scene) -> None:
+    scene.enqueue(2)
+    nonce = scene.worker()
+    jobs = scene.claim(2)
+    scene.expire_leases()
+    assert scene.run.jobs.reap().groups == 2
+    scene.nonces["w0"] = nonce
+    beat = scene.beat(jobs)
+    assert (beat.known, beat.lost) == (False, tuple(jobs))
+    for job in jobs:
+        with pytest.raises(Fenced):
+            scene.submit(job)
+    scene.run.fleet.register("w0", nonce, {})
+    assert scene.beat([]).is_agreed
+    scene.submit(scene.claim()[0])
+    scene.check()
+
+
+def test_another_process_of_the_same_id_gives_back_what_the_first_one_held(scene: Scene) -> None:
+    """It knows nothing of these groups; one of them may have ended the first process (I11)."""
+    scene.enqueue(3)
+    jobs = scene.claim(2)
+    scene.nonces.clear()
+    (own,) = scene.claim()
+    assert scene.beat([own]).lost == ()
+    assert len(scene.held()) == 3
+    for job in (own, *jobs):
+        scene.raw.hincrby(scene.keys.group(job.gid), "claimed_ms", -scene.run.limits.lease_ms - 1)
+    scene.beat([own])
+    assert scene.held() == [own.gid]
+    assert {scene.record(job.gid)["tries"] for job in jobs} == {"1"}
     scene.check()
 
 
@@ -113,13 +146,14 @@ def test_receipt_for_an_older_epoch_does_not_count(scene: Scene) -> None:
     assert scene.run.receipts.silent(new) == ["w0"]
 
 
-def test_reap_takes_back_what_ran_out_and_nothing_else(scene: Scene) -> None:
+def test_reap_takes_back_all_of_a_silent_worker_and_nothing_else(scene: Scene) -> None:
     scene.enqueue(3)
-    jobs = scene.claim(3)
-    scene.expire_leases(jobs[0].gid, jobs[2].gid)
+    jobs = scene.claim(2)
+    (other,) = scene.claim(worker="w1")
+    scene.expire_leases("w0")
     assert scene.run.jobs.reap().groups == 2
-    assert scene.stream("resume") == [jobs[0].gid, jobs[2].gid]
-    assert scene.raw.smembers(scene.keys.holds("w0")) == {jobs[1].gid.encode()}
+    assert scene.stream("resume") == [job.gid for job in jobs]
+    assert (scene.held("w0"), scene.held("w1")) == ([], [other.gid])
     record = scene.record(jobs[0].gid)
     assert (record["stage"], record["token"], record["owner"], record["tries"]) == (
         "waiting",
@@ -152,16 +186,16 @@ def test_nobody_loses_a_lease_to_an_outage_or_to_a_clock_that_jumped(scene: Scen
     scene.enqueue(1)
     (job,) = scene.claim()
     for seen in (scene.now_ms() - lease_ms, scene.now_ms() + 3_600_000):
-        scene.raw.zadd(scene.keys.leases, {job.gid: 1})
+        scene.raw.zadd(scene.keys.leases, {"w0": 1})
         scene.raw.hset(scene.keys.clock, mapping={"seen_ms": seen, "grace_until_ms": 0})
         assert scene.run.jobs.reap().groups == 0
         assert scene.run.jobs.reap().groups == 0
         assert scene.record(job.gid)["stage"] == "running"
         grace = int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) - scene.now_ms()
         assert 0 < grace <= lease_ms
-    scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 3_600_000})
+    scene.raw.zadd(scene.keys.leases, {"w0": scene.now_ms() + 3_600_000})
     scene.run.jobs.reap()
-    assert scene.raw.zscore(scene.keys.leases, job.gid) <= scene.now_ms() + lease_ms
+    assert scene.raw.zscore(scene.keys.leases, "w0") <= scene.now_ms() + lease_ms
     scene.raw.hset(scene.keys.clock, "grace_until_ms", scene.now_ms() + 3_600_000)
     scene.run.jobs.reap()
     assert int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) <= scene.now_ms() + lease_ms
@@ -180,11 +214,11 @@ def test_reap_is_bounded(scene: Scene) -> None:
 
 def test_reap_forgets_workers_that_are_long_gone_once_they_hold_nothing(scene: Scene) -> None:
     scene.enqueue(1)
-    (job,) = scene.claim(worker="w0")
+    scene.claim(worker="w0")
     scene.worker("w1"), scene.worker("w2")
     scene.raw.zadd(scene.keys.workers, {"w0": 1, "w1": 1})
     scene.expire_leases()
-    scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 5000})
+    scene.raw.zadd(scene.keys.leases, {"w0": scene.now_ms() + 5000})
     scene.run.jobs.reap()
     assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w0", b"w2"]
     scene.expire_leases()
@@ -234,8 +268,7 @@ def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_
     scene.pause()
     assert scene.run.jobs.claim("w0", nonce, token, PolicyVersion("l9", 9), 3).jobs == first.jobs
     scene.submit(first.jobs[0])
-    scene.expire_leases(first.jobs[1].gid)
-    scene.run.jobs.reap()
+    scene.take_back(first.jobs[1].gid)
     assert before["worker:w0"][b"claim"] == token.encode()
     assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs[2:]
     scene.check()
@@ -289,9 +322,12 @@ def test_reap_takes_back_groups_of_tasks_that_its_caller_does_not_know(scene: Sc
 def test_reap_is_not_stopped_by_leases_without_a_record(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    scene.raw.zadd(scene.keys.leases, {"math-0000000007": 1, "math-0000000008": 1})
-    scene.expire_leases(job.gid)
+    scene.raw.delete(scene.keys.holds("w0"))
+    held = {"math-0000000007": "t", "math-0000000008": "t", job.gid: job.token}
+    scene.raw.hset(scene.keys.holds("w0"), mapping={**held, "digest": 7})
+    scene.expire_leases()
     assert [scene.run.jobs.reap(limit=1).groups for _ in range(3)] == [0, 0, 1]
+    assert scene.raw.exists(scene.keys.leases, scene.keys.holds("w0")) == 0
     scene.check()
 
 

@@ -36,8 +36,8 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
 
     (job,) = scene.claim()
     assert scene.stream("fresh") == []
-    assert raw.zrange(keys.leases, 0, -1) == [GID.encode()]
-    assert raw.smembers(keys.holds("w0")) == {GID.encode()}
+    assert raw.zrange(keys.leases, 0, -1) == [b"w0"]
+    assert scene.held("w0") == [GID]
     record = scene.record(GID)
     assert (record["stage"], record["tries"], record["token"], record["owner"]) == (
         "running",

@@ -22,8 +22,7 @@ def finished(scene: Scene, count: int) -> list[Result]:
 
 def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Scene) -> None:
     results = finished(scene, 40)
-    scene.expire_leases(results[1].job.gid, results[35].job.gid)
-    scene.run.jobs.reap()
+    scene.take_back(results[1].job.gid, results[35].job.gid)
     outcomes = scene.run.buffer.submit_many("w0", results)
     fenced = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Fenced)]
     assert fenced == [1, 35]

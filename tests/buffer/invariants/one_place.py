@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, PayloadMissing
 from buffer.groups.claim import Enqueued
 from buffer.model.ids import group_id, new_nonce
 from buffer.rollouts.rollout import Status
-from tests.buffer.scene import Scene
+from tests.buffer.scene import FIRST, Scene
 
 
 def every_move_keeps_the_account(scene: Scene) -> None:
@@ -21,8 +22,7 @@ def every_move_keeps_the_account(scene: Scene) -> None:
     scene.submit(aborted, status=Status.ABORTED)
     scene.run.jobs.release("w0", failed, "failed")
     scene.check()
-    scene.expire_leases(silent.gid)
-    scene.run.jobs.reap()
+    scene.take_back(silent.gid)
     scene.check()
     assert scene.run.fleet.fence("w0") == 2
     scene.nonces.clear()
@@ -98,20 +98,77 @@ def an_old_token_changes_nothing(scene: Scene) -> None:
     }
     # the bytes of the zombie lie under its own token
     assert changes <= {"worker:w0", f"payload:{old.gid}:{old.token}"}
-    assert scene.raw.smembers(scene.keys.holds("w0")) == set()
+    assert scene.held() == []
     scene.submit(new, worker="w1")
     assert scene.record(new.gid)["payload"] == new.token
 
 
 def a_lease_is_renewed_by_its_owner_only(scene: Scene) -> None:
+    """A worker that holds what it does not know, and never settles that, loses it."""
     scene.enqueue(1)
-    (old,) = scene.claim()
+    scene.claim()
+    nonce = scene.worker()
     scene.expire_leases()
-    scene.run.jobs.reap()
-    scene.claim(worker="w1")
-    scene.expire_leases()
-    scene.beat([old])
+    scene.run.store.call(
+        "heartbeat",
+        scene.keys.slots(worker="w0"),
+        {
+            "worker": "w0",
+            "nonce": nonce,
+            "lease_ms": scene.run.limits.lease_ms,
+            **HeartbeatReport(1, FIRST, WorkerState.IDLE).arguments(),
+            "held": 0,
+            "digest": 0,
+        },
+    )
     assert scene.run.jobs.reap().groups == 1
+
+
+def what_a_worker_does_not_know_is_taken_back(scene: Scene) -> None:
+    """The worker holds as many groups as the server says, but others."""
+    scene.enqueue(3)
+    jobs = scene.claim(3)
+    mine, other, lost = jobs
+    assert scene.run.jobs.drop(lost.gid, revoke="w0") == "running"
+    scene.raw.hset(scene.keys.group(other.gid), "claimed_ms", 1)
+    assert scene.beat([mine, lost]).lost == (lost,)
+    assert scene.held() == [mine.gid]
+    assert scene.record(other.gid)["stage"] == "waiting"
+    assert scene.record(other.gid)["tries"] == "1"
+    assert scene.beat([mine]).is_agreed
+    scene.check()
+
+
+def a_claim_under_way_is_not_taken_back(scene: Scene) -> None:
+    """A heartbeat may overtake the reply to a claim, or carry what was held before it."""
+    scene.enqueue(2)
+    (mine,) = scene.claim()
+    (new,) = scene.claim()
+    beat = scene.beat([mine])
+    assert (beat.lost, beat.is_agreed) == ((), False)
+    scene.submit(new)
+    assert scene.beat([mine]).is_agreed
+    scene.check()
+
+
+def a_silent_registration_ends_before_its_groups_are_taken(scene: Scene) -> None:
+    """A reaper dies after a slice; the worker wakes up, and the next reaper takes the rest."""
+    scene.enqueue(5)
+    jobs = scene.claim(5)
+    nonce = scene.worker()
+    scene.expire_leases()
+    assert scene.run.jobs.reap(limit=2).groups == 2
+    scene.check()
+    scene.nonces["w0"] = nonce
+    assert not scene.beat(jobs).known
+    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "UNKNOWN"
+    scene.run.fleet.register("w0", nonce, {})
+    assert scene.beat(jobs[2:]).is_agreed
+    scene.expire_leases()
+    assert [scene.run.jobs.reap(limit=2).groups for _ in range(2)] == [2, 1]
+    with pytest.raises(Fenced):
+        scene.submit(jobs[0])
+    scene.check()
 
 
 def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:

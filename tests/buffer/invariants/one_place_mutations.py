@@ -7,12 +7,15 @@ from tests.buffer.invariants.mutation import Mutation
 
 ONE_PLACE = [
     Mutation(
-        "I1", "submit", "redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account
+        "I1",
+        "submit",
+        "let_go(leases, holds, held[11], gid, token)\n",
+        one_place.every_move_keeps_the_account,
     ),
     Mutation(
         "I1",
         "claim",
-        "    redis.call('XDEL', jobs, entry[1])\n",
+        "    redis.call('XDEL', jobs, unpack(given[n].ids))\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
@@ -23,14 +26,14 @@ ONE_PLACE = [
     ),
     Mutation(
         "I1",
-        "fence_worker",
-        "  redis.call('ZREM', leases, gid)\n",
+        "include/lost",
+        "    let_go(under.leases, under.holders .. one.worker, one.worker, one.gid, one.token)\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
         "I1",
-        "reap",
-        "    redis.call('HINCRBY', keys.progress, 'running', -1)\n",
+        "include/lost",
+        "      redis.call('HINCRBY', one.keys.progress, 'running', -1)\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
@@ -82,13 +85,43 @@ ONE_PLACE = [
         one_place.an_old_token_changes_nothing,
     ),
     Mutation(
-        "I2", "heartbeat", "record[1] == token and ", one_place.a_lease_is_renewed_by_its_owner_only
+        "I2",
+        "heartbeat",
+        "if is_agreed and count > 0 then",
+        one_place.a_lease_is_renewed_by_its_owner_only,
+        new="if count > 0 then",
+    ),
+    Mutation(
+        "I2",
+        "heartbeat",
+        "local is_agreed = count == held and num(redis.call('HGET', holds, 'digest')) == digest\n",
+        one_place.what_a_worker_does_not_know_is_taken_back,
+        new="local is_agreed = count == held\n",
+    ),
+    Mutation(
+        "I2",
+        "reconcile",
+        "if math.abs(now - unknown.claimed_ms) > lease_ms then",
+        one_place.a_claim_under_way_is_not_taken_back,
+        new="do",
+    ),
+    Mutation(
+        "I2",
+        "reconcile",
+        "  if not held[gid .. ' ' .. token] then reply[#reply + 1] = n end\n",
+        one_place.an_old_token_changes_nothing,
     ),
     Mutation(
         "I2",
         "reap",
-        "    redis.call('SREM', holders .. owner, gid)\n",
-        one_place.an_old_token_changes_nothing,
+        "for _, one in ipairs(found) do redis.call('HDEL', worker_records .. one.worker, 'nonce', 'claim', 'claimed') end\n",
+        one_place.a_silent_registration_ends_before_its_groups_are_taken,
+    ),
+    Mutation(
+        "I2",
+        "include/holds",
+        "  if redis.call('HDEL', holds, gid) == 0 then return end\n",
+        one_place.every_move_keeps_the_account,
     ),
     Mutation(
         "I2",

@@ -16,9 +16,9 @@ RUNNING = [
     Mutation(
         "I10",
         "claim",
-        "local is_open = lane_is_open(control, lane)",
+        "if string.find(open, ' ' .. lane .. ' ', 1, true) then",
         running.a_paused_worker_claims_nothing,
-        new="local is_open = true",
+        new="do",
     ),
     Mutation(
         "I10",
@@ -36,8 +36,9 @@ RUNNING = [
     Mutation(
         "I10",
         "include/receipts",
-        "  if must_be_empty and redis.call('SCARD', holds) > 0 then return end\n",
+        "(must_be_empty and held > 0)",
         running.a_receipt_means_no_leases,
+        new="false",
     ),
     Mutation(
         "I10",
@@ -62,7 +63,7 @@ RUNNING = [
     Mutation(
         "I11",
         "claim",
-        "    redis.call('HINCRBY', groups .. gid, 'tries', 1)\n",
+        "'tries', one.tries, ",
         running.tries_are_used_up_by_failures_only,
         limits=TWO_TRIES,
     ),
@@ -118,7 +119,7 @@ RUNNING = [
     Mutation(
         "I11",
         "reap",
-        "  redis.call('ZADD', leases, int(now + lease_ms), gid)\n",
+        "  redis.call('ZADD', leases, int(now + lease_ms), worker)\n",
         running.a_deadline_of_a_clock_that_stepped_back_comes_nearer,
     ),
     Mutation(
@@ -157,9 +158,9 @@ RUNNING = [
     Mutation(
         "I12",
         "claim",
-        "if is_open and is_full(bytes, mark) and (",
+        "elseif is_above and (",
         running.nothing_fresh_starts_above_the_low_mark,
-        new="if false and (",
+        new="elseif false and (",
     ),
     Mutation(
         "I12",
@@ -193,7 +194,7 @@ RUNNING = [
             running.what_drains_works_when_memory_is_full,
             new="#!lua\n",
         )
-        for file in ("heartbeat", "receipt", "release", "take_batch", "commit")
+        for file in ("heartbeat", "reconcile", "receipt", "release", "take_batch", "commit")
     ],
     Mutation(
         "I13",

@@ -16,7 +16,7 @@ class JanitorMoves(WorkerMoves):
         """All of it at once: leases of a silent worker, age, garbage."""
         held = [g for g in self.at("running") if is_silent and g.owner == worker]
         if held:
-            self.scene.expire_leases(*[group.gid for group in held])
+            self.scene.expire_leases(worker)
         swept = self.scene.run.janitor.sweep()
         for group in held:
             self.wait_or_die(group)
@@ -37,13 +37,9 @@ class JanitorMoves(WorkerMoves):
         ms = int(leases * LEASE_MS)
         now = self.scene.now_ms()
         keys = self.scene.keys
-        renewed = {job.gid for jobs in self.jobs.values() for job in jobs if self.owns(job)}
         for key in (keys.leases, keys.workers):
             for member in self.scene.raw.zrange(key, 0, -1):
-                # a lease that nobody renews would be the next one to be reaped, which is another
-                # story
-                if key == keys.workers or member.decode() in renewed:
-                    self.scene.raw.zincrby(key, -ms, member)
+                self.scene.raw.zincrby(key, -ms, member)
         self.scene.raw.hset(keys.clock, mapping={"seen_ms": now - ms, "grace_until_ms": 0})
         reaped = self.scene.run.jobs.reap()
         assert (reaped.groups, reaped.gone_workers) == (0, 0)

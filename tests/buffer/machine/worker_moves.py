@@ -156,7 +156,7 @@ class WorkerMoves(World):
         self.hold(worker)
         held = [g for g in self.at("running") if g.owner == worker]
         if held:
-            self.scene.expire_leases(*[g.gid for g in held])
+            self.scene.expire_leases(worker)
         assert self.scene.run.jobs.reap().groups == len(held)
         for group in held:
             self.wait_or_die(group)

@@ -203,7 +203,9 @@ def test_a_large_head_and_entries_in_another_order_are_read_the_same() -> None:
     states[0].response = "long " * 200_000
     group = RolloutGroup("sums-0000000007", "sums", states)
     data = wire.encode(group)
-    reverse = dict(reversed(msgpack.unpackb(data).items()))
+    document = msgpack.unpackb(data)
+    document["columns"] = dict(reversed(document["columns"].items()))
+    reverse = dict(reversed(document.items()))
     for other in (data, msgpack.packb(reverse)):
         assert [plain(state) for state in wire.decode(other).states] == [
             plain(state) for state in group.states

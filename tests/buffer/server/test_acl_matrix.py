@@ -49,7 +49,7 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt",
+        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt", "reconcile",
          "refresh", "register", "reissue", "release", "reorder", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
@@ -64,7 +64,7 @@ CHANGES = {
 its keys anyway.
 """
 
-READS = {"check", "counts", "pass_over", "peek", "silent", "sync", "totals"}
+READS = {"check", "check_holds", "counts", "pass_over", "peek", "silent", "sync", "totals"}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
 
 STOPPED_LATE = {

@@ -1,8 +1,8 @@
-"""Run as a program: the same three train steps by one rank, by two, and by two with a restart.
+"""Run as a program: lives of a trainer with one or several ranks, one after the other.
 
-argv: a model folder and one to work in. Each life writes `<folder>/<life>-<rank>.json`: the metrics
-of its steps. The checkpoint of the first two ranks goes to `<folder>/state`, their weights to
-`<folder>/weights`. Forks, so that torch is loaded once; the parent computes nothing.
+argv: a folder, and a JSON list of lives (`Life`). A life writes `<folder>/<name>-<rank>.json`: the
+metrics of its steps; `<folder>/state/<name>`: its state after step `CUT`; `<folder>/<name>`: its
+weights. Forks, so that torch is loaded once; the parent computes nothing.
 """
 
 from __future__ import annotations
@@ -12,29 +12,42 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 
-from buffer.config.learner import LearnerConfig, LossConfig
+from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.rollouts.group import RolloutGroup
 from consumer.ranks import ALONE, Ranks, balanced_shares
+from consumer.training.critic import Critic
 from consumer.training.learner import Learner
 from consumer.training.saved_state import SavedState, write_state
 from consumer.training.train_controller import TrainController
 from tests.consumer.models.tiny import make_group
 
 STEPS = 3
-RANKS = 2
 CUT = 2
-CONFIG = LearnerConfig(
-    learning_rate=1e-3,
-    token_budget=24,  # several micro-batches, and not as many on each rank
-    updates_per_batch=2,
-    gradient_checkpointing=True,
-    loss=LossConfig(kl_coef=0.05, entropy_coef=0.01),
-)
+CONFIG: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "token_budget": 24,  # several micro-batches, and not as many on each rank
+    "updates_per_batch": 2,
+    "gradient_checkpointing": True,
+    "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
+}
+
+
+class Life(BaseModel):
+    """Describes one life: `options` of the learner, and the life whose state it continues."""
+
+    name: str
+    model: Path
+    ranks: int = 1
+    options: dict[str, Any] = {}
+    after: str = ""
+    has_critic: bool = False
 
 
 def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
@@ -49,31 +62,45 @@ def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
     return own
 
 
-def train(folder: Path, model: Path, name: str, ranks: Ranks, first: int, last: int) -> None:
-    learner = Learner(model, CONFIG, seed=7, ranks=ranks)
-    controller = TrainController(learner, advantages="reinforce_pp")  # sees the scores of all ranks
-    if first > 1:
-        with SavedState(folder / "state", controller.shard_rows(), ranks.rank) as state:
+def make_controller(life: Life, ranks: Ranks) -> TrainController:
+    config = LearnerConfig.model_validate(CONFIG | life.options)
+    learner = Learner(life.model, config, seed=7, ranks=ranks)
+    if not life.has_critic:
+        return TrainController(learner, "reinforce_pp")  # sees the scores of all ranks
+    critic = Critic(life.model, CriticConfig(learning_rate=1e-2, lam=0.9), seed=7, ranks=ranks)
+    return TrainController(learner, "gae", critic=critic)
+
+
+def live(folder: Path, life: Life, ranks: Ranks) -> None:
+    controller = make_controller(life, ranks)
+    rows = controller.shard_rows()
+    if life.after:
+        with SavedState(folder / "state" / life.after, rows, ranks.rank) as state:
             controller.load_state_tensors(state)
     metrics = []
-    for step in range(first, last + 1):
+    for step in range(CUT + 1 if life.after else 1, STEPS + 1):
         metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
-        if step == CUT and ranks.size > 1 and first == 1:
-            rows = controller.shard_rows()
-            write_state(folder / "state", controller.state_tensors(), rows, ranks)
-    learner.save_weights(folder / "weights" / name)
-    (folder / f"{name}-{ranks.rank}.json").write_bytes(orjson.dumps(metrics))
+        if step == CUT:
+            write_state(folder / "state" / life.name, controller.state_tensors(), rows, ranks)
+    controller.learner.save_weights(folder / life.name, to_publish=True)
+    (folder / f"{life.name}-{ranks.rank}.json").write_bytes(orjson.dumps(metrics))
 
 
-def in_ranks(folder: Path, model: Path, name: str, first: int) -> Callable[[int], None]:
-    def rank_of(rank: int) -> None:
+def in_rank(folder: Path, life: Life, rank: int) -> Callable[[], None]:
+    def work() -> None:
+        if life.ranks == 1:
+            live(folder, life, ALONE)
+            return
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=RANKS
+            "gloo",
+            init_method=f"file://{folder}/{life.name}.store",
+            rank=rank,
+            world_size=life.ranks,
         )
-        train(folder, model, name, Ranks(dist.group.WORLD), first, STEPS)
+        live(folder, life, Ranks(dist.group.WORLD))
         dist.barrier()
 
-    return rank_of
+    return work
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -88,17 +115,14 @@ def fork(work: Callable[[], None]) -> int:
     os._exit(1)
 
 
-def main(model: Path, folder: Path) -> None:
-    for name in ("one", "two", "resumed"):
-        (folder / "weights" / name).mkdir(parents=True)
-    (folder / "state").mkdir()
-    ends = [os.waitpid(fork(lambda: train(folder, model, "one", ALONE, 1, STEPS)), 0)[1]]
-    for name, first in (("two", 1), ("resumed", CUT + 1)):
-        work = in_ranks(folder, model, name, first)
-        children = [fork(lambda rank=rank, work=work: work(rank)) for rank in range(RANKS)]  # type: ignore[misc]
-        ends += [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(any(ends))
+def main(folder: Path, lives: list[Life]) -> None:
+    for life in lives:
+        (folder / life.name).mkdir()
+        (folder / "state" / life.name).mkdir(parents=True)
+        ranks = [fork(in_rank(folder, life, rank)) for rank in range(life.ranks)]
+        if any([os.waitpid(rank, 0)[1] for rank in ranks]):
+            sys.exit(f"{life.name} failed")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [Life.model_validate(life) for life in orjson.loads(sys.argv[2])])

@@ -16,6 +16,7 @@ from buffer.rollouts.group import RolloutGroup
 from consumer.models.model_folder import load_model
 from consumer.training.advantages import grpo_advantages
 from consumer.training.learner import Learner
+from consumer.training.vocabulary_projection import TokenLogprobs
 from tests.consumer.models.tiny import build_model, make_group, train_step
 
 
@@ -90,7 +91,7 @@ def test_load_state_tensors_refuses_the_state_of_another_model(model_dir: Path) 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 def test_train_step_does_not_depend_on_the_token_budget(model_dir: Path, aggregation: str) -> None:
-    loss = {"aggregation": aggregation, "max_tokens": 5}
+    loss = {"aggregation": aggregation, "max_tokens": 5 if aggregation == "fixed_length" else None}
     whole = make_learner(model_dir, loss=loss, token_budget=4096)
     pieces = make_learner(model_dir, loss=loss, token_budget=12)
     metrics = train_step(whole, *make_batch(0))
@@ -178,11 +179,69 @@ def test_train_refuses_a_batch_without_the_logprobs_that_its_loss_reads(
         learner.train(batch)
 
 
-def test_old_logprobs_of_a_single_update_are_those_of_its_own_forward_pass(model_dir: Path) -> None:
-    learner = make_learner(model_dir, old_policy="current")
-    batch = learner.compute_old_logprobs(learner.pack(make_batch(0)[0]))
-    assert all(not update.old_logprobs for update in batch.updates)
-    assert train_step(learner, *make_batch(0))["policy/ratio"] == 1.0
+def test_one_update_is_weighted_by_importance_without_a_second_forward_pass(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient is that of min(w, cap) A logprob, with w = trainer's / rollout's probability."""
+    learner = make_learner(model_dir, loss={"importance_cap": 1.5}, max_grad_norm=1e9)
+    groups, advantages = make_batch(0)
+    (update,) = learner.pack(groups).updates
+    (packed,) = update.batches
+    current = learner._score(learner._policy, packed).logprobs
+    weight = (current.detach() - packed.rollout_logprobs).exp().clamp(max=1.5)
+    gain = torch.from_numpy(advantages)[packed.rollout][packed.sample] * packed.mask
+    gradients = torch.autograd.grad(
+        -(weight * gain * current).sum() / packed.mask.sum(), list(learner.parameters.values())
+    )
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    passes = []
+    score = learner._score
+
+    def counted(*args: Any, **options: Any) -> TokenLogprobs:
+        passes.append(args)
+        return score(*args, **options)
+
+    monkeypatch.setattr(learner, "_score", counted)
+    metrics = train_step(learner, groups, advantages)
+    assert metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["policy/ratio"] == 1.0
+    trained = packed.mask > 0
+    assert metrics["mismatch/importance"] == pytest.approx(float(weight[trained].mean()), rel=1e-4)
+    assert len(passes) == 1
+
+
+def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_dir: Path) -> None:
+    """The ratio moves with the updates, the weight of a token is that of the weights before."""
+    learner = make_learner(model_dir, updates_per_batch=3, warmup_steps=0, decay_steps=None)
+    groups, advantages = make_batch(0)
+    batch = learner.compute_old_logprobs(learner.pack([groups[0]] * 3))
+    batch.set_advantages(np.tile(advantages[:4], 3))
+    found = [learner._update(update) for update in batch.updates]
+    ratios = [metrics["policy/ratio"] for metrics in found if metrics]
+    weights = [metrics["mismatch/importance"] for metrics in found if metrics]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-6)
+    assert len(set(ratios)) == 3
+    assert weights == pytest.approx([weights[0]] * 3)
+    assert weights[0] != pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"old_policy": "rollout", "loss": {"importance_cap": 3.0}}, "importance_cap .* always 1"),
+        ({"old_policy": "rollout", "loss": {"importance_veto": 1e-4}}, "importance_veto of"),
+        ({"loss": {"dual_clip": 3.0}}, "dual_clip .* the ratio that it bounds is always 1"),
+        ({"warmup_steps": 6}, "must be larger than warmup_steps = 6"),
+        ({"decay_steps": None, "schedule": "cosine"}, "schedule needs decay_steps"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_act_together_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    options = {"warmup_steps": 2, "decay_steps": 6} | options
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig.model_validate(options)
 
 
 def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from buffer.config.config import TrainingConfig
 from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
-from buffer.errors import ConfigError, ModelError
+from buffer.errors import ModelError
 from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
-from consumer.ranks import Ranks
 from consumer.training.learner import Learner
 from tests.consumer.models.tiny import build_model, train_step
 from tests.consumer.training.test_learner import make_batch
@@ -143,9 +142,6 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
     ) as caught:
         make_learner(model_dir, LoraConfig(target_modules=("lm_head", "q", "q_proj")))
     assert "v_proj" in caught.value.hint
-    (two := Ranks()).size = 2
-    with pytest.raises(ConfigError, match="one rank only"):
-        Learner(model_dir, LearnerConfig(lora=LORA), ranks=two)
 
 
 URL = "http://127.0.0.1:8000"

@@ -158,7 +158,8 @@ class Transcription:
 def test_policy_loss_equals_its_transcription(
     aggregation: str, objective: str, options: dict[str, Any]
 ) -> None:
-    config = LossConfig(aggregation=aggregation, objective=objective, max_tokens=9, **options)
+    longest = 9 if aggregation == "fixed_length" else None
+    config = LossConfig(aggregation=aggregation, objective=objective, max_tokens=longest, **options)
     for seed in range(4):
         columns = make_columns(seed)
         loss, _ = policy_loss(columns, weigh(columns, config), config)
@@ -325,7 +326,10 @@ def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> Non
     [
         ({"aggregation": "fixed_length"}, "needs max_tokens"),
         ({"objective": "gspo", "dual_clip": 3.0}, "dual_clip belongs to objective ppo"),
+        ({"max_tokens": 9}, "read by aggregation = fixed_length only"),
         ({"importance_floor": 0.5}, "needs importance_mode = mask"),
+        ({"importance_mode": "mask", "importance_floor": 3.0}, "must be below importance_cap"),
+        ({"importance_cap": None, "importance_veto": 0.1}, "importance_veto cannot act without"),
     ],
 )
 def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:

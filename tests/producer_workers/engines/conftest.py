@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -36,6 +37,8 @@ CPU_ENGINE = VllmConfig(
     kv_cache_memory_bytes=64 << 20,
     omp_threads=1,
     report_load=True,
+    # benchmarks/gpu_day runs these tests twice: first with the scheduling that a CPU has
+    extra_args={"async_scheduling": False} if "SYNCHRONOUS_SCHEDULING" in os.environ else {},
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from typing import Any
 
 import orjson
 import pytest
-from typer.main import get_command
 
-from rolloutmq.cli import app, main
+from rolloutmq.cli import main
+from rolloutmq.command_list import SUMMARIES, all_commands, commands_of
 from tests.rolloutmq.conftest import ROOT, rolloutmq
 
-COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
+COMMANDS: dict[str, Any] = all_commands()
 PROCESSES = {
     "run",
     "create",
@@ -67,6 +68,45 @@ def test_help_lists_every_exit_code_and_examples() -> None:
     ):
         assert words in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+def test_the_list_names_every_command_as_its_own_help_does() -> None:
+    done = rolloutmq("--help")
+    listed = " ".join(done.stdout.split())
+    for name, command in COMMANDS.items():
+        summary = " ".join(command.help.split("\n\n")[0].split())
+        assert f" {name} {summary}" in listed
+    registered = {name for module in SUMMARIES for name in commands_of(module)}
+    assert registered == COMMANDS.keys()
+
+
+def test_help_and_completion_import_no_command() -> None:
+    program = (
+        "import sys, rolloutmq.cli\n"
+        "try:\n    rolloutmq.cli.main()\n"
+        "except SystemExit:\n"
+        "    print([m for m in sys.modules if m.startswith(('rolloutmq.commands', 'redis'))])\n"
+    )
+    ways = {
+        "--help": {},
+        "": {
+            "_ROLLOUTMQ_COMPLETE": "complete_bash",
+            "COMP_WORDS": "rolloutmq wor",
+            "COMP_CWORD": "1",
+        },
+    }
+    for arguments, env in ways.items():
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments.split()],
+            cwd=ROOT,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "workers" in done.stdout
+        assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_help_loads_nothing_heavy() -> None:

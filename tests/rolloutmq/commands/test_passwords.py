@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.url import mask_url
-from rolloutmq.cli import app
+from rolloutmq.command_list import all_commands
 from tests.rolloutmq.conftest import ROOT, Command
 from tests.rolloutmq.populate import Scene
 
@@ -33,9 +33,7 @@ ARGUMENTS = {
 }  # fmt: skip
 """What a command wants before it looks for a server."""
 
-COMMANDS = sorted(
-    c.name or c.callback.__name__.strip("_") for c in app.registered_commands if c.callback
-)
+COMMANDS = sorted(all_commands())
 SERVERLESS = {
     "acl",
     "create",

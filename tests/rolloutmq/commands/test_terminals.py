@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from buffer.control.control import Mode
 from buffer.server.embedded import EmbeddedServer
-from rolloutmq.cli import app
+from rolloutmq.command_list import all_commands
 from tests.rolloutmq.conftest import ROOT, Command, rolloutmq
 from tests.rolloutmq.populate import Scene
 
-COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
+COMMANDS: dict[str, Any] = all_commands()
 ENDLESS = (
     "top",
     "tail",

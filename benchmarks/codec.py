@@ -1,0 +1,76 @@
+"""What a group costs between Redis and the device: its bytes, and its part of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks import sample
+from benchmarks.bench_run import TASK, BenchRun
+from benchmarks.figure import Figure, Way, interleave, ratio
+from benchmarks.server import BenchServer
+from buffer.rollouts import wire
+from buffer.rollouts.batch_table import BatchTable
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.packing import Packer
+
+REPEATS = 200
+ENCODE_US = 40.0
+DECODE_US = 30.0
+PACK_SHARE = 0.1
+TOKEN_BUDGET = 16_384
+
+
+def codec(rounds: int) -> Iterator[Figure]:
+    """Measure what one group costs, in a loop: written and read with all checks, and copied."""
+    group = sample.group(f"{TASK}-{7:010d}")
+    data = wire.encode(group)
+    together = [wire.encode(sample.group(f"{TASK}-{draw:010d}")) for draw in range(24)]
+    ways = {
+        "encode": _repeated(lambda: wire.encode(group)),
+        "encode, all checks": _repeated(lambda: wire.encode_checked(group)),
+        "decode, all checks": _repeated(lambda: wire.decode(data)),
+        "copy of its bytes": _repeated(lambda: bytearray(data)),
+    }
+    targets = {"encode, all checks": ENCODE_US, "decode, all checks": DECODE_US}
+    taken = interleave(ways, rounds)
+    for name, seconds in taken.items():
+        yield _microseconds(name, median(seconds) / REPEATS, targets.get(name))
+    many = interleave({"24": Way(lambda _: wire.decode_many(together))}, 10 * rounds)
+    yield _microseconds("decode, all checks, of 24 read together", median(many["24"]) / 24)
+
+
+def pack(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
+    """Measure the way from a batch's table to micro-batches, as a share of its take."""
+    run = BenchRun(server)
+    run.make_ready(groups)
+    consumer = RolloutConsumer(run.run, prefetch_bytes=0, nonce=run.trainer)
+    table = BatchTable.of([sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)])
+    packer = Packer(TOKEN_BUDGET)
+    ways = {
+        "take": Way(
+            lambda _: consumer.take_batch(1, {TASK: groups}), clean=lambda: run.undo_take(1)
+        ),
+        "table": Way(lambda _: BatchTable.of(table.groups)),
+        "pack": Way(lambda _: packer.pack_pad_dispatch(table)),
+    }
+    taken = interleave(ways, rounds)
+    section = f"pack, {server.name}"
+    for name, what in (("table", "groups to table"), ("pack", "table to micro-batches")):
+        yield Figure(section, what, 1000 * median(taken[name]), "ms")
+    share = ratio(taken, "take", "pack")
+    yield Figure(section, "table to micro-batches / take", share, "x", PACK_SHARE, "less")
+    server.clear()
+
+
+def _repeated(call: Callable[[], object]) -> Way:
+    def run(_: Any) -> None:
+        for _ in range(REPEATS):
+            call()
+
+    return Way(run)
+
+
+def _microseconds(name: str, seconds: float, target: float | None = None) -> Figure:
+    return Figure("one group", name, 1e6 * seconds, "us", target, "less")

@@ -1,0 +1,154 @@
+"""vLLM on the GPU: its logprobs against the trainer's, and how long a weight update stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from benchmarks.engine import engine as through_the_queue
+from benchmarks.figure import Figure
+from benchmarks.gpu_day.rollouts import MEMBERS
+from benchmarks.gpu_day.shapes import SHAPES, build_model
+from benchmarks.server import memory_server
+from buffer.config.engine import VllmConfig
+from buffer.config.learner import LearnerConfig
+from buffer.model.ids import group_id
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.rollouts.sampling import SampleParams
+from consumer.training.learner import Learner
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine, Generation
+
+SAMPLED = 64
+"""Requests that run at once."""
+
+UPDATES = 4
+MEAN_NATS = 0.02
+"""Largest mean distance of logprobs in bfloat16 that counts as the same model."""
+
+
+def logprob_agreement(shape: str) -> Iterator[Figure]:
+    """Yield how far the engine's logprobs are from the trainer's, for the same tokens."""
+    with TemporaryDirectory(prefix="rmq-gpu-") as folder:
+        model = Path(folder, "model")
+        build_model(model, shape)
+        prompts = _prompts(shape)
+        made = asyncio.run(_sample(model, prompts))
+        yield from _agreement(f"logprobs, {shape}", model, prompts, made)
+
+
+def weight_stall(shape: str) -> Iterator[Figure]:
+    """Yield how long nothing is sampled while weights are updated under load."""
+    with TemporaryDirectory(prefix="rmq-gpu-") as folder:
+        model = Path(folder, "model")
+        build_model(model, shape)
+        seconds, missing = asyncio.run(_update_under_load(model, shape))
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    section = f"weight update under load, {shape}"
+    yield Figure(section, "nothing is sampled, p50", 1000 * float(np.median(seconds)), "ms")
+    yield Figure(section, "weights loaded", size / 2**30 / float(np.median(seconds)), "GiB/s")
+    yield Figure(section, "tokens lost", missing, "", 0, "less")
+
+
+def throughput(shape: str) -> Iterator[Figure]:
+    """Yield the tokens/s of vLLM alone and behind the queue."""
+    with memory_server() as server:
+        yield from through_the_queue(server, 32 if shape == "tiny" else 128, 2, SHAPES[shape])
+
+
+@asynccontextmanager
+async def _started(model: Path) -> AsyncIterator[Engine]:
+    config = VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, gpu_memory_utilization=None)
+    engine = build_engine(config, model, FIRST_WEIGHTS)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+def _prompts(shape: str) -> list[np.ndarray]:
+    draw = np.random.default_rng(1)
+    size = SHAPES[shape].vocab_size or 90
+    return [draw.integers(6, size, 32).astype("<i4") for _ in range(SAMPLED // MEMBERS)]
+
+
+async def _sample(model: Path, prompts: Sequence[np.ndarray]) -> list[Generation]:
+    # no min_tokens: the engine's logprobs would leave out the end token before it
+    params = SampleParams(max_tokens=128)
+    async with _started(model) as engine:
+        return await asyncio.gather(
+            *(
+                engine.generate(f"{group_id('math', n)}/{m}", prompt, _seeded(params, n, m))
+                for n, prompt in enumerate(prompts)
+                for m in range(MEMBERS)
+            )
+        )
+
+
+def _seeded(params: SampleParams, number: int, member: int) -> SampleParams:
+    return params.model_copy(update={"seed": number * MEMBERS + member})
+
+
+def _agreement(
+    section: str, model: Path, prompts: Sequence[np.ndarray], made: Sequence[Generation]
+) -> Iterator[Figure]:
+    groups = [
+        _group(number, prompt, made[number * MEMBERS : (number + 1) * MEMBERS])
+        for number, prompt in enumerate(prompts)
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    learner = Learner(model, LearnerConfig(token_budget=4_096), device=device)
+    distances = [
+        (learner.logprobs(part).cpu() - part.rollout_logprobs.cpu()).abs()
+        for update in learner.pack(groups).updates
+        for part in update.batches
+    ]
+    all_of_them = torch.cat(distances)
+    yield Figure(section, "mean distance", float(all_of_them.mean()), "nats", MEAN_NATS, "less")
+    yield Figure(section, "largest distance", float(all_of_them.max()), "nats")
+
+
+def _group(number: int, prompt: np.ndarray, made: Sequence[Generation]) -> RolloutGroup:
+    states = []
+    for index, generation in enumerate(made):
+        state = RolloutState(index=index, prompt_ids=prompt, messages=[])
+        state.append(generation.token_ids, generation.logprobs, list(generation.spans))
+        state.status = Status.COMPLETED
+        state.finish_reason = generation.finish_reason
+        state.reward = {"score": float(index % 2)}
+        states.append(state)
+    return RolloutGroup(group_id("math", number), "math", states)
+
+
+async def _update_under_load(model: Path, shape: str) -> tuple[list[float], int]:
+    params = SampleParams(max_tokens=200, min_tokens=200)
+    prompt = _prompts(shape)[0]
+    seconds = []
+    missing = 0
+    async with _started(model) as engine:
+        for number in range(UPDATES):
+            running = [
+                asyncio.create_task(
+                    engine.generate(
+                        f"{group_id('math', number)}/{n}", prompt, _seeded(params, 0, n)
+                    )
+                )
+                for n in range(SAMPLED)
+            ]
+            await asyncio.sleep(0.5)
+            began = time.perf_counter()
+            await engine.load_weights(model, PolicyVersion("gpu", number))
+            seconds.append(time.perf_counter() - began)
+            for generation in await asyncio.gather(*running):
+                stamped = sum(span.length for span in generation.spans)
+                missing += params.max_tokens - min(stamped, len(generation.token_ids))
+    return seconds[1:], missing

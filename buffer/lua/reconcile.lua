@@ -1,0 +1,62 @@
+#!lua flags=allow-oom
+-- reconcile: agree with a worker on what it holds, after a heartbeat found that the two differ; and renew its lease.
+-- What the worker does not name, it does not know: it restarted, or the reply to a claim was lost. That is taken back,
+-- but not before a claim under way must have arrived.
+-- include: clock, grace, holds, lost, numbers
+-- KEYS clock         HASH*
+-- KEYS leases        ZSET
+-- KEYS groups        prefix  of the group records (HASH)
+-- KEYS holders       prefix  of what workers hold (HASH)
+-- KEYS worker_record HASH*   record of the worker
+-- KEYS dead          ZSET
+-- KEYS dead_letters  prefix  of the reasons (STRING)
+-- KEYS bell_workers  LIST
+-- KEYS bell_producer LIST
+-- KEYS events        STREAM
+-- KEYS queues        prefix  of the queues (STREAM)
+-- KEYS accounts      prefix  of the tasks' accounts (HASH)
+-- KEYS ages          prefix  of the age indexes (ZSET)
+-- ARGV worker    name           id
+-- ARGV nonce     token          of its registration
+-- ARGV lease_ms  1..86_400_000
+-- ARGV max_tries 1..1_000_000
+-- ARGV limit     1..200         largest number of groups to take back
+-- ARGV gid, token  bytes..75, bytes..64 x0..4096  of each group that the worker holds
+-- replies OK, then the number of each group that it no longer holds | UNKNOWN (register again) | REPLACED (by another
+--       process with this id)
+-- keeps I1, I2, I11 (a lost lease uses up a try), I13 (a repeated call finds nothing)
+
+local known = redis.call('HGET', worker_record, 'nonce')
+if not known then return {'UNKNOWN'} end
+if known ~= nonce then return {'REPLACED'} end
+
+local reply, now, holds = {'OK'}, now_ms(), holders .. worker
+local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
+  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
+local known_groups, held, digest, found = {}, {}, 0, {}
+for _, gid, token in each_unit do known_groups[gid .. ' ' .. token] = true end
+for _, one in ipairs(held_groups(holds)) do
+  local gid, token = one[1], one[2]
+  held[gid .. ' ' .. token] = true
+  digest = digest + mark_of(gid, token)
+  if not known_groups[gid .. ' ' .. token] and #found < limit then
+    local unknown = found_group(under, worker, gid, token)
+    -- a claim that lies ahead was made before the clock was set back
+    if math.abs(now - unknown.claimed_ms) > lease_ms then found[#found + 1] = unknown end
+  end
+end
+for n, gid, token in each_unit do
+  if not held[gid .. ' ' .. token] then reply[#reply + 1] = n end
+end
+
+-- after an outage, claims may have been under way for as long as it took
+if now < tick(clock, now, lease_ms) then found = {} end
+if digest > 0 then
+  redis.call('HSET', holds, 'digest', int(digest))
+  redis.call('ZADD', leases, int(now + lease_ms), worker)
+else
+  redis.call('UNLINK', holds)
+  redis.call('ZREM', leases, worker)
+end
+lose(under, found, max_tries, 'its worker does not know it')
+return reply

@@ -1,0 +1,159 @@
+"""The list of all commands, of which only the one that is called is imported.
+
+Importing all of them takes most of a second, at each `--help` and at each completion in a shell.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer import core
+from typer.core import TyperGroup
+from typer.main import get_command
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+SECTIONS = {
+    "Run": ("run", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
+    "Steer": ("pause", "continue", "drain", "set", "fence", "dead", "requeue", "drop"),
+    "Data": ("save", "resume", "export", "import", "problems", "warm-start"),
+    "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
+}
+"""Sections of `--help`, with their commands."""
+
+SUMMARIES = {
+    "rolloutmq.launch.commands": {
+        "run": "Start a whole run on this machine, or continue it.",
+        "create": "Make the run of a config on its server, and start nothing.",
+        "train": "Start the trainer of a run, or one rank of it.",
+        "warm-start": "Build and warm-start the small model of a config.",
+        "gpu-check": "Check the pipeline on one CUDA GPU.",
+    },
+    "rolloutmq.commands.produce": {
+        "worker": "Start one rollout worker.",
+        "producer": "Start the producer.",
+        "judge": "Judge rollouts of tasks whose judging is of kind rq.",
+        "problems": "Write generated problems to the run's folder, and check what the "
+        "config names.",
+    },
+    "rolloutmq.commands.simulate": {
+        "simulate": "Simulate a fleet and a trainer with your numbers.",
+    },
+    "rolloutmq.commands.status": {
+        "status": "Show the state of a run: groups, weights, workers, staleness.",
+    },
+    "rolloutmq.top.top": {
+        "top": "Watch a run live; q or Ctrl-C quits.",
+    },
+    "rolloutmq.commands.runs": {
+        "runs": "List the runs of a server, with size and age, or delete one.",
+    },
+    "rolloutmq.commands.groups": {
+        "ls": "List the groups of a run that match a query.",
+        "dead": "List dead letters, newest first.",
+        "requeue": "Put a dead group, or one of a pool, back into the queue.",
+        "drop": "End a group that waits, is in a pool, or is dead.",
+    },
+    "rolloutmq.commands.show": {
+        "show": "Show one group: its stage, texts, rewards and versions.",
+    },
+    "rolloutmq.commands.batch": {
+        "batch": "Show the groups of a train step.",
+    },
+    "rolloutmq.commands.tail": {
+        "tail": "Follow the events of a run, until it is finished or Ctrl-C.",
+    },
+    "rolloutmq.commands.workers": {
+        "workers": "List the workers of a run.",
+        "fence": "Revoke all groups that a worker holds, and remove the worker.",
+    },
+    "rolloutmq.commands.web": {
+        "web": "Show a run in a browser, until Ctrl-C.",
+    },
+    "rolloutmq.commands.metrics": {
+        "metrics": "Show runs in the format of Prometheus.",
+    },
+    "rolloutmq.commands.pause": {
+        "pause": "Pause a run until `rolloutmq continue`.",
+        "continue": "End the operator's pause of a run.",
+        "drain": "Finish the running groups and claim no new ones.",
+    },
+    "rolloutmq.commands.settings": {
+        "set": "Change settings of a run while it continues.",
+    },
+    "rolloutmq.commands.snapshot": {
+        "save": "Save a run to a folder: groups, order, counters, batches.",
+        "resume": "Restore a saved run to a server.",
+    },
+    "rolloutmq.commands.curate": {
+        "export": "Write groups to a file, one line per rollout.",
+        "import": "Put completed groups from a file into the pools of a run.",
+    },
+    "rolloutmq.commands.server": {
+        "server": "Start or stop the embedded server of a run.",
+        "janitor": "Revoke expired leases, expire old groups, free unused data.",
+    },
+    "rolloutmq.commands.doctor": {
+        "doctor": "Check the server, and report what each run waits for.",
+    },
+    "rolloutmq.commands.fsck": {
+        "fsck": "Check that nothing is lost and nothing was trained twice.",
+    },
+    "rolloutmq.commands.scripts": {
+        "acl": "Print users for the server's ACL file, one per role.",
+        "scripts": "List the Lua scripts, one per state change.",
+    },
+}
+"""The first sentence of each command's help, by module and name."""
+
+_MODULES = {name: module for module, listed in SUMMARIES.items() for name in listed}
+
+_ITEM: Any = vars(core)["CompletionItem"]
+"""typer's type of a proposal, which has no public name."""
+
+
+class LazyGroup(TyperGroup):
+    """Finds a command in its module when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, without importing one."""
+        return [name for names in SECTIONS.values() for name in names]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command; None if there is none of this name."""
+        if cmd_name not in _MODULES:
+            return None
+        return commands_of(_MODULES[cmd_name])[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of `--help`."""
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, SUMMARIES[_MODULES[name]][name]) for name in names])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the names that begin with `incomplete`, without importing a command."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        # typer's own method imports all commands; the next one completes options
+        options = super(TyperGroup, self).shell_complete(ctx, incomplete)
+        return [_ITEM(name, help=SUMMARIES[_MODULES[name]][name]) for name in names] + options
+
+
+def all_commands() -> dict[str, Any]:
+    """Import and return all commands by name, in the order of `--help`."""
+    known: dict[str, Any] = {}
+    for module in SUMMARIES:
+        known |= commands_of(module)
+    return {name: known[name] for names in SECTIONS.values() for name in names}
+
+
+def commands_of(module: str) -> dict[str, Any]:
+    """Import a module of commands; return those that it registers, by name."""
+    # typer makes no group of a single command without a callback
+    app = typer.Typer(rich_markup_mode=None, callback=lambda: None, context_settings=SETTINGS)
+    import_module(module).register(app)
+    commands: dict[str, Any] = vars(get_command(app))["commands"]
+    return commands

@@ -1,0 +1,49 @@
+"""`make gpu-day` without a GPU: its report, its limits, and a rehearsal of the trainer's part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+
+ROOT = Path(__file__).parents[2]
+
+
+def gpu_day(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_day", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    done = gpu_day("--out", str(tmp_path / "day"))
+    assert done.returncode == 3
+    assert "no CUDA GPU" in done.stderr
+    assert not (tmp_path / "day").exists()
+
+
+def test_the_limits_of_all_parts_are_listed() -> None:
+    done = gpu_day("--list")
+    assert done.returncode == 0
+    assert {"train steps 4B", "agreement", "colocated"} <= {
+        line.partition("  ")[0] for line in done.stdout.splitlines()
+    }
+
+
+def test_a_rehearsal_measures_train_steps_and_reports_them(tmp_path: Path) -> None:
+    done = gpu_day("--rehearse", "train steps tiny", "--out", str(tmp_path))
+    assert done.returncode == 0, (tmp_path / "report.md").read_text(encoding="utf-8")
+    (part,) = orjson.loads((tmp_path / "figures.json").read_bytes())
+    trained = {f["section"]: f["value"] for f in part["figures"] if f["name"] == "trained"}
+    assert {"train step, tiny, default", "train step, tiny, full logits"} <= trained.keys()
+    assert all(value > 0 for value in trained.values())
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| train steps tiny | met |" in report
