@@ -90,10 +90,9 @@ for i, one in ipairs(claimed) do
   gids[i], tokens[2 * i - 1], tokens[2 * i] = one.gid, one.gid, token
   digest = digest + mark_of(one.gid, token)
 end
-if num(redis.call('HINCRBY', holds, 'digest', int(digest))) == digest then
-  redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker)
-end
-redis.call('HSET', holds, unpack(tokens))
+local before = num(redis.call('HGET', holds, 'digest'))
+redis.call('HSET', holds, 'digest', int(before + digest), unpack(tokens))
+if before == 0 then redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker) end
 for n, jobs, progress in each_unit do
   if given[n] then
     redis.call('XDEL', jobs, unpack(given[n].ids))

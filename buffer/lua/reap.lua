@@ -40,7 +40,7 @@ local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeo
 for _, worker in ipairs(gone) do redis.call('HLEN', holders .. worker) end
 
 local grace = tick(clock, now, lease_ms)
-redis.call('HSET', clock, 'swept_ms', int(now))
+redis.call('HSET', clock, 'seen_ms', int(now), 'swept_ms', int(now))
 -- deadlines further away than one lease were set before the clock was set back
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
   redis.call('ZADD', leases, int(now + lease_ms), worker)

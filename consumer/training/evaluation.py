@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import comb
 
 import numpy as np
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from buffer.config.config import TrainingConfig
 from buffer.model.manifest import NotReady
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import VersionSpan
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.step_log import StepWriter
@@ -181,15 +180,12 @@ class EvaluationPlan:
             self._record(step, task, groups)
 
     def _record(self, step: int, task: str, groups: list[RolloutGroup]) -> None:
-        newest = max((span.version for span in _spans(groups)), default=step)
+        columns = [group.column("spans") for group in groups]
+        newest = max((spans[:, 3].max() for spans in columns if spans is not None), default=step)
         metrics = self._evaluator.evaluate(groups)
         metrics["eval/newest_version"] = float(newest)
         self._writer.add_evaluation(step, task, metrics)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
-
-
-def _spans(groups: list[RolloutGroup]) -> Iterator[VersionSpan]:
-    return (span for group in groups for state in group.states for span in state.spans)
 
 
 def log_wait_reason(reason: NotReady) -> None:

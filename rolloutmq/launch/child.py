@@ -76,7 +76,7 @@ class Child:
         self._processes = []
         self._killed = set()
         self._first_end = 0.0
-        for log, variables in zip(self._logs, _rank_environments(len(self._logs)), strict=True):
+        for log, variables in zip(self._logs, rank_environments(len(self._logs)), strict=True):
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -247,7 +247,7 @@ def _older(log: Path) -> Path:
     return log.with_name(log.name + ".1")
 
 
-def _rank_environments(ranks: int) -> list[dict[str, str]]:
+def rank_environments(ranks: int) -> list[dict[str, str]]:
     """Return the variables by which the ranks on this machine find each other, as torchrun does.
 
     The port is free now. If another process takes it before rank 0 does, all ranks end, and are

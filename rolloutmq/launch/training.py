@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, server_url, wait_for_run
@@ -69,6 +70,7 @@ def train(
     from consumer.training.trainer_rank import TrainerRank
 
     ranks = join()
+    _check_nodes(settings, ranks.size)
     if ranks.rank:
         rank = TrainerRank(run, settings, model_dir, ranks)
         _on_signals(rank.stopped.set)
@@ -83,6 +85,17 @@ def train(
         # torchrun has ended the ranks before these, but the role is theirs until it times out
         trainer.consumer.role.wait_until_vacant(trainer.rank.stopped)
     return trainer.fit(take_over=take_over, regenerate=regenerate)
+
+
+def _check_nodes(settings: TrainingConfig, ranks: int) -> None:
+    """Raise ConfigError where ranks on several nodes could not write one version of weights."""
+    transport = settings.policy.weights_transport
+    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) and transport != "folder":
+        raise ConfigError(
+            f"[policy] weights_transport = {transport} collects the weights on one machine, but "
+            "the ranks of the trainer are on several",
+            hint='set weights_transport = "folder", and weights_dir to a folder that all share',
+        )
 
 
 def _on_signals(stop: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """A trainer that dies at random lines, again and again, while disk and server lose what they may.
 
-usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES
+usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES [RANKS]
 Forks, from one warm process, a crew and a trainer for each life; in turns they publish from memory
-and by folder. SIGKILL ends the trainer at a line of the files that take, train, write a checkpoint,
+and by folder. RANKS, such as 2,1,4, are the numbers of ranks of the first lives; later ones are
+drawn of them. SIGKILL ends one rank at a line of the files that take, train, write a checkpoint,
 commit and publish; then the server is killed as well. Between two lives, at random, the server is
 reset to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a
 line for each life, and in the end {"deaths": …, "lines": …, "moved": …, "differs": …}: how far the
@@ -16,7 +17,8 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,15 +33,20 @@ from buffer.errors import LedgerError, LostRun
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
 from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from consumer.batches.batch import Batch
+from consumer.ranks import join
 from consumer.training.advantages import estimate_advantages
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
 from consumer.training.saved_state import SavedState
+from consumer.training.train_controller import TrainController
 from consumer.training.trainer import Trainer
+from consumer.training.trainer_rank import TrainerRank
+from rolloutmq.launch.child import rank_environments
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 
@@ -47,6 +54,10 @@ STEPS = 6
 GROUPS = 3
 LINES = 1500
 """A life ends at one of these lines; a whole run has 2300."""
+RANK_LINES = (3000, 1000)
+"""The same of several ranks, for rank 0 and for each other: a whole run has 4400 and 1100."""
+NOTICE_S = 120.0
+"""In which the other ranks must end when one has died."""
 REFUSED = 7
 CHANGED = 99
 """Exit codes: the server has freed or lost what this trainer needs; a batch that came again was
@@ -58,6 +69,10 @@ FILES = {
     str(PACKAGES / name)
     for name in (
         "consumer/training/trainer.py",
+        "consumer/training/trainer_rank.py",
+        "consumer/training/saved_state.py",
+        "consumer/shares.py",
+        "consumer/batches/reader.py",
         "consumer/training/checkpoint.py",
         "consumer/training/step_log.py",
         "consumer/models/model_folder.py",
@@ -80,11 +95,12 @@ FILES = {
 class Lives:
     """A run of `folder`, and all that happens to it."""
 
-    def __init__(self, folder: Path, model: Path, seed: int, lives: int) -> None:
+    def __init__(self, folder: Path, model: Path, seed: int, lives: int, ranks: list[int]) -> None:
         self.folder = folder
         self.model = model
         self.draw = random.Random(seed)
         self.lives = lives
+        self.ranks = ranks
         self.server = EmbeddedServer(folder / "server")
         self.deliveries = folder / "deliveries"
         self.deliveries.mkdir(parents=True)
@@ -101,9 +117,16 @@ class Lives:
             number += 1
             self.server.start()
             crew = fork(self.serve)
-            at = self.draw.randint(1, LINES) if number < self.lives else 0
+            size = (
+                self.ranks[number - 1]
+                if number <= len(self.ranks)
+                else self.draw.choice(self.ranks)
+            )
+            victim = self.draw.randrange(size)
+            at = self.draw.randint(1, LINES if size == 1 else RANK_LINES[min(victim, 1)])
             self.config = make_config(self.folder, self.model, "gloo" if number % 2 else "folder")
-            code = wait_for(fork(partial(self.train, at, regenerate)))
+            fates = {victim: at if number < self.lives else 0}
+            code = self.live(size, fates, regenerate)
             os.kill(crew, signal.SIGKILL)
             wait_for(crew)
             self.server.kill()
@@ -112,6 +135,8 @@ class Lives:
             say(
                 {
                     "life": number,
+                    "ranks": size,
+                    "victim": victim,
                     "died": self.place(),
                     "code": code,
                     "lost": fault,
@@ -128,12 +153,34 @@ class Lives:
         crew.register()
         crew.serve()
 
-    def train(self, at: int, regenerate: bool) -> None:
+    def live(self, size: int, fates: dict[int, int], regenerate: bool) -> int:
+        """Run all ranks, of which some die at a line, until the last has ended."""
+        environments = rank_environments(size)
+        ranks = [
+            fork(partial(self.train, environments[rank], fates.get(rank, 0), regenerate))
+            for rank in range(size)
+        ]
+        codes = wait_for_all(ranks)
+        if any(code not in (0, 1, REFUSED, -signal.SIGKILL) for code in codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        return -signal.SIGKILL if -signal.SIGKILL in codes else codes[0]
+
+    def train(self, environment: dict[str, str], at: int, regenerate: bool) -> None:
+        os.environ.update(environment)
+        self.note_groups()
         store = Store(self.server.url)
-        trainer = Trainer(create_run(store, self.config, self.model), self.config, self.model)
-        trainer.consumer.take_batch = self.noting(trainer.consumer.take_batch)  # type: ignore[method-assign]
+        is_first = environment.get("RANK", "0") == "0"
+        run = (
+            create_run(store, self.config, self.model) if is_first else wait_for_run(store, "lives")
+        )
+        ranks = join()
         if at:
             sys.settrace(dying_at(at, self.folder / "place"))
+        if ranks.rank:
+            TrainerRank(run, self.config, self.model, ranks).follow()
+            return
+        trainer = Trainer(run, self.config, self.model, ranks)
+        trainer.consumer.take_batch = self.noting(trainer.consumer.take_batch)  # type: ignore[method-assign]
         try:
             trainer.fit(take_over=True, regenerate=regenerate)
         except (LedgerError, LostRun) as error:
@@ -141,24 +188,33 @@ class Lives:
             os._exit(REFUSED)
 
     def noting(self, take: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Record every batch; a step or group that is delivered again must be the same."""
+        """Record every batch; a step that is delivered again must be the same."""
 
         def noted(step: int, *args: Any, **more: Any) -> Batch:
             batch = take(step, *args, **more)
-            files = {f"step-{step}": "\n".join(batch.manifest.gids).encode()}
-            files |= {group.gid: wire.encode(group) for group in batch.groups}
-            for name, data in files.items():
-                file = self.deliveries / name
-                if file.exists() and file.read_bytes() != data:
-                    sys.stderr.write(
-                        f"{name} was {file.read_bytes()!r:.300} and is {data!r:.300}\n"
-                    )
-                    os._exit(CHANGED)
-                file.with_suffix(".tmp").write_bytes(data)
-                file.with_suffix(".tmp").rename(file)
+            self.note(f"step-{step}", "\n".join(batch.manifest.gids).encode())
             return batch
 
         return noted
+
+    def note_groups(self) -> None:
+        """Record the groups that each rank trains; those that come again must be the same."""
+        fit = TrainController.fit
+
+        def noted(controller: TrainController, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+            for group in groups:
+                self.note(group.gid, wire.encode(group))
+            return fit(controller, groups)
+
+        TrainController.fit = noted  # type: ignore[method-assign,assignment]
+
+    def note(self, name: str, data: bytes) -> None:
+        file = self.deliveries / name
+        if file.exists() and file.read_bytes() != data:
+            sys.stderr.write(f"{name} was {file.read_bytes()!r:.300} and is {data!r:.300}\n")
+            os._exit(CHANGED)
+        file.with_suffix(".tmp").write_bytes(data)
+        file.with_suffix(".tmp").rename(file)
 
     def place(self) -> str:
         file = self.folder / "place"
@@ -293,6 +349,23 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
+def wait_for_all(children: list[int]) -> list[int]:
+    """Return how the processes ended; once one has, the others must end by themselves."""
+    ends: dict[int, int] = {}
+    give_up = float("inf")
+    while len(ends) < len(children):
+        for child in children:
+            if child not in ends:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    ends[child] = os.waitstatus_to_exitcode(status)
+                    give_up = min(give_up, time.monotonic() + NOTICE_S)
+        if time.monotonic() > give_up:
+            raise SystemExit(f"some ranks did not notice the end of others: {ends} of {children}")
+        time.sleep(0.01)
+    return [ends[child] for child in children]
+
+
 def wait_for(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -304,7 +377,8 @@ def say(line: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    lives = Lives(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    sizes = [int(size) for size in (sys.argv[5] if len(sys.argv) > 5 else "1").split(",")]
+    lives = Lives(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sizes)
     try:
         lives.run()
         lives.judge()

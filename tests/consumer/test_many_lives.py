@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [4])
+@pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])
 def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
-    model_dir: Path, tmp_path: Path, seed: int
+    model_dir: Path, tmp_path: Path, seed: int, lives: int, ranks: str
 ) -> None:
     """Check that no group is trained twice, none that was committed is missing, and batches repeat.
 
-    More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES`.
+    More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES RANKS`.
     """
     done = subprocess.run(
         [
@@ -29,7 +29,8 @@ def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
             str(tmp_path / "lives"),
             str(model_dir),
             str(seed),
-            "4",
+            str(lives),
+            ranks,
         ],
         cwd=ROOT,
         capture_output=True,
@@ -40,4 +41,5 @@ def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     report = orjson.loads(done.stdout.splitlines()[-1])
     assert report["deaths"] > 0
     assert report["moved"] > 1e-3
-    assert report["differs"] == 0.0
+    # several ranks add up gradients in another order
+    assert report["differs"] <= (0.0 if ranks == "1" else 1e-5)

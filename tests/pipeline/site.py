@@ -118,11 +118,15 @@ class Site:
 
     def start(self, verb: str, *more: str) -> Process:
         """`rolloutmq VERB CONFIG …` as a process."""
+        return self.start_module(["rolloutmq"], verb, *more)
+
+    def start_module(self, module: list[str], verb: str, *more: str) -> Process:
+        """`python -m MODULE VERB CONFIG …` as a process."""
         log = self.folder / f"{verb}-{len(self.processes)}.log"
         env = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "ROLLOUTMQ_OWNER_PID")}
         with log.open("wb") as out:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "rolloutmq", verb, str(self.config), *more],
+                [sys.executable, "-m", *module, verb, str(self.config), *more],
                 cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip

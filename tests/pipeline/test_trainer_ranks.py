@@ -1,4 +1,4 @@
-"""`rolloutmq run` with several trainer ranks: one is killed, all stop, fewer continue."""
+"""Several ranks of the trainer, by `rolloutmq run` and by torchrun: one is killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from consumer.training.step_log import read_evaluations
 from tests.pipeline.site import Process, Site
 
 
@@ -45,4 +46,40 @@ def test_a_run_survives_a_killed_rank_and_continues_with_fewer(
     assert code == 0, output + site.words()
     assert f"continues: step {last} is committed" in output
     assert "account: lost 0 · in two places 0 · trained twice 0" in output
+    site.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_starts_all_ranks_again_when_one_dies(make_site: Callable[..., Site]) -> None:
+    """Evaluations are exclusive, and the trainer waits until the role of the dead one is vacant."""
+    site = make_site(steps=9)
+    with site.config.open("a", encoding="utf-8") as config:
+        config.write(
+            """
+[tasks.held_out]
+eval_of = "sums"
+[tasks.held_out.dataset]
+kind = "jsonl"
+path = "{folder}/problems.jsonl"
+[evaluation]
+every_steps = 3
+groups = 4
+flow = "exclusive"
+""".replace("{folder}", str(site.folder))
+        )
+    text = site.config.read_text(encoding="utf-8")
+    site.config.write_text(
+        text.replace("max_staleness = 1", 'max_staleness = 1\npause_mode = "abort"'),
+        encoding="utf-8",
+    )
+    site.server.start()
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    trainer = site.start_module([*torchrun, "--max-restarts", "2", "-m", "rolloutmq"], "train")
+    site.start("producer")
+    site.start("worker", "--id", "w0")
+    site.until_step(4)
+    rank_of(trainer, 1).kill()
+    assert trainer.wait() == 0, site.words()
+    assert set(read_evaluations(site.run_dir)) == {("held_out", step) for step in (0, 3, 6, 9)}
     site.check()

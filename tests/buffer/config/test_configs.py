@@ -27,6 +27,7 @@ def test_all_examples_are_here() -> None:
         "gpu_check.toml",
         "lora.toml",
         "qwen3_0.6b_gsm8k.toml",
+        "qwen3_8b_math.toml",
     }
 
 
@@ -74,6 +75,19 @@ def test_gpu_example_trains_on_gsm8k_with_files_of_its_own_for_the_test() -> Non
     longest = (config.producer.max_prompt_tokens or 0) + train.sample.max_tokens
     assert longest <= (config.engine.max_model_len or 0)
     assert longest <= config.learner.token_budget
+
+
+def test_example_for_eight_gpus_uses_each_of_them_once() -> None:
+    config = load_config(Config, CONFIGS / "qwen3_8b_math.toml")
+    launch = config.launch
+    trainer = launch.trainer_gpus or []
+    assert sorted([*trainer, *(launch.worker_gpus or [])]) == list(range(8))
+    assert launch.ranks(has_own_loop=False) == len(trainer) == 4
+    assert isinstance(config.engine, VllmConfig)
+    assert launch.workers * config.engine.shards == len(launch.worker_gpus or [])
+    task = config.tasks["math"]
+    longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
+    assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
 
 
 def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:

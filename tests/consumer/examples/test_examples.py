@@ -25,12 +25,10 @@ from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.store.store import Store
 from consumer.examples.plain_loop import train
-from consumer.models.model_folder import load_model
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
 from tests.consumer.crew import MEMBERS, at_work, wait_until
-from tests.consumer.training.fsdp_ranks import KILLED
 from tests.servers import Server
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -224,28 +222,3 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
     assert rewards
     assert all(reward == 0.5 for reward in rewards)  # those of the crew's groups: 0, 1, 0, 1
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
-def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site) -> None:
-    """Kill one rank: the other notices, and both continue from the newest complete checkpoint."""
-    command = [sys.executable, "-m", "tests.consumer.training.fsdp_ranks", str(site.file), "3"]
-    env = os.environ | {"REDIS_URL": site.url}
-    with at_work(site.run, math=STEPS * GROUPS):
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False
-        )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    first, second = orjson.loads(done.stdout.splitlines()[-1])
-    assert first[1] == KILLED
-    assert first[0] not in (0, KILLED)
-    assert second == [0, 0], done.stderr.decode()[-4000:]
-    check(site)
-    folder = site.config.run.folder / "checkpoints" / f"step-{STEPS:06d}"
-    assert (
-        len(list((folder / "model").glob("model-*.safetensors")))
-        == len(list(folder.glob("state-*.safetensors")))
-        == 2
-    )
-    assert load_model(folder / "model").num_parameters() > 0

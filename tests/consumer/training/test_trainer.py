@@ -307,6 +307,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
         "trainer": config.trainer.model_dump(),
     }
     changes["trainer"]["flow"] = "colocated"
+    changes["engine"] = config.engine.model_dump() | {"kv_cache_memory_bytes": 2**30}
     config = TrainingConfig.model_validate(config.model_dump() | changes)
     config.run.folder.mkdir()
     trainer = Trainer(run, config, model_dir)
