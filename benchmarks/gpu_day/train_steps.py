@@ -25,6 +25,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "sdpa": {"attn_implementation": "sdpa"},
     "full logits": {},
     "checkpointing": {"gradient_checkpointing": True},
 }

@@ -260,6 +260,7 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
         rollout_worker=rollouts,
         weight_transfer=weights,
     )
+    consumer.vocabulary = weights.trainer.model.get_input_embeddings().num_embeddings
     weights.trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     weights.send_last()
     weights.close()

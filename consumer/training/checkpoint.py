@@ -1,7 +1,6 @@
 """Checkpoints: the trainer's position, its weights and its optimizer, in one folder (I6).
 
 <folder>/step-000012/trainer.json           the position (buffer/batches/position.py)
-                     model/                  a Hugging Face folder (config, tokenizer, safetensors)
                      state-*.safetensors     of each rank (saved_state.py)
 
 Invariant: a folder under its final name is complete.
@@ -25,7 +24,6 @@ from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
-from buffer.weights.new_folder import new_folder
 
 POSITION = "trainer.json"
 
@@ -66,18 +64,32 @@ class CheckpointFolder:
             ) from error
 
     def write(self, position: Position, save: Callable[[Path], None]) -> Path:
-        """Write a checkpoint and return its folder; `save` writes all parts but the position.
+        """Write a checkpoint and return its folder; `save` writes all parts but the position."""
+        folder = self.begin(position.step)
+        try:
+            save(folder)
+            return self.complete(position, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
-        The checkpoint becomes visible as a whole, once it is on disk. One of the same step (of a
-        lineage that ended) is replaced.
+    def begin(self, step: int) -> Path:
+        """Create a hidden folder for all parts of a checkpoint but the position."""
+        folder = self._hidden(self.path(step))
+        folder.mkdir(parents=True)
+        return folder
+
+    def complete(self, position: Position, folder: Path) -> Path:
+        """Make the checkpoint in a folder of `begin` visible, as a whole; return its new path.
+
+        It is on disk by then. One of the same step (of a lineage that ended) is replaced.
         """
         path = self.path(position.step)
+        data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+        (folder / POSITION).write_bytes(data)
+        _sync_tree(folder)
         self._remove(path)
-        with new_folder(path) as folder:
-            save(folder)
-            data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
-            (folder / POSITION).write_bytes(data)
-            _sync_tree(folder)
+        folder.rename(path)
         _sync(self.folder)
         return path
 
@@ -107,8 +119,10 @@ class CheckpointFolder:
     def _remove(self, path: Path) -> None:
         # renamed first: a partly deleted folder must never look like a checkpoint
         if path.exists():
-            hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-            shutil.rmtree(path.rename(hidden))
+            shutil.rmtree(path.rename(self._hidden(path)))
+
+    def _hidden(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def _sync_tree(folder: Path) -> None:

@@ -12,6 +12,7 @@ Invariant: ranks that read with the shards they wrote get back the same bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,10 +56,12 @@ class _Part(NamedTuple):
 def write_state(
     folder: Path, state: Mapping[str, Tensor], rows: Mapping[str, Rows], ranks: Ranks
 ) -> None:
-    """Write this rank's tensors into `folder`. `rows`: of those that are sharded."""
+    """Write this rank's tensors into `folder`, to the disk. `rows`: of those that are sharded."""
     file = folder / _name(ranks.rank, ranks.size)
     spans = {name: [rows[name].first, rows[name].total] for name in state if name in rows}
     save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 class SavedState(Mapping[str, Tensor]):

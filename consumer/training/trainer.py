@@ -16,7 +16,7 @@ from pathlib import Path
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import ExpiredBatch, LostRun
+from buffer.errors import ExpiredBatch, LostRun, ModelError
 from buffer.model.manifest import Manifest
 from buffer.run import Run
 from consumer.batches.batch import Batch, Stopped
@@ -33,6 +33,7 @@ from consumer.training.metrics import (
     production_metrics,
     staleness_metrics,
 )
+from consumer.training.saved_state import check_state
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
 
@@ -56,6 +57,8 @@ class Trainer:
         self.rank = TrainerRank(run, config, model_dir, ranks)
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
+        self._begun: tuple[Position, Path] | None = None
+        """the checkpoint that is being written: its position, and its hidden folder"""
         self._weights = open_sender(config, run)
         self._log = StepWriter(folder)
         self._writers: list[MetricWriter] = []
@@ -93,9 +96,11 @@ class Trainer:
             self._evaluate()
             self._train()
             self._evaluations.finish()
+            self._commit()
             self.consumer.finish()
         except Stopped:
             self._checkpoint()
+            self._commit()
             return False
         finally:
             for writer in self._writers:
@@ -129,15 +134,27 @@ class Trainer:
         steps = self._checkpoints.steps()
         if not steps:
             return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
-        position = self._checkpoints.read(steps[-1])
+        position = self._newest_whole(steps)
         if position.run_nonce != self._run.nonce and not regenerate:
             raise LostRun(
-                f"the checkpoint {self._checkpoints.path(steps[-1])} "
+                f"the checkpoint {self._checkpoints.path(position.step)} "
                 "belongs to another run of this name",
                 hint="move the old checkpoints away, or use the server that holds that run",
             )
         log.info("resuming", extra={"step": position.step})
         return position
+
+    def _newest_whole(self, steps: list[int]) -> Position:
+        """Return the newest position whose files are whole; those after it are passed over."""
+        problems = []
+        for step in reversed(steps):
+            try:
+                check_state(self._checkpoints.path(step))
+                return self._checkpoints.read(step)
+            except ModelError as error:
+                log.warning("passing over the checkpoint of step %s: %s", step, error)
+                problems.append(error)
+        raise problems[0]
 
     # -- one step ------------------------------------------------------------------------
 
@@ -152,6 +169,7 @@ class Trainer:
         timing = Timing()
         started = time.monotonic()
         self._run.refresh_limits()
+        self._commit_if_written()
         batch = self._take(step, timing)
         self._position.add(batch.manifest)
         with self._devices(timing):
@@ -171,6 +189,7 @@ class Trainer:
         if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
             self._checkpoint()
         self._evaluations.poll()
+        self._commit_if_written()
         if self._is_sync_due(batch):
             self._evaluate()
 
@@ -269,18 +288,41 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint, then commit: in the other order a crash would lose batches (I6)."""
+        """Begin a checkpoint of the newest step, once the one before is committed.
+
+        Training continues while threads write it.
+        """
         step = self._position.step
-        keep = self._config.trainer.keep_checkpoints
         if step in (0, self._newest_step()):
             return
+        self._commit()
         self.consumer.check_role()
+        keep = self._config.trainer.keep_checkpoints
         self._position.forget(self._checkpoints.oldest_with(step, keep))
         self._position.cursors = {
             task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
         }
-        self._checkpoints.write(self._position, _part(self.rank.save_state))
-        self.consumer.commit(step, keep=self._checkpoints.prune(keep))
+        self._begun = (self._position.model_copy(deep=True), self._checkpoints.begin(step))
+        self.rank.begin_state(str(self._begun[1]))
+
+    def _commit(self) -> None:
+        """Wait for the checkpoint that was begun, make it visible, then commit it.
+
+        In the other order a crash would lose batches (I6).
+        """
+        if self._begun is None:
+            return
+        position, folder = self._begun
+        self.rank.end_state()
+        self.consumer.check_role()
+        self._checkpoints.complete(position, folder)
+        self._begun = None
+        keep = self._config.trainer.keep_checkpoints
+        self.consumer.commit(position.step, keep=self._checkpoints.prune(keep))
+
+    def _commit_if_written(self) -> None:
+        if self._begun and self.rank.is_state_written():
+            self._commit()
 
     def _free_memory(self) -> None:
         """Free batches that only a checkpoint frees (I12).
@@ -288,17 +330,20 @@ class Trainer:
         Write a checkpoint; where there is nothing new to write, keep only the newest.
         """
         step = self._position.step
-        newest = self._newest_step()
         log.warning(
             "memory is full of batches that are not committed: writing a checkpoint now",
             extra={"step": step},
         )
-        if step > newest:
-            self._checkpoint()
+        newest = self._checkpoints.steps()[-1:]
+        self._checkpoint()
+        if self._begun:
+            self._commit()
         elif newest:
-            self.consumer.commit(newest, keep=self._checkpoints.prune(1))
+            self.consumer.commit(newest[0], keep=self._checkpoints.prune(1))
 
     def _newest_step(self) -> int:
+        if self._begun:
+            return self._begun[0].step
         steps = self._checkpoints.steps()
         return steps[-1] if steps else 0
 

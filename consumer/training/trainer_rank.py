@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -87,6 +88,7 @@ class TrainerRank:
         self._model_dir = model_dir
         self._shares = BatchShares(run, ranks)
         self._in_order = False
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     @property
     def vocabulary(self) -> int | None:
@@ -192,17 +194,27 @@ class TrainerRank:
     @order
     def save_published(self, folder: str) -> None:
         """Write this rank's part of the weights, as workers load them."""
-        self._save_model(Path(folder), to_publish=True)
+        self._controller.learner.save_weights(Path(folder), to_publish=True)
+        if self.ranks.rank == 0:
+            copy_tokenizer(self._model_dir, Path(folder))
 
     @order
-    def save_state(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint: the model and what a resume needs."""
-        model = Path(folder) / "model"
-        model.mkdir(exist_ok=True)
-        self._save_model(model, to_publish=False)
+    def begin_state(self, folder: str) -> None:
+        """Copy what a resume needs to host memory, and write this rank's part in a thread."""
         controller = self._controller
         rows = controller.shard_rows()
-        write_state(Path(folder), controller.state_tensors(), rows, self.ranks)
+        part = (Path(folder), controller.state_tensors(), rows, self.ranks)
+        self._writing = self._writer.submit(write_state, *part)
+
+    @order
+    def is_state_written(self) -> bool:
+        """Return whether the threads of all ranks have ended."""
+        return all(self.ranks.gather(self._writing.done()))
+
+    @order
+    def end_state(self) -> None:
+        """Wait until this rank's part is on disk. Raises what the thread raised."""
+        self._writing.result()
 
     @order
     def sleep(self) -> None:
@@ -223,8 +235,3 @@ class TrainerRank:
         finally:
             if not self._in_order:
                 self.sleep()
-
-    def _save_model(self, folder: Path, *, to_publish: bool) -> None:
-        self._controller.learner.save_weights(folder, to_publish=to_publish)
-        if self.ranks.rank == 0:
-            copy_tokenizer(self._model_dir, folder)

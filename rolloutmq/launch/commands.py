@@ -1,4 +1,4 @@
-"""The commands of the training side: `run`, `create`, `train`, `warm-start`, `gpu-check`."""
+"""The commands of the training side: `run`, `create`, `train`, and those of models and GPUs."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
     app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
     app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
+    app.command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")(
+        export
+    )
     app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
 
 
@@ -124,6 +127,26 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     from rolloutmq.launch.warm_up import make_model
 
     make_model(settings)
+
+
+def export(
+    config: ConfigPath,
+    step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the model.")],
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Write the numbers as trained, not in bfloat16.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
+
+    Its number of ranks does not matter. With [learner.lora] the folder is an adapter.
+    """
+    settings = _load(config, overrides)
+    from consumer.training.export import export_model
+
+    model_dir = settings.policy.model or settings.run.folder / "model"
+    export_model(settings, model_dir, step, folder, "float32" if float32 else "bfloat16")
 
 
 def gpu_check(

@@ -69,7 +69,7 @@ class Killed(BaseException):
 
 CRASHES: list[tuple[type, str, int]] = [
     (RolloutConsumer, "take_batch", 3),
-    (CheckpointFolder, "write", 1),
+    (CheckpointFolder, "complete", 1),
     (RolloutConsumer, "commit", 1),
     (RolloutConsumer, "publish_weights", 4),
 ]
