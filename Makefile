@@ -60,7 +60,7 @@ test-foreign: setup ## workers in other languages against the protocol's tests; 
 	@npm ci --prefix build/foreign --no-audit --no-fund
 	@$(PYTEST) tests/pipeline/test_worker_contract.py
 
-bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minutes, rewrites benchmarks/README.md
+bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks
 
 .PHONY: bench-learning

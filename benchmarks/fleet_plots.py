@@ -1,4 +1,4 @@
-"""Draw simulated fleets: idle shares, ages of groups, the cost of workers, the length of pauses."""
+"""Draw simulated fleets: idle shares, the cost of workers, the length of pauses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ def draw_fleets(figures: Sequence[Figure], folder: Path) -> None:
     """Each picture for which there are figures."""
     pictures: dict[str, Callable[[Sequence[Figure]], Canvas]] = {
         "idle": _idle,
-        "staleness": _ages,
         "scale": _scale,
         "pause": _pause,
     }
     for name, picture in pictures.items():
-        prefix = "idle, " if name == "staleness" else f"{name}, "
-        if chosen := [figure for figure in figures if figure.section.startswith(prefix)]:
+        if chosen := [figure for figure in figures if figure.section.startswith(f"{name}, ")]:
             picture(chosen).savefig(folder / f"{name}.png", dpi=110)
 
 
@@ -46,30 +44,6 @@ def _idle(figures: Sequence[Figure]) -> Canvas:
     return canvas
 
 
-def _ages(figures: Sequence[Figure]) -> Canvas:
-    sections = list(dict.fromkeys(figure.section for figure in figures))
-    canvas = Canvas(figsize=(13, 4 * len(sections)), layout="constrained")
-    for row, section in zip(
-        canvas.subplots(len(sections), 2, squeeze=False, sharey=True), sections, strict=True
-    ):
-        for axes, kind in zip(row, ("pipeline", "ideal"), strict=True):
-            names = list(_values(figures, section, ": pipeline / ideal"))
-            left = dict.fromkeys(names, 0.0)
-            for age in range(10):
-                shares = _values(figures, section, f": age {age}, {kind}")
-                widths = [shares.get(name, 0.0) for name in names]
-                if any(widths):
-                    axes.barh(names, widths, left=list(left.values()), label=f"{age}")
-                left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
-            axes.set(
-                title=f"{section.removeprefix('idle, ')}: age in train steps, {kind}",
-                xlabel="% of the groups",
-            )
-            axes.invert_yaxis()
-            axes.legend(ncols=3, fontsize="small")
-    return canvas
-
-
 def _values(figures: Sequence[Figure], section: str, ending: str) -> dict[str, float]:
     """Value by setting, of the figures of a section whose names end so."""
     chosen = [
@@ -92,11 +66,10 @@ def _scale(figures: Sequence[Figure]) -> Canvas:
             marker="o",
             label=section.removeprefix("scale, "),
         )
-    axes.axhline(0.5, linestyle=":", color="tab:gray")
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="workers with 32 groups each",
+        xlabel="workers with 32 groups of 30 s each (5,000: of 300 s)",
         ylabel="cores of the server",
     )
     axes.grid(alpha=0.3)

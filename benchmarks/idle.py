@@ -82,14 +82,6 @@ def _figures(section: str, setting: Setting, real: Outcome, ideal: Outcome) -> I
         }
         for what, share in shares.items():
             yield Figure(section, f"{name}: {what}, {kind}", 100 * share, "%", detail=True)
-        for age, count in outcome.staleness.items():
-            yield Figure(
-                section,
-                f"{name}: age {age}, {kind}",
-                100 * count / outcome.groups,
-                "%",
-                detail=True,
-            )
 
 
 def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, name: str) -> Outcome:

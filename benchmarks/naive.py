@@ -2,7 +2,9 @@
 
 `pickle stream` is PipelineRL's: `pipelinerl/streams.py` pickles the group as Python objects with
 lists of numbers, adds it to a stream, and reads entry after entry. The others store one value:
-msgpack with lists of numbers, and msgpack with raw arrays, decoded without any check.
+msgpack with lists of numbers, and msgpack with raw arrays, decoded without any check. `Ray queue`
+is `ray.util.queue.Queue`, an actor that holds the same lists; it is left out where Ray is not
+installed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 # Only here, to measure what others do; a pickle from a stranger runs the stranger's code.
 import pickle
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import msgpack
@@ -87,7 +92,27 @@ def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
             groups, lambda group: msgpack.packb(as_arrays(group))
         ),
     }
-    return {name: Way(way, clean=server.clear) for name, way in ways.items()}
+    made = {name: Way(way, clean=server.clear) for name, way in ways.items()}
+    queue = _ray_queue()
+    if queue is not None:
+        drain = lambda: queue.get_nowait_batch(len(lists))  # noqa: E731
+        made["Ray queue"] = Way(lambda _: _put_all(queue, lists), clean=drain)
+    return made
+
+
+@cache
+def _ray_queue() -> Any:
+    """Return a queue on a Ray of this machine, None where Ray is not installed."""
+    if find_spec("ray") is None:
+        return None
+    ray: Any = import_module("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    return import_module("ray.util.queue").Queue()
+
+
+def _put_all(queue: Any, groups: list[Any]) -> None:
+    for rollouts in groups:
+        queue.put(rollouts)
 
 
 def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
@@ -117,4 +142,12 @@ def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
         "naive: msgpack lists": lambda _: load("lists", from_lists),
         "naive: msgpack arrays": lambda _: load("arrays", from_arrays),
     }
-    return {name: Way(way) for name, way in ways.items()}
+    made = {name: Way(way) for name, way in ways.items()}
+    queue = _ray_queue()
+    if queue is not None:
+        queued = [as_lists(group) for group in groups]
+        made["Ray queue"] = Way(
+            lambda _: [from_lists(queue.get()) for _ in groups],
+            prepare=lambda: _put_all(queue, queued),
+        )
+    return made

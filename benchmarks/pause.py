@@ -41,8 +41,8 @@ def pause(server: BenchServer, pauses: int, workers: int) -> Iterator[Figure]:
         took_ms = [_pause_once(work, number) * 1000 for number in range(WARM_UP + pauses)][WARM_UP:]
         _check_tokens(work, workers)
     section = f"pause, {workers} workers, {server.name}"
-    yield Figure(section, "p50", float(np.percentile(took_ms, 50)), "ms", 10, "less")
-    yield Figure(section, "p99", float(np.percentile(took_ms, 99)), "ms", 50, "less")
+    yield Figure(section, "p50", float(np.percentile(took_ms, 50)), "ms", 5, "less")
+    yield Figure(section, "p99", float(np.percentile(took_ms, 99)), "ms", 20, "less")
     for low, high in zip((0, *BOUNDS_MS), (*BOUNDS_MS, np.inf), strict=True):
         count = sum(low <= ms < high for ms in took_ms)
         yield Figure(section, f"{low:g} to {high:g} ms", count, "pauses")
@@ -50,7 +50,7 @@ def pause(server: BenchServer, pauses: int, workers: int) -> Iterator[Figure]:
 
 
 def _pause_once(work: SimulatedRun, number: int) -> float:
-    time.sleep(random.Random(number).uniform(0.1, 0.4))
+    time.sleep(random.Random(number).uniform(0.05, 0.15))
     with work.consumer.paused("keep") as seconds:
         pass
     work.run.receipts.wait(work.run.control.state())

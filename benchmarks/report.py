@@ -1,16 +1,18 @@
-"""Print results as a table or JSON, and update the figures of benchmarks/README.md."""
+"""Print results as a table or JSON, and fill the table of benchmarks/README.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.asked import machine, measure, table
 from benchmarks.figure import Figure
 
 _BEGIN = "<!-- figures: written by `make bench` -->"
@@ -20,30 +22,38 @@ _VERDICTS = {None: "", True: "met", False: "MISSED"}
 
 def print_table(figures: Sequence[Figure]) -> None:
     """All figures, section by section."""
-    table = Table("figure", "value", "unit", "target", "", box=None, pad_edge=False)
+    shown = Table("figure", "value", "unit", "asked", "", box=None, pad_edge=False)
     for column in (1, 3):
-        table.columns[column].justify = "right"
-    for section, rows in _sections(figures):
-        table.add_row(f"[bold]{section}")
+        shown.columns[column].justify = "right"
+    for section, rows in groupby(figures, lambda figure: figure.section):
+        shown.add_row(f"[bold]{section}")
         for figure in rows:
-            style = "red" if figure.met is False else None
-            table.add_row(*_cells(figure), style=style)
-    Console(highlight=False).print(table)
+            if not figure.detail:
+                style = "red" if figure.met is False else None
+                shown.add_row(*_cells(figure), style=style)
+    Console(highlight=False).print(shown)
 
 
-def write_json(figures: Sequence[Figure], machine: dict[str, str], path: Path) -> None:
-    """Machine and figures, as one document."""
-    rows = [asdict(figure) | {"met": figure.met} for figure in figures]
-    document = {"machine": machine, "figures": rows}
-    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+def write_json(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
+    """Machine and figures, as one document with a line for each figure."""
+    lines = [orjson.dumps(_short(figure)).decode() for figure in figures]
+    head = f'{{"machine": {orjson.dumps(facts).decode()},\n"figures": [\n'
+    path.write_text(head + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> list[Figure]:
-    """Return the figures of an earlier run; none without a file."""
+def read_json(path: Path) -> tuple[list[Figure], dict[str, str]]:
+    """Return figures and machine of an earlier run; none without a file."""
     if not path.is_file():
-        return []
-    rows = orjson.loads(path.read_bytes())["figures"]
-    return [Figure(**{name: value for name, value in row.items() if name != "met"}) for row in rows]
+        return [], {}
+    document = orjson.loads(path.read_bytes())
+    return [Figure(**row) for row in document["figures"]], document["machine"]
+
+
+def _short(figure: Figure) -> dict[str, Any]:
+    """Return what differs from the defaults of a figure; four digits are more than is measured."""
+    row = asdict(figure) | {"value": float(f"{figure.value:.4g}")}
+    defaults = {"target": None, "better": "more", "detail": False}
+    return {name: value for name, value in row.items() if defaults.get(name, ...) != value}
 
 
 def merge(earlier: Sequence[Figure], newer: Sequence[Figure]) -> list[Figure]:
@@ -57,37 +67,16 @@ def merge(earlier: Sequence[Figure], newer: Sequence[Figure]) -> list[Figure]:
     return [figure for rows in sections.values() for figure in rows]
 
 
-def write_readme(figures: Sequence[Figure], machine: dict[str, str], path: Path) -> None:
+def write_readme(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
     """Replace what stands between the markers."""
     text = path.read_text(encoding="utf-8")
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    pictures = sorted(picture.stem for picture in (path.parent / "results").glob("*.png"))
-    told = _markdown(figures, machine, pictures)
-    path.write_text(f"{head}{_BEGIN}\n\n{told}\n{_END}{tail}", encoding="utf-8")
-
-
-def _markdown(figures: Sequence[Figure], machine: dict[str, str], pictures: Sequence[str]) -> str:
-    lines = [", ".join(f"{name} {value}" for name, value in machine.items()) + ".", ""]
-    for name in pictures:
-        lines += [f"![{name}](results/{name}.png)", ""]
-    for section, rows in _sections(figures):
-        lines += [f"| {section} | value | unit | target | |", "|---|---:|---|---:|---|"]
-        lines += ["| " + " | ".join(_cells(figure)) + " |" for figure in rows]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _sections(figures: Sequence[Figure]) -> list[tuple[str, list[Figure]]]:
-    told = [figure for figure in figures if not figure.detail]
-    return [(section, list(rows)) for section, rows in groupby(told, lambda figure: figure.section)]
+    filled = "\n".join([*table(figures), "", machine(facts)])
+    path.write_text(f"{head}{_BEGIN}\n\n{filled}\n\n{_END}{tail}", encoding="utf-8")
 
 
 def _cells(figure: Figure) -> tuple[str, str, str, str, str]:
     sign = "≥" if figure.better == "more" else "≤"
     target = "" if figure.target is None else f"{sign} {figure.target:g}"
-    return figure.name, _number(figure.value), figure.unit, target, _VERDICTS[figure.met]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return figure.name, measure(figure), figure.unit, target, _VERDICTS[figure.met]

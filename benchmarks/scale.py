@@ -25,17 +25,14 @@ from buffer.model.job import Job
 HELD = 32
 """Groups that a worker holds."""
 
-GROUP_S = 30.0
 HEARTBEAT_S = 2.0
 LEASE_S = 10.0
 SWEEP_S = 5.0
 BATCH = 256
-"""A group takes so long; a worker beats, and sweeps in turn, so often; the trainer takes so many
-groups.
-"""
+"""A worker sends a heartbeat, and sweeps in turn, so often; the trainer takes so many groups."""
 
 MOVED = 4
-"""Groups of each worker that end, and are claimed, in one round."""
+"""Groups of each worker that end, and are claimed, in one round; one of each in a large fleet."""
 
 AT_ONCE = 16
 """Calls under way. 1,000 workers make some 3,000 a second: about as many as come while one is
@@ -46,34 +43,40 @@ AT_LEAST = 400
 """Calls of each kind, so that the clock of the kernel has something to measure."""
 
 
+LONG_FROM = 5000
+"""Workers from which on a group takes 300 s and not 30, as long contexts do."""
+
+ASKED = {
+    ("in memory", 1000): 0.4,
+    ("durable", 1000): 0.5,
+    ("in memory", 5000): 0.6,
+    ("durable", 5000): 0.6,
+}
+"""Cores, by server and workers."""
+
+
 def scale(server: BenchServer, sizes: tuple[int, ...]) -> Iterator[Figure]:
-    """Cores that the server uses for each number of workers; below a half for 1,000."""
+    """Return the cores that the server uses for each number of workers."""
     section = f"scale, {server.name}"
     for workers in sizes:
         cost_us = _Crowd(server, workers).cost_us()
         cores = sum(cost_us[call] * rate / 1e6 for call, rate in rates(workers).items())
-        yield Figure(
-            section,
-            f"{workers:,} workers",
-            cores,
-            "cores",
-            0.5 if workers == 1000 else None,
-            "less",
-        )
+        asked = ASKED.get((server.name, workers))
+        yield Figure(section, f"{workers:,} workers", cores, "cores", asked, "less")
         for call, cost in cost_us.items():
             yield Figure(
                 section,
                 f"{call}, {workers:,} workers",
                 cost,
                 "us of a core",
-                detail=workers != sizes[-1],
+                detail=workers < 1000,
             )
         server.clear()
 
 
 def rates(workers: int) -> dict[str, float]:
     """Return the calls per second of a fleet, its producer and its trainer."""
-    groups = workers * HELD / GROUP_S
+    groups = workers * HELD / (300.0 if workers >= LONG_FROM else 30.0)
     return {
         "heartbeat": workers / HEARTBEAT_S,
         "sweep": min(workers / SWEEP_S, IN_TURN / LEASE_S),
@@ -96,6 +99,7 @@ class _Crowd:
         self._held: dict[str, list[Job]] = {name: [] for name in self._nonces}
         self._spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._step = 0
+        self._moved = MOVED if workers < LONG_FROM else 1
         self._callers = ThreadPoolExecutor(AT_ONCE)
         for name, nonce in self._nonces.items():
             self._run.fleet.register(name, nonce, {"engine": "none"})
@@ -112,10 +116,10 @@ class _Crowd:
             self._measure(
                 "no sweep, out of turn", workers, lambda: self._all_at_once(self._do_not_sweep)
             )
-        for _ in range(ceil(AT_LEAST / (workers * MOVED))):
-            moved = workers * MOVED
+        moved = workers * self._moved
+        for _ in range(ceil(AT_LEAST / moved)):
             self._measure("submit", moved, self._submit_all)
-            self._measure("enqueue, per group", moved, lambda: self._enqueue(workers * MOVED))
+            self._measure("enqueue, per group", moved, lambda: self._enqueue(moved))
             self._measure("claim", moved, self._claim_all)
         ready = self._run.buffer.count(TASK, "completed") // BATCH * BATCH
         if ready:
@@ -153,7 +157,7 @@ class _Crowd:
 
     def _claim_all(self) -> None:
         # one by one: in a steady state a worker claims whenever a group of its own has ended
-        for _ in range(MOVED):
+        for _ in range(self._moved):
             self._all_at_once(lambda name: self._claim(name, 1))
 
     def _beat_all(self) -> None:
@@ -174,8 +178,8 @@ class _Crowd:
         self._all_at_once(self._submit)
 
     def _submit(self, name: str) -> None:
-        ended = self._held[name][:MOVED]
-        self._held[name] = self._held[name][MOVED:]
+        ended = self._held[name][: self._moved]
+        self._held[name] = self._held[name][self._moved :]
         for job in ended:
             self._run.buffer.submit(name, job, sample.group(job.gid, sample.SMALL), 1)
 

@@ -15,6 +15,7 @@ from buffer.store.scripts import library
 BATCH = 512
 THRESHOLD = 5
 CALL_LIMIT_MS = 5.0
+LIMITS_US = {"take": 3000.0, "refresh": 50.0}
 
 
 def scaling(server: BenchServer, sizes: tuple[int, ...], rounds: int) -> Iterator[Figure]:
@@ -54,7 +55,7 @@ def _by_size(name: str, times: dict[int, float]) -> Iterator[Figure]:
     smallest = min(times)
     largest = max(times)
     for size, us in times.items():
-        limit = 50.0 if name.startswith("refresh") else None
+        limit = LIMITS_US.get(name.partition(" ")[0])
         yield Figure("scaling", f"{name}, {size:,} groups", us, "us", limit, "less")
     yield Figure(
         "scaling",

@@ -44,17 +44,17 @@ class Size:
 
 FULL = Size(
     groups=512,
-    rounds=9,
+    rounds=5,
     pools=(1000, 10_000, 100_000, 1_000_000),
     index_groups=10_000,
     scanned=100_000,
-    steps=8,
-    ages=(0, 1, 2, 4),
-    pauses=300,
+    steps=6,
+    ages=(1, 4),
+    pauses=150,
     paused_workers=64,
-    crowds=(1, 10, 30, 100, 300, 1000),
-    engine_groups=96,
-    engine_rounds=5,
+    crowds=(1, 10, 100, 1000, 5000),
+    engine_groups=64,
+    engine_rounds=3,
 )
 QUICK = Size(
     groups=64,

@@ -16,6 +16,7 @@ from consumer.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75
 SINGLE_TARGET = 0.4
+OTHERS_TARGET = 10.0
 DEPTHS = (1, 8, 16, 48, 512)
 """Values in one pipeline or one MGET; the best of them is what ours is compared with."""
 
@@ -92,6 +93,10 @@ def _figures(
         key=lambda name: per_second(taken, name, groups),
     )
     yield Figure(section, f"ours / {best}", ratio(taken, "ours", best), "x", TARGET)
+    for other in ("naive: pickle stream", "Ray queue"):
+        if other in taken:
+            times = ratio(taken, "ours", other)
+            yield Figure(section, f"ours / {other}", times, "x", OTHERS_TARGET)
 
 
 def _set(client: Any, values: list[bytes], depth: int) -> None:

@@ -61,4 +61,4 @@ def test_pictures_of_idle_shares_need_nothing_but_figures(tmp_path: Path) -> Non
             )
     figures.append(Figure("idle, bimodal", "staleness 1, keep: pipeline / ideal", 0.98, "x", 0.97))
     draw_fleets(figures, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"idle.png", "staleness.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"idle.png"}

@@ -1,0 +1,187 @@
+"""The table of README.md: what is asked, what was measured, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.figure import Figure
+
+_SERVERS = ("in memory", "durable")
+
+
+class Row(NamedTuple):
+    """One line of the table: figures by section and the beginning of their name.
+
+    `benchmark` is the name that `python -m benchmarks` takes.
+    """
+
+    what: str
+    benchmark: str
+    figures: Sequence[tuple[str, str]]
+    bound: str
+
+
+def _both(section: str, name: str) -> list[tuple[str, str]]:
+    """Return the figure of a section that runs on both servers."""
+    return [(f"{section}, {server}", name) for server in _SERVERS]
+
+
+ROWS = (
+    Row(
+        "put, batched / best `SET`",
+        "put",
+        _both("put", "ours / SET x"),
+        "copies of the bytes; encoding, the script",
+    ),
+    Row(
+        "put, one by one / `SET` one by one",
+        "put",
+        _both("put", "ours, single / SET"),
+        "one script call per group",
+    ),
+    Row(
+        "take / best `MGET`",
+        "take",
+        _both("take", "ours / MGET"),
+        "copies of the bytes; checks, the script",
+    ),
+    Row(
+        "put / PipelineRL's stream",
+        "put",
+        _both("put", "ours / naive: pickle stream"),
+        "plain `SET` is not 10 times as fast",
+    ),
+    Row(
+        "take / PipelineRL's stream",
+        "take",
+        _both("take", "ours / naive: pickle stream"),
+        "plain `MGET`",
+    ),
+    Row(
+        "put / Ray queue",
+        "put",
+        _both("put", "ours / Ray queue"),
+        "plain `SET`",
+    ),
+    Row(
+        "take / Ray queue",
+        "take",
+        _both("take", "ours / Ray queue"),
+        "plain `MGET`",
+    ),
+    Row(
+        "encode, decode one group, all checks",
+        "codec",
+        [("one group", "encode, all checks"), ("one group", "decode, all checks")],
+        "numpy calls on small arrays",
+    ),
+    Row(
+        "table to packed micro-batches / take",
+        "pack",
+        _both("pack", "table to micro-batches / take"),
+        "copies of the columns",
+    ),
+    Row(
+        "take of 512 groups: server time",
+        "scaling",
+        [("scaling", "take 512, 1,000 groups")],
+        "two commands per group, see below",
+    ),
+    Row(
+        "1,000,000 groups / 1,000",
+        "scaling",
+        [("scaling", "take 512, 1,000,000 / ")],
+        "cache misses",
+    ),
+    Row(
+        "1,000 workers, 32 groups of 30 s each",
+        "scale",
+        _both("scale", "1,000 workers"),
+        "claims and submits",
+    ),
+    Row(
+        "5,000 workers, 32 groups of 300 s each",
+        "scale",
+        _both("scale", "5,000 workers"),
+        "heartbeats",
+    ),
+    Row(
+        "pause of 64 workers, p50",
+        "pause",
+        _both("pause, 64 workers", "p50"),
+        "processor time, see below",
+    ),
+    Row(
+        "pause of 64 workers, p99",
+        "pause",
+        _both("pause, 64 workers", "p99"),
+        "the same",
+    ),
+    Row(
+        "index per group",
+        "memory",
+        [("memory, Redis", "index per group"), ("memory, Valkey", "index per group")],
+        "the record and its entry in the pool",
+    ),
+    Row(
+        "pipeline / ideal queue, worst setting",
+        "idle",
+        [("idle, ", "")],
+        "time between new weights and new groups",
+    ),
+    Row(
+        "vLLM behind the queue / vLLM alone",
+        "engine",
+        [("vLLM and the pipeline", "worker / engine alone")],
+        "shared processor time",
+    ),
+)
+
+
+def table(figures: Sequence[Figure]) -> Iterator[str]:
+    """Yield the lines of the table; a row without a figure is left out."""
+    yield "| `-m benchmarks` | what | asked | measured | what bounds it |"
+    yield "|---|---|---:|---:|---|"
+    for row in ROWS:
+        if found := list(_found(row, figures)):
+            asked = ", ".join(dict.fromkeys(map(_asked, found)))
+            measured = ", ".join(dict.fromkeys(map(_measured, found)))
+            yield f"| {row.benchmark} | {row.what} | {asked} | {measured} | {row.bound} |"
+
+
+def _found(row: Row, figures: Sequence[Figure]) -> Iterator[Figure]:
+    """Yield the figures of a row that have a target; of many, the one that is worst."""
+    for section, name in row.figures:
+        fitting = [
+            figure
+            for figure in figures
+            if figure.target is not None
+            and figure.section.startswith(section)
+            and figure.name.startswith(name)
+        ]
+        if fitting:
+            yield min(
+                fitting, key=lambda figure: figure.value * (1 if figure.better == "more" else -1)
+            )
+
+
+def _asked(figure: Figure) -> str:
+    sign = "≥" if figure.better == "more" else "≤"
+    unit = "" if figure.unit in ("", "x") else f" {figure.unit}"
+    return f"{sign} {figure.target:,g}{unit}"
+
+
+def _measured(figure: Figure) -> str:
+    """Return the value, in bold type where it is not what is asked."""
+    return measure(figure) if figure.met else f"**{measure(figure)}**"
+
+
+def measure(figure: Figure) -> str:
+    """Return the value of a figure as text."""
+    return f"{figure.value:,.0f}" if abs(figure.value) >= 100 else f"{figure.value:.3g}"
+
+
+def machine(facts: Mapping[str, str]) -> str:
+    """Return the line that names the machine."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items()) + "."
