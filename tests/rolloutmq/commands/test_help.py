@@ -22,6 +22,7 @@ PROCESSES = {
     "create",
     "train",
     "warm-start",
+    "export-model",
     "gpu-check",
     "worker",
     "producer",

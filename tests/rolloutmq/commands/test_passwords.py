@@ -46,6 +46,7 @@ SERVERLESS = {
     "simulate",
     "run",
     "warm-start",
+    "export-model",
 }
 """Commands that use no server by a URL, start one first, or look at something else before."""
 
