@@ -15,6 +15,7 @@ from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import random_groups
 from benchmarks.gpu_day.shapes import SHAPES, build_model
 from buffer.config.learner import LearnerConfig
+from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from consumer.training import vocabulary_projection
 from consumer.training.learner import Learner
@@ -28,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sdpa": {"attn_implementation": "sdpa"},
     "full logits": {},
     "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"compile": True},
+    "8-bit AdamW": {"optimizer": "adamw_8bit"},
 }
 """Settings of [learner] that are compared; "full logits" changes the chunks of the projection."""
 
@@ -53,6 +56,9 @@ def _variant(shape: str, name: str, settings: dict[str, Any], model: Path) -> It
         seconds, tokens, flops = _measure(shape, settings, model)
     except torch.OutOfMemoryError:
         yield Figure(section, "fits in memory", 0, "", 1 if name == "default" else None)
+        return
+    except ConfigError as error:
+        print(f"{section}: left out: {error}")
         return
     finally:
         vocabulary_projection.CHUNK_BYTES = chunk_bytes

@@ -277,6 +277,17 @@ def _ranks_have_gpus(launch: LaunchSection, trainer: TrainerSection) -> Iterator
         )
 
 
+def _optimizer_fits_the_ranks(
+    learner: LearnerConfig, launch: LaunchSection, trainer: TrainerSection
+) -> Iterator[str]:
+    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+    if learner.optimizer == "adamw_8bit" and ranks > 1 and trainer.loop is None:
+        yield (
+            f"[learner] optimizer = adamw_8bit cannot update the sharded weights of {ranks} ranks; "
+            "set optimizer = adamw, whose state is divided over the ranks, or trainer_ranks = 1"
+        )
+
+
 def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> Iterator[str]:
     steps = evaluation.every_steps
     interval = policy.sync_weights_interval
@@ -323,6 +334,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _critic_is_used,
     _updates_have_groups,
     _ranks_have_gpus,
+    _optimizer_fits_the_ranks,
     _evaluation_fits,
     _evaluation_is_one_batch,
 )

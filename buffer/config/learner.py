@@ -21,6 +21,7 @@ Attention = Literal[
     "flex_attention",
     "eager",
 ]
+OptimizerKind = Literal["adamw", "adamw_8bit"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -159,6 +160,10 @@ class LearnerConfig(Section):
         LearnerConfig(learning_rate=1e-6, loss=LossConfig(kl_coef=0.001))
     """
 
+    optimizer: OptimizerKind = "adamw"
+    """adamw: float32 moments. adamw_8bit: moments in 8 bits, 6 bytes per parameter less (`pip
+    install 'rolloutmq[bitsandbytes]'`), on one rank only. A run keeps its optimizer
+    """
     learning_rate: float = Field(1e-6, gt=0, le=10)
     """step size of AdamW"""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
@@ -218,6 +223,10 @@ class LearnerConfig(Section):
     """recompute activations in the backward pass instead of storing them: less memory, a third more
     time
     """
+    compile: bool = False
+    """compile the layers of the model with torch.compile, at the first steps: they take minutes
+    longer. It needs a C++ compiler on a CPU, a C compiler for CUDA; no mixture of experts
+    """
     lora: LoraConfig | None = None
     """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); default: train the model's weights"""
     sharding: ShardingConfig = ShardingConfig()
@@ -253,7 +262,7 @@ class LearnerConfig(Section):
 class CriticConfig(Section):
     """[critic]: the value model; used only with [trainer] advantages = gae.
 
-    Its precision and gradient checkpointing are those of [learner].
+    Its kind of optimizer, precision and gradient checkpointing are those of [learner].
 
     Usage:
 

@@ -7,6 +7,7 @@ from buffer.errors import ConfigError
 EXTRAS = {
     "PIL": "images",
     "aiohttp": "http",
+    "bitsandbytes": "bitsandbytes",
     "datasets": "datasets",
     "fakeredis": "testing",
     "lupa": "testing",

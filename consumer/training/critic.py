@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from buffer.config.learner import CriticConfig, ShardingConfig
+from buffer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards
 from consumer.ranks import ALONE, Ranks
 from consumer.training.gradient_step import gradient_step
 from consumer.training.learner_state import capture, restore, shard_rows
+from consumer.training.optimizers import make_optimizer
 from consumer.training.packing import MicroBatch
 from consumer.training.saved_state import Rows
 from consumer.training.sharding import place, set_gradient_sync, shard
@@ -56,9 +57,9 @@ class ValueModel(nn.Module):
 class Critic:
     """Estimate the value of each token's state; `step` counts optimizer steps.
 
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `bf16` and
-    `gradient_checkpointing` are those of the policy ([learner]). With several ranks it is sharded
-    as the policy is, and all ranks call the same methods.
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `optimizer`,
+    `bf16` and `gradient_checkpointing` are those of the policy ([learner]). With several ranks it
+    is sharded as the policy is, and all ranks call the same methods.
 
         values = [critic.values(batch) for batch in batches]
         metrics = critic.update(batches, values, returns)
@@ -71,6 +72,7 @@ class Critic:
         *,
         device: str = "cpu",
         seed: int = 0,
+        optimizer: OptimizerKind = "adamw",
         bf16: bool = False,
         gradient_checkpointing: bool = False,
         ranks: Ranks = ALONE,
@@ -87,8 +89,8 @@ class Critic:
         if gradient_checkpointing:
             self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
         self.parameters = dict(self.model.named_parameters())
-        self._optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=config.learning_rate, weight_decay=0.0
+        self._optimizer = make_optimizer(
+            optimizer, self.parameters.values(), rate=config.learning_rate, ranks=ranks.size
         )
 
     def _load(self, model_dir: Path) -> ValueModel:

@@ -1,7 +1,7 @@
 """The learner: a model, its optimizer and the steps that turn rollouts into new weights.
 
-Parameters and optimizer state are float32; with `bf16` the forward pass runs in bfloat16
-(autocast). With several ranks both are sharded (FSDP2), except for an adapter, which is small: each
+Parameters and optimizer state are float32 (`optimizer` adamw_8bit: moments of 8 bits); with `bf16`
+the forward pass runs in bfloat16 (autocast). With several ranks both are sharded (FSDP2), except for an adapter, which is small: each
 rank has its own rollouts, and the loss divides by the counts of all ranks, so the gradient equals
 that of one rank with the whole batch.
 
@@ -40,6 +40,7 @@ from consumer.training.logprobs import TargetLogits, token_logprobs
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.model_checks import check_logprobs, keeps_samples_apart
+from consumer.training.optimizers import make_optimizer
 from consumer.training.packing import MicroBatch, Packer
 from consumer.training.policy_loading import load_policy, vocabulary_of
 from consumer.training.routing_replay import RoutingReplay
@@ -109,12 +110,13 @@ class Learner:
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = make_optimizer(
+            config.optimizer,
             self.parameters.values(),
-            lr=config.learning_rate,
+            rate=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
-            fused=True,
+            ranks=ranks.size,
         )
 
     # -- the parts of a train step -------------------------------------------------------
@@ -232,7 +234,8 @@ class Learner:
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the result of `state_tensors()`.
 
-        Raises ModelError, and changes nothing, where the state belongs to another model.
+        Raises ModelError, and changes nothing, where the state belongs to another model or
+        optimizer.
         """
         if self._adapter:
             self._adapter.check_state(state)

@@ -1,7 +1,7 @@
 """The learner's state as named tensors, so that safetensors can hold it: no pickle anywhere.
 
     model/<parameter>            float32, the master weights
-    optimizer/<slot>/<parameter> AdamW's step, exp_avg, exp_avg_sq
+    optimizer/<slot>/<parameter> AdamW's step and moments (`STATES` of optimizers.py)
     rng/cpu, rng/cuda            torch's random generators, uint8
     step                         int64, optimizer steps done
     skipped                      int64, the newest of them that were skipped (of a learner)
@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from buffer.errors import ModelError
+from consumer.training.optimizers import SHARDED, STATES, kind_of
 from consumer.training.saved_state import Rows
 from consumer.training.sharding import local_part, rows_of, shard_like
-
-SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def capture(
@@ -37,8 +36,8 @@ def capture(
     """Return contiguous copies on the CPU, which further training does not change."""
     state = {f"model/{name}": _copy(tensor) for name, tensor in parameters.items()}
     for name, parameter in parameters.items():
-        for slot, tensor in optimizer.state[parameter].items():
-            state[f"optimizer/{slot}/{name}"] = _copy(tensor)
+        for slot, value in optimizer.state[parameter].items():
+            state[f"optimizer/{slot}/{name}"] = _copy(torch.as_tensor(value))
     state["rng/cpu"] = torch.get_rng_state().clone()
     if device.type == "cuda":
         state["rng/cuda"] = torch.cuda.get_rng_state(device)
@@ -53,7 +52,7 @@ def shard_rows(parameters: Mapping[str, Tensor], prefix: str = "") -> dict[str, 
         for name, parameter in parameters.items()
         if isinstance(parameter, DTensor)
     }
-    groups = ["model", *(f"optimizer/{slot}" for slot in SLOTS if slot != "step")]
+    groups = ["model", *(f"optimizer/{slot}" for slot in SHARDED)]
     return {f"{prefix}{group}/{name}": rows for group in groups for name, rows in sharded.items()}
 
 
@@ -67,14 +66,18 @@ def restore(
 ) -> int:
     """Load `state` into the parameters and the optimizer; return its step.
 
-    Raises ModelError, and changes nothing, where the state belongs to another model.
+    Raises ModelError, and changes nothing, where the state belongs to another model or optimizer.
     """
     _check(state, parameters, prefix)
+    _check_optimizer(state, optimizer, prefix)
+    kind = kind_of(optimizer)
     for name, parameter in parameters.items():
         local_part(parameter).copy_(state[f"{prefix}model/{name}"])
-        names = {slot: f"{prefix}optimizer/{slot}/{name}" for slot in SLOTS}
+        names = {slot: f"{prefix}optimizer/{slot}/{name}" for slot in STATES[kind]}
         optimizer.state[parameter] = {
             slot: _like(parameter, slot, state[key].to(parameter.device, copy=True))
+            if slot != "step" or kind == "adamw"
+            else int(state[key])  # bitsandbytes counts in Python
             for slot, key in names.items()
             if key in state
         }
@@ -102,6 +105,21 @@ def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], prefix
     missing = {f"{prefix}step", f"{prefix}rng/cpu"} - state.keys()
     if missing:
         raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
+
+
+def _check_optimizer(
+    state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, prefix: str
+) -> None:
+    known = STATES[kind_of(optimizer)]
+    start = f"{prefix}optimizer/"
+    slots = {name.removeprefix(start).split("/")[0] for name in state if name.startswith(start)}
+    for kind, names in STATES.items():
+        if slots - set(known) and slots <= set(names):
+            raise ModelError(
+                f"the checkpoint holds the state of [learner] optimizer = {kind}, not of "
+                f"{kind_of(optimizer)}: they cannot be converted",
+                hint=f"optimizer = {kind} continues this run; another one needs a new run",
+            )
 
 
 def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:

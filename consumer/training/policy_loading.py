@@ -12,6 +12,7 @@ from consumer.models.device_choices import choose_attention
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards
 from consumer.ranks import Ranks
+from consumer.training.compiled_layers import compile_layers
 from consumer.training.logprobs import TargetLogits
 from consumer.training.sharding import place, shard
 
@@ -28,12 +29,18 @@ def load_policy(
     """Load the model of a folder: whole, or with several ranks the shards of this one.
 
     `bf16`: compute in bfloat16. `dtype`: of its parameters; default: float32. Raises ModelError
-    where it cannot be loaded, ConfigError where the attention of the config cannot run.
+    where it cannot be loaded, ConfigError where the attention of the config cannot run or the
+    layers cannot be compiled.
     """
     attention = choose_attention(config, model_dir, device, bf16=bf16)
     if ranks.size == 1:
-        return TargetLogits(load_model(model_dir, dtype=dtype, attention=attention).to(device))
+        model = load_model(model_dir, dtype=dtype, attention=attention).to(device)
+        if config.compile:
+            compile_layers(model, device)
+        return TargetLogits(model)
     model = empty_model(model_dir, dtype=dtype, attention=attention)
+    if config.compile:
+        compile_layers(model, device)
     policy = TargetLogits(model)
     methods = ("hidden", "own_logits")
     shard(policy, model, device, config.sharding, bf16=bf16, methods=methods)

@@ -87,6 +87,7 @@ class TrainController:
                 config.critic,
                 device=str(learner.device),
                 seed=config.run.seed,
+                optimizer=learner.config.optimizer,
                 bf16=learner.bf16,
                 gradient_checkpointing=learner.config.gradient_checkpointing,
                 ranks=learner.ranks,
