@@ -1,9 +1,9 @@
 """The learner: a model, its optimizer and the steps that turn rollouts into new weights.
 
 Parameters and optimizer state are float32 (`optimizer` adamw_8bit: moments of 8 bits); with `bf16`
-the forward pass runs in bfloat16 (autocast). With several ranks both are sharded (FSDP2), except for an adapter, which is small: each
-rank has its own rollouts, and the loss divides by the counts of all ranks, so the gradient equals
-that of one rank with the whole batch.
+the forward pass runs in bfloat16 (autocast). With several ranks both are sharded (FSDP2), except
+for an adapter, which is small: each rank has its own rollouts, and the loss divides by the counts
+of all ranks, so the gradient equals that of one rank with the whole batch.
 
 Invariant: a learner that loads the state of another one continues exactly as that one would have,
 bit for bit (same machine, same number of threads). Everything that affects a step is in the state,

@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from consumer.training.learner import Learner
 from tests.consumer.models.tiny import build_model
 from tests.consumer.training.sharded_learner import Life
-from tests.consumer.training.test_sharded_learner import Lives
+from tests.consumer.training.test_sharded_learner import Lives, build_mixture
 
 no_compiler = shutil.which("g++") is None
 
