@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from buffer.config.agreement import disagreements
 from buffer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
+from buffer.config.run_settings import LaunchSection
+from buffer.config.trainer import TrainerSection
 from buffer.errors import ConfigError, ModelError
 from consumer.models.tiny_model import build_tiny_model
 from consumer.training.critic import Critic
@@ -88,3 +91,12 @@ def test_several_ranks_and_a_missing_package_are_refused(
     with pytest.raises(ConfigError, match="needs the package bitsandbytes") as refused:
         Learner(build_model(tmp_path), LearnerConfig(optimizer="adamw_8bit"))
     assert "pip install 'rolloutmq[bitsandbytes]'" in str(refused.value.hint)
+
+
+def test_a_config_with_several_ranks_refuses_eight_bit_states() -> None:
+    sections = {
+        "learner": LearnerConfig(optimizer="adamw_8bit"),
+        "launch": LaunchSection(trainer_gpus=[0, 1]),
+        "trainer": TrainerSection(),
+    }
+    assert [each for each in disagreements(sections) if "adamw_8bit" in each]
