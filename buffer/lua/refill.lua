@@ -40,9 +40,12 @@ for i, member in ipairs(members) do
   local gid = string.match(member, ':(.*)$')
   notes[open[i]] = string.gsub(notes[open[i]], '%-$', gid)
   lines[i] = manifest_line(groups, gid)
-  redis.call('HSET', groups .. gid, 'stage', 'taken', 'batch', name)
 end
+-- the batch first: a worker may not write it, and is stopped here
 redis.call('RPUSH', batch, unpack(lines))
+for _, member in ipairs(members) do
+  redis.call('HSET', groups .. string.match(member, ':(.*)$'), 'stage', 'taken', 'batch', name)
+end
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
 take_out(completed, order_index, progress, members)
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end

@@ -198,8 +198,9 @@ def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
     scene.pause()
     assert scene.store.wait_for_wake_up(bell, 5)
     assert not scene.store.wait_for_wake_up(bell, 0.0)
-    scene.raw.rpush(bell, *["1"] * 500)
-    scene.pause(Mode.DRAIN)
+    scene.raw.rpush(bell, *["1"] * 63)
+    for mode in (Mode.DRAIN, Mode.ABORT, Mode.KEEP):
+        scene.pause(mode)
     assert scene.raw.llen(bell) == 64
 
 

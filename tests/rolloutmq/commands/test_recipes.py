@@ -77,7 +77,12 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "Which groups wait?": lambda answer, told: (
         int(answer[0]) == len(told("ls", "--stage", "waiting"))
     ),
-    "Which groups run, and until when are they leased?": scored("ls", "--stage", "running"),
+    "Which groups does a worker run?": lambda answer, told: (
+        sorted(set(answer) - {"digest"}) == sorted(gids(told("ls", "--stage", "running")))
+    ),
+    "Until when are the groups of each worker leased?": lambda answer, told: (
+        answer[::2] == [row["id"] for row in told("workers") if row["holds"]]
+    ),
     "Which groups are ready, and how old are they?": scored(
         "ls", "--stage", "pool", "--status", "completed"
     ),
