@@ -73,8 +73,12 @@ class FaultyLink:
         return f"redis://127.0.0.1:{self.port}/0"
 
     async def listen(self) -> None:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Accept no connection any more. On the loop's thread."""
+        self._server.close()
 
     # -- for the nemesis, on any thread --------------------------------------
 
@@ -136,12 +140,16 @@ class _Relay:
     async def run(self) -> None:
         """Until one end hangs up, or a strike ends it."""
         pumps = [asyncio.ensure_future(self._requests()), asyncio.ensure_future(self._replies())]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        for end in (self._to_client, self._to_server):
-            end.close()
+        ends = (self._to_client, self._to_server)
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for end in ends:
+                end.close()
+            await asyncio.gather(*(end.wait_closed() for end in ends), return_exceptions=True)
 
     async def _requests(self) -> None:
         rest = b""
@@ -230,7 +238,8 @@ class Wiring:
         self.links: dict[str, FaultyLink] = {}
         self.anywhere: list[Strike] = []
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="wiring", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="wiring", daemon=True)
+        self._thread.start()
 
     def link(self, name: str) -> FaultyLink:
         """The link of a client, made when it is first asked for."""
@@ -248,12 +257,15 @@ class Wiring:
             link.calm()
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
 
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    async def _end(self) -> None:
+        for link in self.links.values():
+            link.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
