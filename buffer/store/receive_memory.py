@@ -1,8 +1,8 @@
 """Memory for received payloads, which is used again once nothing refers to it.
 
 Fresh memory costs more than the bytes that are received into it: the kernel maps and clears every
-page (benchmarks/README.md). A slab is returned when its last view ends, whoever had the view: it is
-a numpy array whose end the interpreter reports, and every view of its bytes keeps that array.
+page. A slab is returned when its last view ends: it is a numpy array, every view of its bytes keeps
+that array alive, and the interpreter reports the array's end.
 """
 
 from __future__ import annotations

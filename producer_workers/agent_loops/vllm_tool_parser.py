@@ -1,7 +1,7 @@
 """Parse function calls with the tool parsers of vLLM, which has some 50 by name.
 
 They are those of `vllm serve --tool-call-parser`: qwen3_coder, pythonic, deepseek_v3, ... vLLM must
-be installed where the worker runs, whatever its engine is; importing it takes seconds.
+be installed where the worker runs, also for an engine of another kind; importing it takes seconds.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class SharedEngine:
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
-    """Raise GenerationError for tokens that nobody asked for, or without their logprobs."""
+    """Raise GenerationError for more tokens than were requested, or for missing logprobs."""
     tokens = len(made.token_ids)
     if tokens > params.max_tokens:
         raise GenerationError(
