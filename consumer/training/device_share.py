@@ -8,8 +8,7 @@ The side that sleeps keeps its weights in host memory, so the device never holds
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -25,8 +24,8 @@ class DeviceShare:
 
         share = DeviceShare(learner.device, [learner.on_device()])
         share.sleep()
-        with share.awake():
-            learner.train(batch)
+        share.wake()
+        learner.train(batch)
     """
 
     def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
@@ -47,15 +46,6 @@ class DeviceShare:
         """Move everything back to the device, bit for bit."""
         self._move(self._device)
         self.is_asleep = False
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Wake up for the duration of the context."""
-        self.wake()
-        try:
-            yield
-        finally:
-            self.sleep()
 
     def _move(self, device: torch.device) -> None:
         for modules, optimizer in self._parts:

@@ -66,7 +66,8 @@ class TokenColumns:
         """Return the columns with 0 for every token that is not trained.
 
         The loss then has no gradient from these tokens, even where a value is infinite. A mask on
-        the loss does not achieve this: backward multiplies its 0 by a derivative that may be infinite.
+        the loss does not achieve this: backward multiplies its 0 by a derivative that may be
+        infinite.
         """
         trained = self.mask > 0
 

@@ -78,6 +78,6 @@ def rollout_fields(state: RolloutState) -> dict[str, Any]:
 
 
 def rollout_of(fields: dict[str, Any]) -> RolloutState:
-    """Return the rollout of `rollout_fields`. Its logprobs are NaN, since 0 would be a valid one."""
+    """Return the rollout of `rollout_fields`. Its logprobs are NaN, since 0 is a valid one."""
     logprobs = np.full(len(fields["response_ids"]), np.nan, "<f4")
     return RolloutState(**fields, logprobs=logprobs)
