@@ -33,7 +33,6 @@ from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
-from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
@@ -206,14 +205,6 @@ class RolloutConsumer:
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
-
-    def quarantine(self, step: int, reasons: Mapping[str, str]) -> Manifest:
-        """Quarantine unusable groups of a taken step, and wait for others in their slots (I11).
-
-        `reasons` by gid. Returns the new manifest.
-        """
-        options = WaitOptions(producer_timeout_s=self.producer_timeout_s)
-        return self._taker.quarantine(self._run.ledger, step, reasons, options)
 
     def _check(self) -> None:
         check_not_abandoned()

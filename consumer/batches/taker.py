@@ -181,16 +181,6 @@ class BatchTaker:
             manifest, groups = self.read(ledger, filled, reader)
         return manifest, groups
 
-    def quarantine(
-        self, ledger: BatchLedger, step: int, reasons: Mapping[str, str], options: WaitOptions
-    ) -> Manifest:
-        """Quarantine the groups with these gids, each with its reason, and wait for others.
-
-        Returns the new manifest. Raises LedgerError if there is none.
-        """
-        manifest = self._quarantine_all(ledger, ledger.recorded(step), reasons)
-        return self.refill(ledger, manifest, options) if manifest.open_places else manifest
-
     def _quarantine_all(
         self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
     ) -> Manifest:
