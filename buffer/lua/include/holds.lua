@@ -4,7 +4,7 @@
 -- `holds:<worker>` has the token of each held group, and their digest: the sum of the marks.
 local function mark_of(gid, token) return tonumber(string.sub(redis.sha1hex(gid .. ' ' .. token), 1, 10), 16) end
 
--- Return the (gid, token) of each held group, in order of their claims: as many as one worker holds.
+-- Return the (gid, token) of each held group, in no order: as many as one worker holds.
 local function held_groups(holds)
   local fields, found = redis.call('HGETALL', holds), {}
   for i = 1, #fields, 2 do
