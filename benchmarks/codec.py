@@ -12,8 +12,8 @@ from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.server import BenchServer
 from buffer.rollouts import wire
 from buffer.rollouts.batch_table import BatchTable
+from consumer.policy.packing import Packer
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.packing import Packer
 
 REPEATS = 200
 ENCODE_US = 40.0

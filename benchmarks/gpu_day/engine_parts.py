@@ -23,7 +23,7 @@ from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
-from consumer.training.learner import Learner
+from consumer.learner.learner import Learner
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 

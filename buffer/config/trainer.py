@@ -38,7 +38,7 @@ class TrainerSection(Section):
     """
     max_sequence_tokens: Count | None = Field(None, ge=1)
     """rollouts with more tokens than this, prompt included, are not trained
-    (consumer/training/batch_filter.py); default: no limit
+    (consumer/learner/batch_filter.py); default: no limit
     """
     mask_truncated: bool = False
     """rollouts that reached their max_tokens are not trained; their scores still count for the

@@ -27,8 +27,8 @@ from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.evaluation import Evaluator
-from consumer.training.learner_state import capture, restore
 from consumer.training.step_log import StepWriter
+from consumer.weights.learner_state import capture, restore
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """Return the loss of a batch, and the metrics to log."""

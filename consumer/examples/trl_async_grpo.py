@@ -35,10 +35,10 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.batch import Batch
 from consumer.examples.plain_loop import check_temperature
+from consumer.learner.advantages import session_advantages
 from consumer.models.model_folder import load_tokenizer
 from consumer.publication import open_sender, publish
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.advantages import session_advantages
 from consumer.training.step_log import StepWriter
 
 POSITION = "rolloutmq.json"

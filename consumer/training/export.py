@@ -12,9 +12,9 @@ from buffer.errors import ModelError
 from buffer.weights.new_folder import new_folder
 from buffer.weights.safetensors_files import model_checksum
 from consumer.models.model_folder import copy_tokenizer, load_model, save_model
+from consumer.policy.lora import Adapter
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.lora import Adapter
-from consumer.training.saved_state import SavedState
+from consumer.weights.saved_state import SavedState
 
 Dtype = Literal["bfloat16", "float32"]
 

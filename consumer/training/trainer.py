@@ -33,9 +33,9 @@ from consumer.training.metrics import (
     production_metrics,
     staleness_metrics,
 )
-from consumer.training.saved_state import check_state
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
+from consumer.weights.saved_state import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -33,15 +33,15 @@ from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.reader import NOTHING, Known, Problems
+from consumer.learner.learner import Learner
+from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer
 from consumer.ranks import ALONE, Ranks, select_device
 from consumer.shares import BatchShares
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
-from consumer.training.learner import Learner
 from consumer.training.metrics import BatchColumns
-from consumer.training.saved_state import SavedState, write_state
-from consumer.training.train_controller import TrainController
+from consumer.weights.saved_state import SavedState, write_state
 
 P = ParamSpec("P")
 T = TypeVar("T")

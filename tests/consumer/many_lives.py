@@ -38,14 +38,14 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from consumer.batches.batch import Batch
+from consumer.learner.advantages import estimate_advantages
+from consumer.learner.learner import Learner
+from consumer.learner.train_controller import TrainController
 from consumer.ranks import join
-from consumer.training.advantages import estimate_advantages
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.learner import Learner
-from consumer.training.saved_state import SavedState
-from consumer.training.train_controller import TrainController
 from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
+from consumer.weights.saved_state import SavedState
 from rolloutmq.launch.child import rank_environments
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
@@ -70,7 +70,7 @@ FILES = {
     for name in (
         "consumer/training/trainer.py",
         "consumer/training/trainer_rank.py",
-        "consumer/training/saved_state.py",
+        "consumer/weights/saved_state.py",
         "consumer/shares.py",
         "consumer/batches/reader.py",
         "consumer/training/checkpoint.py",

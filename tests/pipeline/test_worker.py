@@ -22,7 +22,7 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from consumer.training.routing_replay import RecordedExperts
+from consumer.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.group_runs import group_runner as expert_files

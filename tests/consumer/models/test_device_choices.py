@@ -26,14 +26,14 @@ from transformers import (
 from buffer.config.learner import Attention, LearnerConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.batch_table import BatchTable
+from consumer.learner.learner import Learner
 from consumer.models import device_choices
 from consumer.models.device_choices import Place, choose_attention, choose_bf16
 from consumer.models.model_folder import load_model
 from consumer.models.varlen_attention import TORCH_VARLEN
-from consumer.training.learner import Learner
-from consumer.training.logprobs import TargetLogits, token_logprobs
-from consumer.training.model_checks import keeps_samples_apart
-from consumer.training.packing import Packer
+from consumer.policy.logprobs import TargetLogits, token_logprobs
+from consumer.policy.model_checks import keeps_samples_apart
+from consumer.policy.packing import Packer
 from tests.consumer.models.tiny import make_group
 
 MODELS: dict[str, tuple[Any, Any]] = {

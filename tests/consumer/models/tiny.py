@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from buffer.config.warm_start import TinyModelConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status
+from consumer.learner.learner import Learner
 from consumer.models.tiny_model import build_tiny_model
-from consumer.training.learner import Learner
 
 SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=48)
 

@@ -21,11 +21,11 @@ from buffer.errors import Fenced, LedgerError, LostRun, ModelError
 from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from consumer.learner.learner import Learner
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.export import export_model
-from consumer.training.learner import Learner
 from consumer.training.step_log import StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
 from tests.buffer.time_machine import put_back, remember

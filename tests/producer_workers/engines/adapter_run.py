@@ -28,7 +28,7 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.training.learner import Learner
+from consumer.learner.learner import Learner
 from consumer.training.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of

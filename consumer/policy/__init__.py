@@ -1,0 +1,1 @@
+"""The policy as a trainer computes it: loaded, packed, and scored token by token."""

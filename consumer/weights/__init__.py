@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer state: sharded over ranks, saved, read and published."""

@@ -1,0 +1,160 @@
+"""FSDP2 with gloo ranks: the numbers of one rank, exact resumes, and the files of one rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from consumer.models.model_folder import load_model
+from consumer.weights.saved_state import SavedState
+from tests.consumer.learner.sharded_learner import CUT, STEPS, Life
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Lives:
+    """Run lives, and read what they wrote."""
+
+    def __init__(self, folder: Path, *lives: Life) -> None:
+        self.folder = folder
+        self.ranks = {life.name: life.ranks for life in lives}
+        described = orjson.dumps([life.model_dump(mode="json") for life in lives]).decode()
+        program = "tests.consumer.learner.sharded_learner"
+        command = [sys.executable, "-m", program, str(folder), described]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr.decode()[-4000:]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        files = [self.folder / f"{name}-{rank}.json" for rank in range(self.ranks[name])]
+        found: list[list[dict[str, Any]]] = [orjson.loads(file.read_bytes()) for file in files]
+        assert all(metrics == found[0] for metrics in found)  # of all ranks, on all ranks
+        return found[0]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        files = (self.folder / name).glob("*.safetensors")
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        with SavedState(self.folder / "state" / name) as state:
+            return {key: tensor.clone() for key, tensor in state.items()}
+
+    def assert_same(self, name: str, other: str, *, first: int = 0) -> None:
+        expected = self.metrics(other)[first:]
+        assert len(self.metrics(name)) == len(expected) == STEPS - first
+        for found, wanted in zip(self.metrics(name), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
+        weights = self.weights(name)
+        assert weights.keys() == self.weights(other).keys()
+        for key, tensor in self.weights(other).items():
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=5e-4)
+
+
+def test_ranks_train_as_one_does_and_resume_in_other_numbers(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    spread = {"sharding": {"reshard_after_forward": False, "reduce_each_micro_batch": True}}
+    spread["sharding"]["cpu_offload"] = True
+    lives = Lives(
+        tmp_path,
+        Life(name="one", model=model_dir),
+        Life(name="two", model=model_dir, ranks=2),
+        Life(name="four", model=model_dir, ranks=4),
+        Life(name="spread", model=model_dir, ranks=2, options=spread),
+        Life(name="two-two", model=model_dir, ranks=2, after="two"),
+        Life(name="four-two", model=model_dir, ranks=2, after="four"),
+        Life(name="two-one", model=model_dir, after="two"),
+    )
+    for name in ("two", "four", "spread"):
+        lives.assert_same(name, "one")
+    assert lives.metrics("two")[0]["optim/grad_norm"] > 0
+
+    # with the same ranks exactly, with others but for the order in which numbers are added
+    assert lives.metrics("two-two") == lives.metrics("two")[CUT:]
+    again = lives.weights("two-two")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in lives.weights("two").items())
+    for name in ("four-two", "two-one"):
+        lives.assert_same(name, "one", first=CUT)
+
+    # each rank wrote about half of it, and transformers reads what they wrote together
+    sizes = [file.stat().st_size for file in (tmp_path / "two").glob("*.safetensors")]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.7 * sum(sizes)
+    loaded = load_model(tmp_path / "two").state_dict()
+    assert all(torch.equal(loaded[name], t) for name, t in lives.weights("two").items())
+
+
+def build_mixture(folder: Path) -> Path:
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_mixture_of_experts_is_published_under_the_names_that_it_was_loaded_from(
+    tmp_path: Path,
+) -> None:
+    model = build_mixture(tmp_path / "mixture")
+    still: dict[str, Any] = {"learning_rate": 1e-30, "bf16": True}
+    lives = Lives(
+        tmp_path,
+        Life(name="one", model=model),
+        Life(name="two", model=model, ranks=2),
+        Life(name="still", model=model, options=still),
+        Life(name="two-still", model=model, ranks=2, options=still),
+    )
+    lives.assert_same("two", "one")
+    start = load_file(model / "model.safetensors")
+    for name in ("still", "two-still"):
+        written = lives.weights(name)
+        assert written.keys() == start.keys()
+        assert all(torch.equal(written[key], t.bfloat16()) for key, t in start.items())
+    loaded = load_model(tmp_path / "two-still").state_dict()
+    expected = load_model(model).state_dict()
+    assert all(torch.equal(loaded[key], t.bfloat16().float()) for key, t in expected.items())
+    index = orjson.loads((tmp_path / "two" / "model.safetensors.index.json").read_bytes())
+    assert index["weight_map"].keys() == start.keys()
+
+
+LORA = {"lora": {"rank": 4}, "learning_rate": 1e-2}
+
+
+def test_adapter_and_critic_train_on_two_ranks_as_on_one(model_dir: Path, tmp_path: Path) -> None:
+    rounded = LORA | {"bf16": True}
+    lives = Lives(
+        tmp_path,
+        Life(name="lora", model=model_dir, options=LORA),
+        Life(name="lora-two", model=model_dir, ranks=2, options=LORA),
+        Life(name="lora-again", model=model_dir, ranks=2, options=LORA, after="lora"),
+        Life(name="rounded-two", model=model_dir, ranks=2, options=rounded),
+        Life(name="critic", model=model_dir, has_critic=True),
+        Life(name="critic-two", model=model_dir, ranks=2, has_critic=True),
+        Life(name="critic-again", model=model_dir, ranks=2, has_critic=True, after="critic"),
+    )
+    for name in ("lora", "critic"):
+        lives.assert_same(f"{name}-two", name)
+        lives.assert_same(f"{name}-again", name, first=CUT)
+    assert "critic/loss" in lives.metrics("critic")[0]
+    assert lives.metrics("rounded-two")[0] == pytest.approx(
+        lives.metrics("lora")[0], rel=0.1, abs=0.02
+    )
