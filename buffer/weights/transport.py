@@ -7,15 +7,18 @@ which receiver reads it (registry.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
+from buffer.weights.checksums import FileFacts
 
-Save = Callable[[Path], None]
-"""Writes the files of a version of weights into an existing folder."""
+Save = Callable[[Path], Mapping[str, FileFacts] | None]
+"""Writes the files of a version of weights into an existing folder. Returns the checksums of those
+that it hashed on the way; the others are read again.
+"""
 
 
 class PublishedWeights(NamedTuple):
