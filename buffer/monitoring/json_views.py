@@ -109,7 +109,11 @@ def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) ->
     shared.pop("sample", None)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
-    return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
+    members = [_member_json(rollout, tokens) for rollout in states]
+    for member, rollout in zip(members, states, strict=True):
+        if rollout.messages != group.shared.messages:
+            member["messages"] = rollout.messages
+    return shared | {"members": members}
 
 
 def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:

@@ -40,8 +40,9 @@ from buffer.errors import (
 from buffer.monitoring.found_group import find_group
 from buffer.monitoring.history import History
 from buffer.monitoring.http_endpoint import carries
+from buffer.monitoring.token_texts import TokenTexts
 from buffer.run import Run
-from rolloutmq.web.watcher import TokenTexts, Watcher
+from rolloutmq.web.watcher import Watcher
 
 STATIC = Path(__file__).parent / "static"
 MOST_ROWS = 1000
