@@ -17,8 +17,8 @@ from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
 from buffer.monitoring.found_group import find_group
 from buffer.run import Run
-from rolloutmq.commands.pause import hold
-from rolloutmq.commands.show import print_group
+from rolloutmq.commands.look.show import print_group
+from rolloutmq.commands.steer.pause import hold
 from rolloutmq.top.live_view import LiveView
 
 _MOST_BYTES = 64

@@ -16,7 +16,7 @@ from buffer.model.ids import new_nonce
 from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.pipeline.mixture import TASKS, Mixture
 
 STATUS = ProduceBatchStatus

@@ -156,7 +156,7 @@ def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
         "%00",
     ):
         assert ask("GET", f"/static/{name}") in (400, 404), name
-    assert ask("GET", "/static/page.js") == 200
+    assert ask("GET", "/static/frame/frame.js") == 200
     assert ask("GET", "/", Host="evil.example") == 400
     assert ask("POST", "/api/pause", Authorization=f"Bearer {token}") == 200
     assert scene.run.control.state().mode is Mode.ABORT

@@ -16,7 +16,7 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.rolloutmq.conftest import Command, json_of, rolloutmq
 from tests.rolloutmq.populate import Scene, write_steps
 
