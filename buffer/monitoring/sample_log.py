@@ -13,6 +13,7 @@ incomplete, and readers pass over it. `zcat samples/*.gz | jq` reads all of it.
 
 from __future__ import annotations
 
+import gzip
 import logging
 import re
 import zlib
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from isal import igzip, isal_zlib
 
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.json_views import group_json
@@ -32,8 +32,6 @@ log = logging.getLogger("rolloutmq.samples")
 
 FOLDER = "samples"
 _NAME = re.compile(r"(\d{6,})-step-(\d{8,})\.jsonl\.gz")
-_DAMAGED = (EOFError, OSError, zlib.error, isal_zlib.error)
-
 Sample = dict[str, Any]
 """One group as `describe_sample` returns it."""
 
@@ -78,7 +76,7 @@ class SampleLog:
         return (min(file.first for file in files), last) if last else None
 
     def read(self, step: int) -> list[Sample]:
-        """Return the samples of a step, best mean score first; none where none are logged."""
+        """Return the samples of a step, in the order of their choice; [] where none are logged."""
         files = [file for file in sample_files(self._run_dir) if file.first <= step]
         return [line for line in _lines(files[-1]) if line["step"] == step] if files else []
 
@@ -99,12 +97,12 @@ def _last_step(file: SampleFile) -> int:
 def _lines(file: SampleFile) -> Iterator[Sample]:
     """Yield the lines of a file up to where it is damaged or incomplete."""
     try:
-        with igzip.open(file.path, "rb") as content:
+        with gzip.open(file.path, "rb") as content:
             for line in content:
                 yield orjson.loads(line)
     except FileNotFoundError:  # the trainer has just deleted it, as the oldest
         return
-    except (*_DAMAGED, orjson.JSONDecodeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, orjson.JSONDecodeError) as error:
         log.warning("%s is incomplete: what follows is passed over: %s", file.path, error)
 
 
@@ -122,7 +120,7 @@ def describe_sample(
     """
     sample: Sample = {"step": step, "why": why, "gid": group.gid, "task": group.task}
     sample["staleness"] = staleness
-    sample |= group_json(group, group.states, tokens=False)
+    sample |= group_json(group, tokens=False)
     add_texts(sample, group, texts)
     return sample
 

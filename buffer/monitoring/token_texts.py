@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from buffer.run import Run
+
 
 class TokenTexts:
     """Decodes tokens with the first tokenizer that is found in `folders`.
@@ -42,3 +44,9 @@ class TokenTexts:
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def model_folders(run: Run, run_dir: Path | None) -> list[Path]:
+    """Return the folders that may hold a tokenizer: the run's model, and its newest weights."""
+    newest = run.control.state().weights_path
+    return [*([run_dir / "model"] if run_dir else []), *([Path(newest)] if newest else [])]

@@ -132,7 +132,7 @@ class WandbWriter(MetricWriter):
         self._every = config.samples.report_every_steps
         self._table: Callable[..., Any] = package.Table
         self._file = folder / "wandb_run.json"
-        self._record = {"id": secrets.token_hex(4), "step": 0} | _read(self._file)
+        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0} | _read(self._file)
         self._run: Any = package.init(
             project=config.wandb.project,
             name=config.wandb.name or config.run.name,

@@ -42,7 +42,7 @@ def sample_text(sample: Sample) -> str:
 
 def prompt_text(sample: Sample) -> str:
     """Return the messages of a prompt, with their roles, or its decoded tokens."""
-    messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample["messages"]]
+    messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample.get("messages", [])]
     return "\n\n".join(messages) or sample.get("prompt") or ""
 
 

@@ -45,22 +45,24 @@ def choose(scores: Mapping[str, float], count: int, seed: int, step: int) -> dic
 class SampleWriter(MetricWriter):
     """Append samples to files of the log that this writer creates.
 
+    `first`: the step that this trainer trains first; the log of it and of later steps is replaced.
     Above `max_bytes` the oldest files are deleted.
 
-        writer = SampleWriter(run_dir, max_bytes=2 * 2**30)
+        writer = SampleWriter(run_dir, max_bytes=2 * 2**30, first=1)
         writer.write_samples(step, samples)
     """
 
-    def __init__(self, run_dir: Path, max_bytes: int) -> None:
+    def __init__(self, run_dir: Path, max_bytes: int, first: int) -> None:
         self._run_dir = run_dir
         self._max_bytes = max_bytes
         self._file: FileIO | None = None
+        self._next = first
         self._steps = 0
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append one step, whole or not at all. Raises OSError."""
         lines = b"".join(orjson.dumps(sample) + b"\n" for sample in samples)
-        file = self._file or self._create(step)
+        file = self._file or self._create()
         self._file = None
         start = file.tell()
         try:
@@ -71,6 +73,7 @@ class SampleWriter(MetricWriter):
             file.seek(start)
             self._file = file
             raise
+        self._next = step + 1
         self._steps += 1
         if self._steps < STEPS_PER_FILE and file.tell() < self._max_bytes // FILES:
             self._file = file
@@ -82,10 +85,10 @@ class SampleWriter(MetricWriter):
         if self._file:
             self._file.close()
 
-    def _create(self, step: int) -> FileIO:
+    def _create(self) -> FileIO:
         files = sample_files(self._run_dir)
         self._delete_oldest(files)
-        new = SampleFile.named(self._run_dir, files[-1].number + 1 if files else 1, step)
+        new = SampleFile.named(self._run_dir, files[-1].number + 1 if files else 1, self._next)
         new.path.parent.mkdir(exist_ok=True)
         self._steps = 0
         return new.path.open("xb", buffering=0)

@@ -124,7 +124,6 @@ class Trainer:
     def _resume(self) -> None:
         """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
         position = self._position
-        config = self._config
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
         self.rank.load(position.step)
@@ -136,9 +135,10 @@ class Trainer:
     def _open_writers(self) -> list[MetricWriter]:
         """Open the destinations of metrics and samples."""
         config = self._config
-        writers = open_writers(config, self._position.step + 1)
+        first = self._position.step + 1
+        writers = open_writers(config, first)
         if config.samples.groups_per_step:
-            writers.append(SampleWriter(config.run.folder, config.samples.max_size))
+            writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
         if self.shows_progress:
             writers.append(ProgressBar(self._position.step, self._run.limits.steps))
         return writers

@@ -48,8 +48,7 @@ class GroupRoutes:
     def _group(self, request: Request) -> Response:
         self._access.to_read(request)
         found = find_group(self._run, request.path_params["gid"])
-        states = found.group.states if found.group else []
-        document = found.document(states, tokens=True)
+        document = found.document(tokens=True)
         for member in document["members"]:
             member["token_texts"] = self._texts.of(member["response_ids"])
         return answer(document)
