@@ -18,8 +18,8 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 SECTIONS = {
     "Run": ("run", "create", "train", "worker", "producer", "judge", "simulate"),
     "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
-    "Steer": ("pause", "continue", "drain", "set", "fence", "dead", "requeue", "drop"),
-    "Data": ("save", "resume", "export", "import", "problems", "warm-start", "export-model"),
+    "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
+    "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
     "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
 }
 """Sections of `--help`, with their commands."""
@@ -82,8 +82,8 @@ SUMMARIES = {
         "metrics": "Show runs in the format of Prometheus.",
     },
     "rolloutmq.commands.steer.pause": {
-        "pause": "Pause a run until `rolloutmq continue`.",
-        "continue": "End the operator's pause of a run.",
+        "pause": "Pause a run until `rolloutmq resume`.",
+        "resume": "End the operator's pause of a run.",
         "drain": "Finish the running groups and claim no new ones.",
     },
     "rolloutmq.commands.steer.settings": {
@@ -91,7 +91,7 @@ SUMMARIES = {
     },
     "rolloutmq.commands.data.snapshot": {
         "save": "Save a run to a folder: groups, order, counters, batches.",
-        "resume": "Restore a saved run to a server.",
+        "restore": "Restore a saved run to a server.",
     },
     "rolloutmq.commands.data.curate": {
         "export": "Write groups to a file, one line per rollout.",
@@ -114,6 +114,9 @@ SUMMARIES = {
 }
 """The first sentence of each command's help, by module and name."""
 
+ALIASES = {"continue": "resume"}
+"""Former names of commands, which no help lists."""
+
 _MODULES = {name: module for module, listed in SUMMARIES.items() for name in listed}
 
 _ITEM: Any = vars(core)["CompletionItem"]
@@ -129,9 +132,10 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and return a command; None if there is none of this name."""
-        if cmd_name not in _MODULES:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in _MODULES:
             return None
-        return commands_of(_MODULES[cmd_name])[cmd_name]
+        return commands_of(_MODULES[name])[name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of `--help`."""

@@ -1,4 +1,4 @@
-"""Handle the keys of `rolloutmq top`: pause (with a confirmation), continue, open a group."""
+"""Handle the keys of `rolloutmq top`: pause (with a confirmation), resume, open a group."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Keyboard:
         return typed.decode(errors="ignore")
 
 
-KEYS = "p pause · c continue · o open a group · q quit"
+KEYS = "p pause · r resume · o open a group · q quit"
 _MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
 _WHICH = "pause? a abort groups · d finish them · k freeze them · any other key: no pause"
 _ESCAPE, _ENTER, _ERASE = "\x1b", ("\r", "\n"), ("\x7f", "\b")
@@ -111,7 +111,7 @@ class Steering:
             self.is_over = True
         elif key == "p":
             self._ask(_WHICH, self._pause)
-        elif key == "c":
+        elif key == "r":
             self._hold(Mode.RUN)
         elif key == "o":
             self._typed = ""

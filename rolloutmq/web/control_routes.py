@@ -1,7 +1,7 @@
 """What an operator does from a browser, and what is needed to decide it.
 
 GET  /api/dead    dead letters
-POST /api/pause?mode=drain|abort|keep  /api/continue
+POST /api/pause?mode=drain|abort|keep  /api/resume
 POST /api/groups/{gid}/requeue  /api/groups/{gid}/drop
 """
 
@@ -40,7 +40,7 @@ class ControlRoutes:
         return [
             Route("/api/dead", self._dead),
             post("/api/pause", self._pause),
-            post("/api/continue", self._resume),
+            post("/api/resume", self._resume),
             post("/api/groups/{gid}/requeue", self._requeue),
             post("/api/groups/{gid}/drop", self._drop),
         ]

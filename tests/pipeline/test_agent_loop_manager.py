@@ -85,7 +85,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
             TaskStopped, match=r"math is stopped: .*ZeroDivisionError: row of a user"
         ) as caught:
             site.take(1)
-        assert "rolloutmq continue --task math" in caught.value.hint
+        assert "rolloutmq resume --task math" in caught.value.hint
         with pytest.raises(TaskStopped, match="math is stopped"):
             site.manager.produce_batch(1)
         # the others are not held up, unless a batch of all is asked for

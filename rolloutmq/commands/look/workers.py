@@ -29,7 +29,7 @@ def workers(
     Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
     failed or that the trainer could not use (bad). A barred worker claims nothing until
-    `rolloutmq continue --worker ID`. A second table has the groups that only wait for their judge,
+    `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
     the times of judges, and their failures.
     """
     with open_target(redis_url, run_dir, run) as target:

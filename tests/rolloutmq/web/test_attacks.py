@@ -20,7 +20,7 @@ from tests.rolloutmq.populate import Scene, forge
 from tests.rolloutmq.web.test_page import PATIENCE_S, go
 
 EVIL = "<img src=x onerror=window.owned=1><script>window.owned=1</script><svg onload=window.owned=1>'\"javascript:owned"
-ACTS = ("pause", "continue", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
+ACTS = ("pause", "resume", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
 
 SHOWN = "return document.querySelector('main').textContent"
 

@@ -147,8 +147,8 @@ def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
         "stuck",
         "task math is stopped: math: row 7 cannot be read",
     )
-    assert "rolloutmq continue --task math" in found["fix"]
-    command("continue", "--task", "math")
+    assert "rolloutmq resume --task math" in found["fix"]
+    command("resume", "--task", "math")
     assert "row 7" not in command("doctor").stdout
 
 
@@ -156,7 +156,7 @@ def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -
     command("pause", "--mode", "drain")
     symptoms = json_of(command("doctor", "--json"))["runs"]["demo"]
     assert symptoms[0]["what"] == "paused by an operator (drain)"
-    assert "rolloutmq continue" in symptoms[0]["fix"]
+    assert "rolloutmq resume" in symptoms[0]["fix"]
 
 
 def _found(scene: Scene) -> str:
