@@ -196,6 +196,7 @@ class Trainer:
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        self.consumer.report(step, metrics)
         self._reporter.add_step(step, metrics)
         self._reporter.add_samples(step, self._choose_samples(batch, columns))
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
@@ -271,6 +272,7 @@ class Trainer:
         produced = production_metrics(before, self._progress)
         return {
             **batch.metrics(),
+            **(batch.rewards_by_task() if len(self._run.limits.training_tasks) > 1 else {}),
             **staleness_metrics(manifest),
             **produced,
             **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
