@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from buffer.config.agreement import (
     context_problems,
@@ -67,6 +68,16 @@ class Config(Section):
     def training_tasks(self) -> list[str]:
         """Return the names of the tasks that are trained on."""
         return list(training(self.tasks))
+
+    @property
+    def model_folder(self) -> Path:
+        """Return the folder of the model that the run starts with.
+
+        Raises HubError where it is on the Hub, and not in the cache.
+        """
+        if repository := self.policy.repository:
+            return repository.folder()
+        return self.policy.model or self.run.folder / "model"
 
     @property
     def uncut_tasks(self) -> list[str]:

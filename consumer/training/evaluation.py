@@ -185,6 +185,7 @@ class EvaluationPlan:
         metrics = self._evaluator.evaluate(groups)
         metrics["eval/newest_version"] = float(newest)
         self._writer.add_evaluation(step, task, metrics)
+        self._consumer.report(step, metrics, task=task)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 
 

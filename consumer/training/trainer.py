@@ -183,6 +183,7 @@ class Trainer:
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        self.consumer.report(step, metrics)
         for writer in self._writers:
             writer.write(step, metrics)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
@@ -249,6 +250,7 @@ class Trainer:
         produced = production_metrics(before, self._progress)
         return {
             **batch.metrics(),
+            **(batch.rewards_by_task() if len(self._run.limits.training_tasks) > 1 else {}),
             **staleness_metrics(manifest),
             **produced,
             **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
