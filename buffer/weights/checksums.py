@@ -79,6 +79,10 @@ class FileFacts(NamedTuple):
         return found
 
 
+class WrittenFiles(dict[str, FileFacts]):
+    """The facts, by name, of files that were hashed while they were written."""
+
+
 def new_hash(algorithm: str) -> Hash:
     """Return an empty hash."""
     return _HASHES[algorithm]()

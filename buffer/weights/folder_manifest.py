@@ -8,13 +8,12 @@ is noticed wherever it is read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
 
 from buffer.errors import WireError
-from buffer.weights.checksums import Algorithm, FileFacts, check_file, hash_files
+from buffer.weights.checksums import Algorithm, FileFacts, WrittenFiles, check_file, hash_files
 from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
@@ -25,16 +24,16 @@ def write(
     label: str,
     *,
     algorithm: Algorithm = "xxh3",
-    known: Mapping[str, FileFacts] | None = None,
+    saved: object = None,
 ) -> str:
     """Write the manifest of all files in `folder` and return its checksum.
 
-    `label` names the weights for human readers. `known`: files that were hashed as they were
-    written; the others are read, and hashed by `algorithm`.
+    `label` names the weights for human readers. `saved`: what the writer of the files returned; the
+    `WrittenFiles` among them are not read again, the others are hashed by `algorithm`.
     """
-    known = known or {}
+    known = saved if isinstance(saved, WrittenFiles) else WrittenFiles()
     others = [file for file in sorted(folder.iterdir()) if file.name not in known]
-    files = dict(known) | hash_files(others, algorithm)
+    files = known | hash_files(others, algorithm)
     listed = {name: files[name].to_json() for name in sorted(files)}
     data = orjson.dumps({"weights": label, "files": listed})
     (folder / NAME).write_bytes(data)

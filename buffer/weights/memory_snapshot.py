@@ -59,7 +59,7 @@ class MemorySnapshot:
     ) -> MemorySnapshot:
         with TemporaryDirectory(prefix=prefix, dir=parent) as name:
             folder = Path(name)
-            manifest.write(folder, label, algorithm=algorithm, known=save(folder))
+            manifest.write(folder, label, algorithm=algorithm, saved=save(folder))
             manifest_data = (folder / manifest.NAME).read_bytes()
             paths = [path for path in sorted(folder.iterdir()) if path.name != manifest.NAME]
             files = {path.name: _map(path) for path in paths}

@@ -146,8 +146,8 @@ class RedisSender:
         label = str(weights)
         with TemporaryDirectory(prefix="rolloutmq-weights-") as name:
             folder = Path(name)
-            known = save(folder)
-            checksum = manifest.write(folder, label, algorithm=self._algorithm, known=known)
+            saved = save(folder)
+            checksum = manifest.write(folder, label, algorithm=self._algorithm, saved=saved)
             self._versions.write(label, folder)
         return PublishedWeights(SCHEME + label, checksum)
 

@@ -46,7 +46,7 @@ class FolderSender:
         path = self.path(weights)
         with self._replaced(path) as folder:
             label = str(weights)
-            checksum = manifest.write(folder, label, algorithm=self.algorithm, known=save(folder))
+            checksum = manifest.write(folder, label, algorithm=self.algorithm, saved=save(folder))
         return PublishedWeights(str(path), checksum)
 
     def copy(self, weights: PolicyVersion, save: Callable[[Path], None]) -> None:

@@ -7,17 +7,16 @@ which receiver reads it (registry.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
-from buffer.weights.checksums import FileFacts
 
-Save = Callable[[Path], Mapping[str, FileFacts] | None]
-"""Writes the files of a version of weights into an existing folder. Returns the checksums of those
-that it hashed on the way; the others are read again.
+Save = Callable[[Path], object]
+"""Writes the files of a version of weights into an existing folder. Files for which it returns
+checksums, as `WrittenFiles`, are not read again; anything else that it returns is ignored.
 """
 
 

@@ -33,7 +33,7 @@ from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from buffer.weights.checksums import FileFacts
+from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from consumer.batches.reader import NOTHING, Known, Problems
 from consumer.learner.learner import Learner
@@ -44,8 +44,8 @@ from consumer.shares import BatchShares
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
 from consumer.training.metrics import BatchColumns
-from consumer.training.weight_parts import WeightParts
 from consumer.weights.saved_state import SavedState, write_state
+from consumer.weights.weight_parts import WeightParts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class TrainerRank:
         self.parts.begin(self._controller.learner.snapshot(to_publish=True))
         return self._write_parts
 
-    def _write_parts(self, folder: Path) -> dict[str, FileFacts]:
+    def _write_parts(self, folder: Path) -> WrittenFiles:
         copy_tokenizer(self._model_dir, folder)
         return self.parts.write(folder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from buffer.weights.checksums import Algorithm, FileFacts
+from buffer.weights.checksums import Algorithm, WrittenFiles
 from buffer.weights.safetensors_files import DTYPES
 from buffer.weights.tensor_file import RawTensor, write_tensors
 
@@ -55,13 +55,14 @@ class WeightsSnapshot:
     metadata: Mapping[str, str]
     write_others: Callable[[Path], None]
 
-    def write(self, folder: Path, algorithm: Algorithm = "xxh3") -> dict[str, FileFacts]:
+    def write(self, folder: Path, algorithm: Algorithm = "xxh3") -> WrittenFiles:
         """Write the files into an existing folder; return the checksums of the tensors' file."""
         self.write_others(folder)
         if not self.file:
-            return {}
+            return WrittenFiles()
         raw = {name: _raw(tensor) for name, tensor in self.tensors.items()}
-        return {self.file: write_tensors(folder / self.file, raw, self.metadata, algorithm)}
+        facts = write_tensors(folder / self.file, raw, self.metadata, algorithm)
+        return WrittenFiles({self.file: facts})
 
 
 def _raw(tensor: Tensor) -> RawTensor:

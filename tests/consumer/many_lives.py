@@ -80,7 +80,7 @@ FILES = {
         "consumer/rollout_consumer.py",
         "consumer/batches/taker.py",
         "consumer/publication.py",
-        "consumer/training/weight_parts.py",
+        "consumer/weights/weight_parts.py",
         "consumer/weights/weights_snapshot.py",
         "buffer/weights/checksums.py",
         "buffer/weights/tensor_file.py",
