@@ -37,5 +37,12 @@ tasks = [
     )
     for task in range(given.ntasks)
 ]
-signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks] and None)
+
+
+def forward(number: int, frame: object) -> None:
+    for task in tasks:
+        task.send_signal(number)
+
+
+signal.signal(signal.SIGTERM, forward)
 sys.exit(max(abs(task.wait()) for task in tasks))
