@@ -23,7 +23,7 @@ from buffer.errors import StoreUnavailable, WireError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.announcement import Announcement
-from buffer.weights.registry import AnyReceiver
+from buffer.weights.registry import open_receiver
 from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
 from producer_workers.group_runs.inbox import Inbox, WeightsFetched
@@ -35,7 +35,7 @@ class WeightSource:
     """Finds the published weights that a control state names. Lookups raise WeightsError."""
 
     def __init__(self, run: Run) -> None:
-        self._receiver = AnyReceiver(run.store, run.keys)
+        self._receiver = open_receiver(run.store, run.keys)
 
     def announcement(self, state: ControlState) -> Announcement | None:
         """Return how engines get these weights from the trainer's memory, if they can."""
