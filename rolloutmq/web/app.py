@@ -21,6 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffer.monitoring.history import History
+from buffer.monitoring.sample_log import SampleLog
 from buffer.monitoring.token_texts import TokenTexts, model_folders
 from buffer.run import Run
 from rolloutmq.web.access import Access
@@ -60,7 +61,7 @@ def make_app(
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
         *RunRoutes(watcher, access).all(),
-        *GroupRoutes(run, texts, access).all(),
+        *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None, access).all(),
         *ControlRoutes(run, access).all(),
     ]
     return Starlette(
