@@ -1,8 +1,7 @@
 // One group: its conversation once, its rollouts side by side, and what distinguishes them.
 
 import { el, number, table } from "../frame/draw.js";
-import { hasToken } from "../frame/server.js";
-import { act } from "../control/acts.js";
+import { groupActs } from "../control/acts.js";
 import { differences } from "./differences.js";
 import { selectNext, setKeys, showHelp } from "./keys.js";
 import { asText, folded, plain, response, showMessage, SPECIAL, visible } from "./said.js";
@@ -33,7 +32,6 @@ export function showGroup(group, query, page, list) {
 }
 
 function heading(group, page, list) {
-  const verbs = hasToken() ? group.may : [];
   const place = group.sampled ? `step ${group.sampled.step}, ${group.sampled.why}, from the sample log` : group.places.join(" + ") || "lost";
   const records = Object.entries({ ...group.record, trace: group.trace_id }).filter(([name, value]) => value && !RECORD_NOISE.includes(name));
   return el("div", { class: "heading" },
@@ -41,7 +39,7 @@ function heading(group, page, list) {
     el("h2", {}, group.gid, " ", el("small", {}, place)),
     group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
     group.gone ? el("p", { class: "dim" }, group.gone, group.sampled ? "; this is what the sample log holds of it" : ". The sample log has it only if it was chosen: ", group.sampled ? null : el("a", { href: "#/groups?step=newest" }, "sample log")) : null,
-    verbs.length ? el("p", {}, verbs.flatMap((verb) => [act(`groups/${group.gid}/${verb}`, verb === "drop" ? "Drop" : "Requeue", page), " "])) : null,
+    groupActs(group.gid, group.may, page),
     el("details", { class: "record" }, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => visible(asText(r[1]))]], records)));
 }
 
