@@ -106,7 +106,7 @@ def test_a_freed_step_is_read_with_keys_alone(
     assert address_of(chromium)[1]["view"] == "rendered"
     chromium.save_screenshot(str(shots / "sample.png"))
     press(chromium, "?")
-    assert "differences" in until(chromium, "next, previous", "dialog")
+    assert "differences" in until(chromium, "next, previous", "dialog[open]")
     press(chromium, Keys.ESCAPE, "u")
     count(chromium, 2)
     press(chromium, "/")

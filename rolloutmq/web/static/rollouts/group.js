@@ -34,7 +34,7 @@ export function showGroup(group, query, page, list) {
 function heading(group, page, list) {
   const place = group.sampled ? `step ${group.sampled.step}, ${group.sampled.why}, from the sample log` : group.places.join(" + ") || "lost";
   const records = Object.entries({ ...group.record, trace: group.trace_id }).filter(([name, value]) => value && !RECORD_NOISE.includes(name));
-  return el("div", { class: "heading" },
+  return el("div", { class: "group-head" },
     el("p", { class: "back" }, el("a", { href: list }, "← back"), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?")),
     el("h2", {}, group.gid, " ", el("small", {}, place)),
     group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,

@@ -26,7 +26,7 @@ const RENDERER = {
   html: (token) => escaped(token.text),
   image: (token) => escaped(token.raw),
   link(token) { return `<span class="link" title="${escaped(token.href)}">${this.parser.parseInline(token.tokens)}</span>`; },
-  heading(token) { return `<p class="heading">${this.parser.parseInline(token.tokens)}</p>`; },
+  heading(token) { return `<p class="title">${this.parser.parseInline(token.tokens)}</p>`; },
   checkbox: (token) => (token.checked ? "☑ " : "☐ "),
 };
 
