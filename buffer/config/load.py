@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from buffer.config.agreement import disagreements
+from buffer.config.checks.agreement import disagreements
+from buffer.config.checks.problems import describe_problems
 from buffer.config.config import Config
-from buffer.config.problems import describe_problems
 from buffer.config.task import TaskSection, inherit_held_out
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
