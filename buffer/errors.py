@@ -45,6 +45,8 @@ ready" and "paused" are results, not errors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RolloutMQError(Exception):
     """The base of all errors.
@@ -69,6 +71,15 @@ class ConfigError(RolloutMQError):
     """A config file or a flag is wrong: what, where, and what would be right."""
 
     exit_code = 2
+
+
+def raise_together(errors: Sequence[RolloutMQError]) -> None:
+    """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
+    distinct = list({str(error): error for error in errors}.values())
+    if len(distinct) == 1:
+        raise distinct[0]
+    if distinct:
+        raise ConfigError("\n  ".join([f"{len(distinct)} problems", *map(str, distinct)]))
 
 
 class DatasetError(ConfigError):

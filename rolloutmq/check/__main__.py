@@ -1,0 +1,49 @@
+"""The process in which the units of a stage run, see `rolloutmq.check.contained`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from buffer.config.load import inspect_config
+from buffer.server.process import follow_owner
+from rolloutmq.check.finding import Finding, failure
+from rolloutmq.check.unit import Unit, units_of
+
+
+def main() -> None:
+    """Run the units of a stage, and write their findings as lines of JSON."""
+    stage, skip, path, *overrides = sys.argv[1:]
+    follow_owner()
+    # what the user's code prints must not get between the lines
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(line: dict[str, Any]) -> None:
+        os.write(out, orjson.dumps(line) + b"\n")
+
+    config, _ = inspect_config(Path(path), overrides)
+    for number, unit in enumerate(units_of(stage, config)):
+        if number < int(skip):
+            continue
+        write({"begins": number, "section": unit.section, "what": unit.what,
+               "limit_s": unit.limit_s})  # fmt: skip
+        for finding in _run(unit):
+            write(asdict(finding))
+    write({"done": True})
+
+
+def _run(unit: Unit) -> Iterator[Finding]:
+    try:
+        yield from unit.run()
+    except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything
+        yield failure(unit.section, error, unit.what)
+
+
+main()
