@@ -73,13 +73,17 @@ class ConfigError(RolloutMQError):
     exit_code = 2
 
 
+_NEXT = "\n  "
+
+
 def raise_together(errors: Sequence[RolloutMQError]) -> None:
     """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
-    distinct = list({str(error): error for error in errors}.values())
-    if len(distinct) == 1:
-        raise distinct[0]
-    if distinct:
-        raise ConfigError("\n  ".join([f"{len(distinct)} problems", *map(str, distinct)]))
+    if len(errors) == 1:
+        raise errors[0]
+    # one of them may be several already
+    lines = [line for error in errors for line in str(error).split(_NEXT)[_NEXT in str(error) :]]
+    if distinct := list(dict.fromkeys(lines)):
+        raise ConfigError(_NEXT.join([f"{len(distinct)} problems", *distinct]))
 
 
 class DatasetError(ConfigError):

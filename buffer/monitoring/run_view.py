@@ -48,7 +48,7 @@ class TaskView:
 
     @property
     def stop_reason(self) -> str:
-        """Why it starts nothing until `rolloutmq continue --task TASK`; "" while it runs."""
+        """Why it starts nothing until `rolloutmq resume --task TASK`; "" while it runs."""
         is_broken = self.progress.get("halt") == "broken"
         reason = self.progress.get("halt_reason", "") if is_broken else ""
         return self.progress.get("stopped", "") or reason

@@ -149,7 +149,7 @@ def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: b
         raise LostRun(
             f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such "
             "run on this server",
-            hint="connect to the server that holds it, or restore its data (`rolloutmq resume`); "
+            hint="connect to the server that holds it, or restore its data (`rolloutmq restore`); "
             "or start with --regenerate: what was not trained yet is then generated again",
         )
     return create_run(store, config, model)

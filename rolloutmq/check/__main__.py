@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import orjson
 
 from buffer.config.load import inspect_config
 from buffer.server.process import follow_owner
-from rolloutmq.check.finding import Finding, failure
-from rolloutmq.check.unit import Unit, units_of
+from rolloutmq.check.unit import findings_of, units_of
 
 
 def main() -> None:
@@ -34,16 +32,9 @@ def main() -> None:
             continue
         write({"begins": number, "section": unit.section, "what": unit.what,
                "limit_s": unit.limit_s})  # fmt: skip
-        for finding in _run(unit):
+        for finding in findings_of(unit):
             write(asdict(finding))
     write({"done": True})
-
-
-def _run(unit: Unit) -> Iterator[Finding]:
-    try:
-        yield from unit.run()
-    except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything
-        yield failure(unit.section, error, unit.what)
 
 
 main()

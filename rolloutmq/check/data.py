@@ -142,7 +142,8 @@ def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Findi
 def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterator[Finding]:
     context = context_tokens(config)
     longest = max(map(_tokens, first), default=0)
-    wanted = config.tasks[name].sample.max_tokens
+    sample = config.tasks[name].sample
+    is_asked = "max_tokens" in sample.model_fields_set
     if context and longest >= context:
         yield Finding(
             "data",
@@ -151,13 +152,13 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
             f"{context:,} tokens",
             "raise [engine] max_model_len, or set [producer] max_prompt_tokens",
         )
-    elif context and longest + wanted > context:
+    elif context and is_asked and longest + sample.max_tokens > context:
         yield Finding(
             "data",
             "warning",
             f"task {name}: behind a prompt of {longest:,} tokens, a response ends after "
             f"{context - longest:,} tokens at the end of the engine's context, before "
-            f"sample.max_tokens = {wanted:,}",
+            f"sample.max_tokens = {sample.max_tokens:,}",
             "lower sample.max_tokens, or raise [engine] max_model_len",
         )
 

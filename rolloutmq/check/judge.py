@@ -14,7 +14,7 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.judges.judge import AnyJudge, judge_all
 from producer_workers.judges.load import load_worker_judge, make_judge
-from rolloutmq.check.finding import Finding, failure
+from rolloutmq.check.finding import Finding
 
 WRONG = "This answer is wrong on purpose."
 
@@ -37,7 +37,8 @@ def judge_findings(
     scores = asyncio.run(_score(task, rollouts))
     errors = {kind: each for kind, each in scores.items() if isinstance(each, BaseException)}
     for kind, error in list(errors.items())[:1]:
-        yield failure("judge", error, f"task {name}, asked to score {kind}")
+        what = f"task {name}, asked to score {kind}: {getattr(error, 'message', error)}"
+        yield Finding("judge", "error", what, "[tasks.<name>.judging] has the limits of a judge")
     if not errors:
         yield from _compared(name, scores)
 

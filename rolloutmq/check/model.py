@@ -42,8 +42,10 @@ def _check_files(folder: Path) -> Iterator[Finding]:
     check_model_folder(folder)
     shape = read_shape(folder)
     context = f", reads {shape.positions:,} tokens" if shape.positions else ""
-    size = f"{shape.parameters / 1e9:.2f} billion parameters"
-    yield Finding("model", "ok", f"{folder}: {shape.name}, {size}{context}")
+    is_small = shape.parameters < 1e8
+    millions = shape.parameters / 1e6
+    size = f"{millions:.1f} million" if is_small else f"{millions / 1000:.2f} billion"
+    yield Finding("model", "ok", f"{folder}: {shape.name}, {size} parameters{context}")
 
 
 def _check_tokenizer(folder: Path) -> Iterator[Finding]:

@@ -54,6 +54,9 @@ class Device:
 
 H100 = Device("an H100", 350e12, 2e12, 0.006)
 CPU = Device("two cores of a CPU", 50e9, 10e9, 0.02)
+SMALL = 50_000_000
+"""Parameters below which a model may be meant for a CPU."""
+
 SLOTS = 256
 """Sequences of an engine that has no max_num_seqs."""
 
@@ -66,9 +69,9 @@ def time_findings(
 ) -> Iterator[Finding]:
     """Yield the estimate for `config`, with prompts of that many tokens.
 
-    On a CPU for a model that the run builds on a machine without a GPU.
+    For a CPU where the model is small and the machine has no GPU.
     """
-    device = CPU if config.policy.model is None and not gpus else H100
+    device = CPU if shape.parameters < SMALL and not gpus else H100
     lengths = _response_tokens(config)
     setting = _setting(config, shape, device, lengths, prompt)
     task = _largest(config)

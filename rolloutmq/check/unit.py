@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from buffer.config.config import Config
-from rolloutmq.check.finding import Finding
+from rolloutmq.check.finding import Finding, failure
 
 LIMIT_S = 120.0
 """Seconds that a unit may take, unless it has a limit of its own."""
@@ -25,6 +25,14 @@ class Unit:
     run: Callable[[], Iterator[Finding]]
     """may raise anything"""
     limit_s: float = LIMIT_S
+
+
+def findings_of(unit: Unit) -> Iterator[Finding]:
+    """Yield what a unit finds; what it raises is a finding, too."""
+    try:
+        yield from unit.run()
+    except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything
+        yield failure(unit.section, error, unit.what)
 
 
 def units_of(stage: str, config: Config) -> list[Unit]:

@@ -28,9 +28,9 @@ from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
+    check_start,
     is_done,
     prepare_model,
-    prepare_problems,
     start_server,
 )
 from rolloutmq.launch.report import finish
@@ -130,7 +130,7 @@ class Launcher:
     def _prepare(self) -> Run:
         config = self._config
         say = self._console.print
-        prepare_problems(self._command)
+        check_start(config, self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")

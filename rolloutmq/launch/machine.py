@@ -35,7 +35,8 @@ def placement_of(config: Config) -> Placement:
 def _packages(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the packages that a config needs, each with the key that needs it."""
     learner = config.learner
-    yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
+    if config.trainer.loop is None:
+        yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
     if isinstance(config.engine, VllmConfig):
         yield "[engine] kind = vllm", "vllm"
     loops = {task.agent_loop or config.worker.agent_loop for task in config.tasks.values()}

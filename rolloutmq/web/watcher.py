@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from buffer.errors import RolloutMQError
@@ -78,30 +76,3 @@ class Watcher:
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
             ],
         }
-
-
-class TokenTexts:
-    """Decodes single tokens, with the first tokenizer that is found in `folders`.
-
-    Where there is none, the page shows token ids.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._files = [folder / "tokenizer.json" for folder in folders]
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        file = next((path for path in self._files if path.is_file()), None)
-        if file is None:
-            return None
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:  # installed with an extra; without it, ids are shown
-            return None
-        return Tokenizer.from_file(str(file))
-
-    def of(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token by itself; None without a tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in ids]

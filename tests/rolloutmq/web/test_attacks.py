@@ -20,7 +20,7 @@ from tests.rolloutmq.populate import Scene, forge
 from tests.rolloutmq.web.test_page import PATIENCE_S, go
 
 EVIL = "<img src=x onerror=window.owned=1><script>window.owned=1</script><svg onload=window.owned=1>'\"javascript:owned"
-ACTS = ("pause", "continue", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
+ACTS = ("pause", "resume", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
 
 SHOWN = "return document.querySelector('main').textContent"
 
@@ -156,7 +156,7 @@ def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
         "%00",
     ):
         assert ask("GET", f"/static/{name}") in (400, 404), name
-    assert ask("GET", "/static/page.js") == 200
+    assert ask("GET", "/static/frame/frame.js") == 200
     assert ask("GET", "/", Host="evil.example") == 400
     assert ask("POST", "/api/pause", Authorization=f"Bearer {token}") == 200
     assert scene.run.control.state().mode is Mode.ABORT

@@ -1,26 +1,24 @@
-"""`rolloutmq workers` and `fence`: list the workers of a run, and revoke what one of them holds."""
+"""`rolloutmq workers`: list the workers of a run."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
-from buffer.errors import ConfigError
 from buffer.monitoring.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
-from rolloutmq.output import age, count, emit, plural, state, table, worker_state
+from rolloutmq.output import age, count, emit, state, table, worker_state
 
 WORKERS_EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=WORKERS_EPILOG)(workers)
-    app.command(epilog=FENCE_EPILOG)(fence)
 
 
 def workers(
@@ -31,7 +29,7 @@ def workers(
     Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
     failed or that the trainer could not use (bad). A barred worker claims nothing until
-    `rolloutmq continue --worker ID`. A second table has the groups that only wait for their judge,
+    `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
     the times of judges, and their failures.
     """
     with open_target(redis_url, run_dir, run) as target:
@@ -98,45 +96,3 @@ def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
         "judge_p99_s": times.quantile_s(0.99),
     }
     return {**row.facts, **known, **judges, "alive": row.is_live(lease_ms)}
-
-
-FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"
-
-
-def fence(
-    worker: Annotated[
-        str,
-        typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
-    ],
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
-    ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Revoke all groups that a worker holds, and remove the worker.
-
-    Its groups are queued again; if it still submits them, they are refused. A worker that is alive
-    notices at its next heartbeat, drops its groups, and registers again.
-    """
-    with open_target(redis_url, run_dir, run) as target:
-        known = {row.id: row for row in target.run.fleet.workers()}
-        if worker not in known:
-            raise ConfigError(
-                f"there is no worker {worker!r}",
-                hint=f"known: {', '.join(sorted(known)) or 'none'}",
-            )
-        if not yes:
-            held = plural(known[worker].holds, "group")
-            seen = age(known[worker].silent_ms)
-            raise ConfigError(
-                f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
-                hint="pass --yes to do it",
-            )
-        revoked = target.run.fleet.fence(worker)
-    if as_json:
-        emit({"worker": worker, "revoked": revoked})
-    else:
-        console().print(f"{worker} is fenced; {plural(revoked, 'group')} revoked")

@@ -1,4 +1,4 @@
-"""`rolloutmq save FOLDER` and `resume FOLDER`: copy a run to a folder, and back to a server."""
+"""`rolloutmq save FOLDER` and `restore FOLDER`: copy a run to a folder, and back to a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAVE_EPILOG = "Example: rolloutmq save backups/demo-1200 --pause"
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=SAVE_EPILOG)(save)
-    app.command(epilog=RESUME_EPILOG)(resume)
+    app.command(epilog=RESTORE_EPILOG)(restore)
 
 
 def save(
@@ -97,10 +97,10 @@ def progress(quiet: bool) -> Iterator[Advance]:
         yield lambda what, done: bar.update(job, description=what, completed=done)
 
 
-RESUME_EPILOG = "Example: rolloutmq resume backups/demo-1200 --run demo2"
+RESTORE_EPILOG = "Example: rolloutmq restore backups/demo-1200 --run demo2"
 
 
-def resume(
+def restore(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
     media: Annotated[
         Path | None,
@@ -126,19 +126,18 @@ def resume(
     start = time.monotonic()
     facts = read_manifest(folder)
     with open_server(redis_url, run_dir) as (store, _), progress(as_json) as advance:
-        resumed = Run.resume(store, folder, name=run, media=media, advance=advance)
-        mode = resumed.control.state().mode
+        restored = Run.restore(store, folder, name=run, media=media, advance=advance)
+        mode = restored.control.state().mode
     took_s = time.monotonic() - start
     if as_json:
         emit(
-            {"run": resumed.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)}
+            {"run": restored.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)}
         )
         return
     console().print(
-        f"run {resumed.name}: {plural(facts.groups, 'group')} resumed in {took_s:.1f} s"
+        f"run {restored.name}: {plural(facts.groups, 'group')} restored in {took_s:.1f} s"
     )
     if mode is not Mode.RUN:
         console().print(
-            f"it is paused ({mode}), as it was when it was saved; `rolloutmq continue` "
-            "ends the pause"
+            f"it is paused ({mode}), as it was when it was saved; `rolloutmq resume` ends the pause"
         )

@@ -16,7 +16,7 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.rolloutmq.conftest import Command, json_of, rolloutmq
 from tests.rolloutmq.populate import Scene, write_steps
 
@@ -147,8 +147,8 @@ def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
         "stuck",
         "task math is stopped: math: row 7 cannot be read",
     )
-    assert "rolloutmq continue --task math" in found["fix"]
-    command("continue", "--task", "math")
+    assert "rolloutmq resume --task math" in found["fix"]
+    command("resume", "--task", "math")
     assert "row 7" not in command("doctor").stdout
 
 
@@ -156,7 +156,7 @@ def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -
     command("pause", "--mode", "drain")
     symptoms = json_of(command("doctor", "--json"))["runs"]["demo"]
     assert symptoms[0]["what"] == "paused by an operator (drain)"
-    assert "rolloutmq continue" in symptoms[0]["fix"]
+    assert "rolloutmq resume" in symptoms[0]["fix"]
 
 
 def _found(scene: Scene) -> str:

@@ -1,11 +1,12 @@
-"""`rolloutmq pause`, `continue` and `drain`: the operator's pause of a run.
+"""`rolloutmq pause`, `resume` and `drain`: the operator's pause of a run.
 
 It is separate from the trainer's own pauses around weight updates: neither ends the other (I10).
-Only if the trainer died during a pause of its own, `continue` ends that one, too.
+Only if the trainer died during a pause of its own, `resume` ends that one, too.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -22,7 +23,7 @@ from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import age, emit, plural
 
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
-CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
+RESUME_EPILOG = "Example: rolloutmq resume --wait"
 
 Report = Callable[[str], object]
 
@@ -43,7 +44,7 @@ Timeout = Annotated[
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=PAUSE_EPILOG)(pause)
-    app.command(name="continue", epilog=CONTINUE_EPILOG)(continue_)
+    app.command(epilog=RESUME_EPILOG)(resume)
     app.command(epilog=DRAIN_EPILOG)(drain)
 
 
@@ -61,7 +62,7 @@ def pause(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pause a run until `rolloutmq continue`.
+    """Pause a run until `rolloutmq resume`.
 
     No worker claims anything during the pause. The trainer's own pauses, around weight updates,
     are separate.
@@ -70,7 +71,8 @@ def pause(
         _hold(target.run, Mode(mode.value), wait, timeout, as_json)
 
 
-def continue_(
+def resume(
+    folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
     task: Annotated[
         str | None,
         typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
@@ -91,6 +93,11 @@ def continue_(
     A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
     too.
     """
+    if folder is not None:
+        raise ConfigError(
+            f"`rolloutmq resume` ends a pause and takes no folder: {folder}",
+            hint=f"`rolloutmq restore {shlex.quote(folder)}` brings a saved run to a server",
+        )
     if task is not None and worker is not None:
         raise ConfigError("pass either --task or --worker", hint="run the command once for each")
     with open_target(redis_url, run_dir, run) as target:
@@ -193,7 +200,7 @@ def _operator_mode(run: Run) -> Mode:
 def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -> str:
     if wanted is Mode.RUN:
         first = (
-            f"run {run.name}: continued"
+            f"run {run.name}: resumed"
             if changed
             else f"run {run.name}: it was not paused by an operator"
         )
@@ -241,7 +248,7 @@ def _report(
 
 DRAIN_EPILOG = """
 \b
-Example: rolloutmq drain && rolloutmq save backup && rolloutmq continue
+Example: rolloutmq drain && rolloutmq save backup && rolloutmq resume
 """
 
 POLL_S = 0.2
@@ -262,7 +269,7 @@ def drain(
     """Finish the running groups and claim no new ones.
 
     Waits until no group runs. The run is then at rest, with all results in its pools, until
-    `rolloutmq continue`.
+    `rolloutmq resume`.
     """
     with open_target(redis_url, run_dir, run) as target:
         started = time.monotonic()
@@ -280,8 +287,7 @@ def drain(
         emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
     else:
         console().print(
-            f"no group is running, after {age(took_s * 1000)}; `rolloutmq continue` "
-            "continues the run"
+            f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
         )
 
 

@@ -26,7 +26,13 @@ from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
-from rolloutmq.commands.diagnosis import Symptom, describe, diagnose, last_event_ms, worst_first
+from rolloutmq.commands.administration.diagnosis import (
+    Symptom,
+    describe,
+    diagnose,
+    last_event_ms,
+    worst_first,
+)
 from rolloutmq.options import (
     Address,
     AsJson,

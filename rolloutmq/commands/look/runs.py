@@ -35,7 +35,7 @@ Yes = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One line of the list; `snap` is None while the run is being resumed or removed."""
+    """One line of the list; `snap` is None while the run is being restored or removed."""
 
     name: str
     snap: Snapshot | None
@@ -146,7 +146,7 @@ def _print(lines: list[RunLine]) -> None:
     )
     for line in lines:
         if line.snap is None:
-            grid.add_row(line.name, "incomplete: being resumed or removed")
+            grid.add_row(line.name, "incomplete: being restored or removed")
             continue
         made_ms = line.snap.now_ms - int(line.snap.meta.get("created_ms", 0))
         seen = (

@@ -32,6 +32,10 @@ Name = Annotated[
 TokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File with the token. Default: a new token.")
 ]
+ReadOnly = Annotated[
+    bool,
+    typer.Option("--read-only", help="Refuse all actions, whatever the token."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +47,7 @@ def web(
     port: Port = PORT,
     name: Name = None,
     token_file: TokenFile = None,
+    read_only: ReadOnly = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -55,6 +60,7 @@ def web(
     """
     import uvicorn
 
+    from rolloutmq.web.access import Access
     from rolloutmq.web.app import make_app
 
     is_public = not is_loopback(host)
@@ -64,9 +70,8 @@ def web(
         app = make_app(
             target.run,
             run_dir=target.run_dir,
-            token=token,
+            access=Access(token, read_needs_token=is_public, read_only=read_only),
             hosts=hosts,
-            read_needs_token=is_public,
             is_over=lambda: server.should_exit,
         )
         settings = uvicorn.Config(app, host=host, port=port, log_level="warning")

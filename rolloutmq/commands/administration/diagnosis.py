@@ -87,7 +87,7 @@ def _account(snap: Snapshot) -> Iterator[Symptom]:
 def _pauses(snap: Snapshot) -> Iterator[Symptom]:
     if snap.paused_by == "operator":
         yield Symptom(
-            "stuck", f"paused by an operator ({snap.mode})", snap.paused_ms, "`rolloutmq continue`"
+            "stuck", f"paused by an operator ({snap.mode})", snap.paused_ms, "`rolloutmq resume`"
         )
     elif snap.paused_by == "trainer":
         yield _trainer_pause(snap)
@@ -100,7 +100,7 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
     if snap.is_orphaned:
         fix = (
             "start the trainer again, and it continues by itself; or end the pause: "
-            "`rolloutmq continue`"
+            "`rolloutmq resume`"
         )
         return Symptom("stuck", f"{what}, but that trainer is gone", snap.paused_ms, fix)
     if not late:
@@ -165,7 +165,7 @@ def _barred(worker: WorkerRecord, snap: Snapshot) -> Symptom:
     what = f"worker {worker.id} is barred: it submitted {bad} that the trainer cannot use"
     what += "" if others else "; no other is alive"
     fix = (
-        "`rolloutmq dead` gives the reason; fix it, then run `rolloutmq continue "
+        "`rolloutmq dead` gives the reason; fix it, then run `rolloutmq resume "
         f"--worker {worker.id}`"
     )
     return Symptom("note" if others else "stuck", what, worker.barred_for_ms, fix)
@@ -300,7 +300,7 @@ def _error_age_ms(task: TaskView, snap: Snapshot) -> int | None:
 def _fix_of_errors(task: TaskView) -> str:
     return (
         "`rolloutmq dead` has the reasons in full; fix the cause, "
-        f"restart the workers, then run `rolloutmq continue --task {task.account.task}`"
+        f"restart the workers, then run `rolloutmq resume --task {task.account.task}`"
     )
 
 

@@ -13,8 +13,8 @@ from buffer.model.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.monitoring.console import console
 from buffer.query.language import parse
-from rolloutmq.commands.groups import WHERE_HELP, read_where
-from rolloutmq.commands.snapshot import progress
+from rolloutmq.commands.data.snapshot import progress
+from rolloutmq.commands.look.groups import WHERE_HELP, read_where
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit, plural
 

@@ -1,4 +1,4 @@
-"""Pause, continue, fence: what they change, and that repeating them changes nothing."""
+"""Pause, resume, fence: what they change, and that repeating them changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_pause_closes_the_lanes_and_continue_opens_them(scene: Scene, command: C
     assert scene.claim("w1", 1) == []
     status = command("status")
     assert "paused by the operator" in status.stdout
-    assert json_of(command("continue", "--json"))["mode"] == "run"
+    assert json_of(command("resume", "--json"))["mode"] == "run"
     assert len(scene.claim("w1", 1)) == 1
 
 
@@ -37,35 +37,33 @@ def test_pause_in_another_mode_changes_it(scene: Scene, command: Command) -> Non
     assert scene.run.control.state().mode is Mode.ABORT
 
 
-def test_continue_while_running_is_a_clear_no_op(scene: Scene, command: Command) -> None:
+def test_resume_while_running_is_a_clear_no_op(scene: Scene, command: Command) -> None:
     epoch = scene.run.control.state().epoch
-    done = command("continue")
+    done = command("resume")
     assert done.returncode == 0
     assert "was not paused" in done.stdout
     assert scene.run.control.state().epoch == epoch
 
 
-def test_continue_leaves_the_trainers_pause(scene: Scene, command: Command) -> None:
+def test_resume_leaves_the_trainers_pause(scene: Scene, command: Command) -> None:
     scene.run.control.set_mode("trainer", Mode.KEEP, nonce=scene.trainer)
     command("pause")
-    done = command("continue")
+    done = command("resume")
     assert "the trainer itself has paused it (keep)" in done.stdout
     assert scene.run.control.state().mode is Mode.KEEP
 
 
-def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(
-    scene: Scene, command: Command
-) -> None:
+def test_resume_ends_the_pause_of_a_trainer_that_died_in_it(scene: Scene, command: Command) -> None:
     scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
-    assert "that trainer is gone: run `rolloutmq continue`" in " ".join(
+    assert "that trainer is gone: run `rolloutmq resume`" in " ".join(
         command("status").stdout.split()
     )
     symptoms = json_of(command("doctor", "--json"))["runs"][scene.run.name]
     (told,) = [symptom for symptom in symptoms if "that trainer is gone" in symptom["what"]]
     assert told["level"] == "stuck"
-    assert "rolloutmq continue" in told["fix"]
-    done = command("continue")
+    assert "rolloutmq resume" in told["fix"]
+    done = command("resume")
     assert "its trainer paused it (abort) and is gone" in done.stdout
     assert scene.run.control.state().mode is Mode.RUN
     assert len(scene.claim("w1", 1)) == 1
@@ -99,8 +97,8 @@ def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Comm
     assert "rolloutmq fence" in done.stderr
 
 
-def test_continue_takes_one_thing_at_a_time(command: Command) -> None:
-    done = command("continue", "--task", "math", "--worker", "w0")
+def test_resume_takes_one_thing_at_a_time(command: Command) -> None:
+    done = command("resume", "--task", "math", "--worker", "w0")
     assert done.returncode == 2
     assert "pass either --task or --worker" in done.stderr
 
@@ -153,3 +151,14 @@ def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:
     wrong = command("set", "max_stalenes=4")
     assert wrong.returncode == 2
     assert "did you mean `max_staleness`?" in wrong.stderr
+
+
+def test_the_former_names_of_resume_and_restore_still_lead_there(
+    scene: Scene, command: Command
+) -> None:
+    command("pause")
+    done = command("resume", "backups/my demo")
+    assert done.returncode == 2
+    assert "`rolloutmq restore 'backups/my demo'` brings a saved run" in done.stderr
+    assert scene.run.control.state().mode is Mode.ABORT
+    assert json_of(command("continue", "--json"))["mode"] == "run"

@@ -18,7 +18,7 @@ import typer
 
 from buffer.config.load import load_config
 from buffer.config.task import is_url
-from buffer.errors import ConfigError, RoleHeld
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 
@@ -167,10 +167,19 @@ def problems(config: ConfigPath, overrides: Overrides = None) -> None:
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
 
-    check_functions(settings, for_judges=True)
+    errors: list[RolloutMQError] = []
+    try:
+        check_functions(settings, for_judges=True)
+    except ConfigError as error:
+        errors.append(error)
     for name, task in settings.tasks.items():
-        rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
-        typer.echo(f"{name}: {rows} problems")
+        try:
+            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        except RolloutMQError as error:
+            errors.append(error)
+        else:
+            typer.echo(f"{name}: {rows} problems")
+    raise_together(errors)
 
 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:

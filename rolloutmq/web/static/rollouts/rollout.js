@@ -1,6 +1,6 @@
 // One group: its conversation once, its rollouts side by side, and their tokens in the chosen colours.
 
-import { el, number, panel, table } from "./draw.js";
+import { el, number, panel, table } from "../frame/draw.js";
 
 const COLOURS = {
   version: "policy version of each token", logprob: "probability of each token",

@@ -114,7 +114,7 @@ def mode_text(snap: Snapshot) -> Text:
         state(snap.mode),
         f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of "
         f"{live} confirmed",
-        "; that trainer is gone: run `rolloutmq continue`" if snap.is_orphaned else "",
+        "; that trainer is gone: run `rolloutmq resume`" if snap.is_orphaned else "",
     )
     text.stylize("yellow")
     return text
