@@ -31,7 +31,7 @@ def main() -> None:
         if number < int(skip):
             continue
         write({"begins": number, "section": unit.section, "what": unit.what,
-               "limit_s": unit.limit_s})  # fmt: skip
+               "waits_s": unit.waits_s})  # fmt: skip
         for finding in findings_of(unit):
             write(asdict(finding))
     write({"done": True})

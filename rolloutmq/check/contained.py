@@ -1,7 +1,7 @@
 """Run the units of a stage in a process of its own, which may hang, crash or exit.
 
     parent ──▶ python -m rolloutmq.check STAGE SKIP CONFIG OVERRIDES…        (stdout: JSON lines)
-       ▲            {"begins": 3, "section": …, "what": …, "limit_s": …}    before a unit
+       ▲            {"begins": 3, "section": …, "what": …, "waits_s": …}    before a unit
        ├──────────  {"section": …, "level": …, "what": …}                   a finding
        └──────────  {"done": true}                                          the end
 
@@ -28,6 +28,9 @@ from rolloutmq.check.finding import Finding
 START_S = 120.0
 """Seconds in which a process must have imported what its stage needs."""
 
+LIMIT_S = 120.0
+"""Seconds that a unit may take, beside the time that it expects to wait."""
+
 Line = dict[str, Any]
 
 
@@ -42,20 +45,19 @@ def _run_from(
     skip: int, stage: str, command: Sequence[str]
 ) -> Generator[Finding, None, int | None]:
     """Yield findings of the units from `skip` on; return where to continue, None at the end."""
-    start: Line = {"section": stage, "what": "its imports", "limit_s": START_S}
+    start: Line = {"section": stage, "what": "its imports"}
     unit = start
-    with tempfile.TemporaryFile() as errors:
-        process = _start(stage, skip, command, errors)
+    with tempfile.TemporaryFile() as errors, _start(stage, skip, command, errors) as process:
         try:
-            while line := _next_line(process, unit["limit_s"]):
+            while line := _next_line(process, _limit_s(unit)):
                 if "done" in line:
                     return None
                 if "begins" in line:
                     unit = line
                 else:
                     yield Finding(**line)
-            yield Finding(unit["section"], "error", f"{unit['what']}: {_end(process, unit)}",
-                          _last_line(errors))  # fmt: skip
+            what = f"{unit['what']}: {_end(process, unit)}"
+            yield Finding(unit["section"], "error", what, _last_line(errors))
         finally:
             _kill(process)
     return None if unit is start else unit["begins"] + 1
@@ -72,6 +74,10 @@ def _start(
         stderr=errors,
         start_new_session=True,
     )
+
+
+def _limit_s(unit: Line) -> float:
+    return LIMIT_S + unit["waits_s"] if "begins" in unit else START_S
 
 
 def _next_line(process: subprocess.Popen[bytes], limit_s: float) -> Line | None:
@@ -91,7 +97,7 @@ def _next_line(process: subprocess.Popen[bytes], limit_s: float) -> Line | None:
 def _end(process: subprocess.Popen[bytes], unit: Line) -> str:
     code = process.wait()
     if code == -signal.SIGKILL:
-        return f"no end within {unit['limit_s']:g} s, or it was killed for its memory"
+        return f"no end within {_limit_s(unit):g} s, or it was killed for its memory"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"it ended the process that checked it ({how})"
 

@@ -21,7 +21,7 @@ from producer_workers.producer.sampler import TooLong
 from rolloutmq.check.finding import Finding, failure
 from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
-from rolloutmq.check.unit import LIMIT_S, Unit
+from rolloutmq.check.unit import Unit
 
 ROWS = 64
 """Rows of a data set that are made into prompts."""
@@ -34,10 +34,8 @@ def units(config: Config) -> list[Unit]:
         what = f"task {name}"
         found.append(Unit("data", what, partial(_check_data, config, name)))
         if task.judge != NO_JUDGE and task.eval_of is None:
-            # two answers, each after the start of a process
-            limit_s = 2 * task.judging.timeout_s + LIMIT_S
             check = partial(_check_judge, config, name)
-            found.append(Unit("judge", f"{what}: its judge", check, limit_s))
+            found.append(Unit("judge", f"{what}: its judge", check, task.judging.timeout_s))
     return found
 
 

@@ -13,7 +13,9 @@ from buffer.errors import JudgeError
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.judges.judge import AnyJudge, judge_all
+from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_worker_judge, make_judge
+from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.check.finding import Finding
 
 WRONG = "This answer is wrong on purpose."
@@ -65,9 +67,16 @@ async def _score(task: TaskSection, rollouts: Mapping[str, RolloutState]) -> Sco
     judging = task.judging
     if judging.kind == "rq":
         judging = judging.model_copy(update={"kind": "process"})
-    judge = make_judge(task.judge, lambda each: load_worker_judge(each, judging))
-    asked = [_ask(judge, state) for state in rollouts.values()]
-    return dict(zip(rollouts, await asyncio.gather(*asked), strict=True))
+    judges = WatchedJudges(JudgeTimes())
+    judge = make_judge(
+        task.judge, lambda each: judges.watch(load_worker_judge(each, judging), judging.grace_s)
+    )
+    try:
+        asked = [_ask(judge, state) for state in rollouts.values()]
+        return dict(zip(rollouts, await asyncio.gather(*asked), strict=True))
+    finally:
+        judges.close()
+        await asyncio.sleep(0)  # the connections of its processes are closed in the next round
 
 
 async def _ask(judge: AnyJudge, state: RolloutState) -> dict[str, float] | BaseException:

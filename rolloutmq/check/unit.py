@@ -9,9 +9,6 @@ from importlib import import_module
 from buffer.config.config import Config
 from rolloutmq.check.finding import Finding, failure
 
-LIMIT_S = 120.0
-"""Seconds that a unit may take, unless it has a limit of its own."""
-
 STAGES = ("functions", "model", "data")
 """Modules beside this one; their `units(config)` run in a process for each."""
 
@@ -24,7 +21,8 @@ class Unit:
     what: str
     run: Callable[[], Iterator[Finding]]
     """may raise anything"""
-    limit_s: float = LIMIT_S
+    waits_s: float = 0.0
+    """seconds that it may wait for code of the user which has a limit of its own"""
 
 
 def findings_of(unit: Unit) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
     found = [
         ConfigError(f"{key} needs the package {name}, which is not installed", hint=_hint(name))
         for key, name in _packages(config)
-        if find_spec(name) is None
+        if not _is_installed(name)
     ]
     try:
         placement_of(config)
@@ -48,6 +48,13 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
     for writer in config.trainer.writers:
         yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _hint(package: str) -> str:

@@ -11,7 +11,7 @@ from buffer.config.learner import LearnerConfig
 from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection
 from buffer.config.strategy import StrategySection
 from buffer.config.task import TaskSection
-from buffer.config.trainer import EvaluationSection, TrainerSection
+from buffer.config.trainer import EvaluationSection
 from buffer.config.worker import WorkerSection
 
 Strategies = Mapping[str, StrategySection]
@@ -51,20 +51,6 @@ def _sync_is_never_stale(
                 f"task {name} has max_staleness = {_staleness(policy, task)}, which cannot act: "
                 "[strategy] kind = sync makes only the batches that the newest weights serve; "
                 "set kind = async, or max_staleness = 0"
-            )
-
-
-def _stale_work_is_corrected(
-    policy: PolicySection, tasks: TaskSections, learner: LearnerConfig, trainer: TrainerSection
-) -> Iterator[str]:
-    uncorrected = learner.old_policy == "current" and learner.loss.importance_cap is None
-    if trainer.loop is not None or not uncorrected:
-        return
-    for name, task in training(tasks).items():
-        if age := _staleness(policy, task):
-            yield (
-                f"task {name} has max_staleness = {age}, and nothing corrects for the older "
-                "weights: [learner.loss] importance_cap is off; set it, for example to 2.0"
             )
 
 
@@ -131,7 +117,6 @@ def _intervals_are_shorter_than_the_run(
 _CHECKS: tuple[Check, ...] = (
     _restarts_of_stale_work,
     _sync_is_never_stale,
-    _stale_work_is_corrected,
     _requests_fit_the_engine,
     _workers_have_work,
     _intervals_are_shorter_than_the_run,
