@@ -3,6 +3,7 @@
     RolloutMQError                      1  base of all errors
     ├── ConfigError                     2  a config file, a flag or a data set is wrong
     │   ├── DatasetError                2  a line of a data set cannot be used
+    │   ├── HubError                    2  a model or data set of the Hub cannot be downloaded
     │   └── QueryError                  2  a query about groups is not valid
     ├── StoreError                      3  the Redis server refuses, or cannot be used
     │   ├── StoreUnavailable            3  no answer in time; the operation may be repeated
@@ -88,6 +89,10 @@ def raise_together(errors: Sequence[RolloutMQError]) -> None:
 
 class DatasetError(ConfigError):
     """A line of a data set cannot be used: file, line number, reason."""
+
+
+class HubError(ConfigError):
+    """A model or data set of the Hugging Face Hub is not here, and cannot be downloaded."""
 
 
 class QueryError(ConfigError):

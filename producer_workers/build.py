@@ -61,14 +61,9 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def model_dir(config: ProducingConfig) -> Path:
-    """Return the model that the run started from; later weights share its tokenizer and shape."""
-    return config.policy.model or config.run.folder / "model"
-
-
 def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
-    tokenizer = load_tokenizer(str(model_dir(config)))
+    tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
     should_continue = {}
     for name in config.tasks:
@@ -88,7 +83,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=Curriculum(run, weights) if weights else None,
-        origin=origin_of(config, model_dir(config)),
+        origin=origin_of(config, config.model_folder),
     )
 
 
@@ -133,7 +128,7 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
             "the run has no folder for images", hint="it was started without [run] media"
         )
     kwargs = config.tasks[name].chat_template_kwargs
-    return ImagePrompts(str(model_dir(config)), limits, run.media, kwargs)
+    return ImagePrompts(str(config.model_folder), limits, run.media, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -141,7 +136,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
-    engine = build_engine(section, model_dir(config), FIRST_WEIGHTS)
+    engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
@@ -178,8 +173,8 @@ def make_worker(
     _check_structures(config, names, engine)
     if problem := config.context_problem(context_length(engine), names):
         raise ConfigError(problem)
-    tokenizer = load_tokenizer(str(model_dir(config)))
-    eos_ids = _eos_ids(model_dir(config))
+    tokenizer = load_tokenizer(str(config.model_folder))
+    eos_ids = _eos_ids(config.model_folder)
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)
     judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {

@@ -20,6 +20,7 @@ import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
+from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection_errors import describe_connection_error
@@ -107,6 +108,11 @@ class Target:
         """Return the path of the trainer's `steps.jsonl`, if it exists."""
         path = self.run_dir / "steps.jsonl" if self.run_dir else None
         return path if path is not None and path.is_file() else None
+
+    @property
+    def samples(self) -> SampleLog | None:
+        """Return the sample log, if the run's folder is known."""
+        return SampleLog(self.run_dir) if self.run_dir else None
 
 
 def _belongs(folder: Path, run: Run) -> bool:

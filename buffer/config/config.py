@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from buffer.config.checks.agreement import (
     context_problems,
@@ -15,6 +16,7 @@ from buffer.config.checks.unlikely import doubts
 from buffer.config.engine import EngineConfig, VllmConfig
 from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemorySection, RetentionSection
+from buffer.config.reporting import SamplesSection, WandbSection
 from buffer.config.run_settings import (
     LaunchSection,
     LeaseSection,
@@ -62,11 +64,23 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
+    samples: SamplesSection = SamplesSection()
+    wandb: WandbSection = WandbSection()
 
     @property
     def training_tasks(self) -> list[str]:
         """Return the names of the tasks that are trained on."""
         return list(training(self.tasks))
+
+    @property
+    def model_folder(self) -> Path:
+        """Return the folder of the model that the run starts with.
+
+        Raises HubError where it is on the Hub, and not in the cache.
+        """
+        if repository := self.policy.repository:
+            return repository.folder()
+        return self.policy.model or self.run.folder / "model"
 
     @property
     def uncut_tasks(self) -> list[str]:

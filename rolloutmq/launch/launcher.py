@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
+from buffer.config.sources import fetch
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, StoreUnavailable
 from buffer.monitoring.console import console as open_console
@@ -128,7 +129,7 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config = self._config
+        config = self._config = fetch(self._config)
         say = self._console.print
         check_start(config, self._command)
         url, self._server = start_server(config, self._redis_url)

@@ -61,11 +61,8 @@ def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = F
 
     `quiet`: print no progress of that.
     """
-    if config.policy.model is not None:
-        check_model_folder(config.policy.model)
-        return config.policy.model
-    folder = config.run.folder / "model"
-    if not folder.exists():
+    folder = config.model_folder
+    if config.policy.model is None and not folder.exists():
         _run(["warm-start", *command], quiet=quiet)
     check_model_folder(folder)
     return folder

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.config.load import load_config
+from buffer.config.sources import fetch
 from buffer.config.task import is_url
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
@@ -109,7 +110,7 @@ def producer(
     from producer_workers.build import make_producer
     from producer_workers.producer.standby import stand_by
 
-    run = _open(settings, redis_url, "producer", metrics)
+    run, settings = _open(settings, redis_url, "producer", metrics)
     trace_run(run, "producer")
     member = make_producer(settings, run)
     # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
@@ -162,7 +163,7 @@ def problems(config: ConfigPath, overrides: Overrides = None) -> None:
     They are problems of reasoning-gym data sets, written once; later calls only print their number.
     Judges, agent loops and other functions of the config are imported, and data sets opened.
     """
-    settings = _load(config, overrides)
+    settings = fetch(_load(config, overrides))
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
@@ -188,11 +189,13 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
     return load_config(ProducingConfig, config, overrides or [])
 
 
-def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
+def _open(
+    settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None
+) -> tuple[Run, ProducingConfig]:
+    """Return the run, and the config with the commits that the run was made with."""
     from buffer.config.fingerprint import origin_of
-    from buffer.control.continuation import check_origin
+    from buffer.control.continuation import check_origin, read_origin
     from buffer.open_run import open_store, server_url, wait_for_run
-    from producer_workers.build import model_dir
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
@@ -202,8 +205,10 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)
-    check_origin(run.store, run.keys, origin_of(settings, model_dir(settings)))
-    return run
+    origin = read_origin(run.store, run.keys)
+    settings = fetch(settings, origin, with_data=name == "producer")
+    check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
+    return run, settings
 
 
 async def _work(
@@ -233,7 +238,7 @@ async def _work(
         await member.run()
 
     _on_signals(os._exit, 130)
-    run = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     tracer = trace_run(run, name)

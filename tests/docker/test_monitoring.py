@@ -20,6 +20,7 @@ import pytest
 import redis
 import yaml
 
+from buffer.model.trainer_report import REPORTED
 from buffer.monitoring.prometheus import RunCollector
 from buffer.server.check import check_server
 from buffer.server.embedded import valkey_binary
@@ -28,7 +29,7 @@ from tests.cluster import Node, free_ports
 from tests.rolloutmq.populate import Scene
 from tests.servers import KINDS, _find_redis
 
-DOCKER = Path(__file__).parents[3] / "docker"
+DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "monitoring/grafana/rolloutmq.json").read_text(encoding="utf-8"))
 ALERTS = yaml.safe_load((DOCKER / "monitoring/alerts.yaml").read_text(encoding="utf-8"))
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
@@ -81,6 +82,8 @@ def commands() -> Iterator[list[str]]:
 
 
 def test_every_metric_in_dashboard_alerts_and_scaler_exists_with_those_labels(scene: Scene) -> None:
+    scene.run.control.report(scene.trainer, 1, dict.fromkeys(REPORTED, 0.5))
+    scene.run.control.report(scene.trainer, 1, {"eval/score": 0.5}, task="exam")
     labels = {
         sample.name: set(sample.labels)
         for family in RunCollector(scene.run.store).collect()
@@ -98,6 +101,15 @@ def test_every_metric_in_dashboard_alerts_and_scaler_exists_with_those_labels(sc
         if not wanted <= labels.get(name, set()) | {"none"}
     } == {}
     assert used.keys() <= labels.keys()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    cases = DOCKER / "monitoring" / "alerts_test.yaml"
+    done = subprocess.run(
+        ["promtool", "test", "rules", cases], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_says_what_to_do_with_commands_that_exist() -> None:
