@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from buffer.config.config import Config
 from buffer.config.load import inspect_config
-from buffer.errors import ConfigError, ModelError
+from buffer.errors import ConfigError, HubError, ModelError
 from buffer.model.byte_size import Bytes
 from buffer.monitoring.console import console as open_console
 from rolloutmq.check.contained import run_stage
@@ -94,7 +94,7 @@ def _estimates(
     lengths = [each.tokens for each in found if each.tokens is not None]
     try:
         shape = shape_of(config)
-    except ModelError:
+    except (ModelError, HubError):
         return  # the stage of the model reports it
     yield from context_findings(config, shape)
     yield from memory_findings(config, shape, size)

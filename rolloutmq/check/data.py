@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -11,14 +12,14 @@ from statistics import fmean
 
 from buffer.config.config import Config
 from buffer.config.task import NO_JUDGE, TaskSection
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, HubError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
-from producer_workers.build import model_dir, problems_dir, task_sampler
+from producer_workers.build import problems_dir, task_sampler
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import TooLong
-from rolloutmq.check.finding import Finding, failure
+from rolloutmq.check.finding import Finding, absent, failure
 from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.check.unit import Unit
@@ -41,7 +42,11 @@ def units(config: Config) -> list[Unit]:
 
 def _check_data(config: Config, name: str) -> Iterator[Finding]:
     task = config.tasks[name]
-    dataset = _open(config, name)
+    try:
+        dataset = _open(config, name)
+    except HubError:
+        yield absent("data", getattr(task.dataset, "repository", None))
+        return
     if task.images:
         yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
         return
@@ -99,9 +104,9 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
 
 def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
     """Return the tokenizer of the model, and a note where another one stands in for it."""
-    folder = model_dir(config)
-    if folder.is_dir():
-        return _tokenizer_of(folder), ""
+    with suppress(HubError):
+        if config.model_folder.is_dir():
+            return _tokenizer_of(config.model_folder), ""
     from consumer.models.tiny_model import build_tokenizer
 
     tokenizer = build_tokenizer(config.tiny_model)

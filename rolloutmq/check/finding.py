@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import RolloutMQError
+from buffer.hub import Repository
 
 Level = Literal["ok", "warning", "error"]
 
@@ -34,6 +35,18 @@ class Finding:
     """a prompt, to be shown as it is"""
     tokens: float | None = None
     """mean length of a task's prompts"""
+
+
+def absent(section: str, repository: Repository | None) -> Finding:
+    """Return the finding of a repository of the Hub whose files are not on this machine."""
+    assert repository is not None
+    return Finding(
+        section,
+        "warning",
+        f"the {repository.kind} {repository.id} of the Hub is not on this machine, and is not "
+        "checked",
+        f"a run downloads it; to check it first, run `{repository.command}`",
+    )
 
 
 def failure(section: str, error: BaseException, what: str = "") -> Finding:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from buffer.config.config import Config
+from buffer.errors import HubError
 from consumer.models.model_folder import check_model_folder, load_tokenizer
-from producer_workers.build import model_dir
-from rolloutmq.check.finding import Finding
+from rolloutmq.check.finding import Finding, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.check.unit import Unit
 
@@ -25,7 +25,10 @@ SMALL = {
 
 def units(config: Config) -> list[Unit]:
     """Return the units for a model in a folder; none for one that the run builds."""
-    folder = model_dir(config)
+    try:
+        folder = config.model_folder
+    except HubError:
+        return [Unit("model", str(config.policy.model), partial(_report_absent, config))]
     if config.policy.model is None and not folder.is_dir():
         return []
     checks = {"its files": _check_files}
@@ -36,6 +39,10 @@ def units(config: Config) -> list[Unit]:
     return [
         Unit("model", f"{folder}, {what}", partial(check, folder)) for what, check in checks.items()
     ]
+
+
+def _report_absent(config: Config) -> Iterator[Finding]:
+    yield absent("model", config.policy.repository)
 
 
 def _check_files(folder: Path) -> Iterator[Finding]:

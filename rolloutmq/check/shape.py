@@ -12,9 +12,8 @@ import orjson
 
 from buffer.config.config import Config
 from buffer.config.warm_start import TinyModelConfig
-from buffer.errors import ModelError
+from buffer.errors import HubError, ModelError
 from buffer.weights.safetensors_files import read_header
-from producer_workers.build import model_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,8 @@ class Shape:
 
 
 def shape_of(config: Config) -> Shape:
-    """Return the shape of the model of a run. Raises ModelError."""
-    folder = model_dir(config)
+    """Return the shape of the model of a run. Raises ModelError, and HubError if it is not here."""
+    folder = config.model_folder
     if config.policy.model is None and not folder.is_dir():
         return _tiny(config.tiny_model)
     return read_shape(folder)
@@ -123,6 +122,6 @@ def _tiny(spec: TinyModelConfig) -> Shape:
 def context_tokens(config: Config) -> int | None:
     """Return the tokens that prompt and response share in the engine; None where not known."""
     limits = [getattr(config.engine, "max_model_len", None)]
-    with suppress(ModelError):  # reported where the model is checked
+    with suppress(ModelError, HubError):  # reported where the model is checked
         limits.append(shape_of(config).positions)
     return min((limit for limit in limits if limit), default=None)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
-from buffer.config.sources import fetch
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, StoreUnavailable
 from buffer.monitoring.console import console as open_console
@@ -129,9 +128,8 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config = self._config = fetch(self._config)
+        config = self._config = check_start(self._config, self._command)
         say = self._console.print
-        check_start(config, self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")

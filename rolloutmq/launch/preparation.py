@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from buffer.config.config import ConfigFile, TrainingConfig
+from buffer.config.sources import fetch, names_any
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import embedded_server
@@ -32,18 +33,21 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
     return server.url, server
 
 
-def check_start(config: ConfigFile, command: Sequence[str]) -> None:
+def check_start(config: ConfigFile, command: Sequence[str]) -> ConfigFile:
     """Raise everything that would end a run at its start; takes seconds, and loads no model.
 
-    Problems are generated and written. What takes longer to find, `rolloutmq check` finds.
+    Generated problems are written. What the Hub has is downloaded, unless there is a mistake that
+    is known before: the returned config has its commits. `rolloutmq check` finds more.
     """
     errors = machine_errors(config)
-    for check in (partial(prepare_problems, command), partial(_check_model, config)):
-        try:
-            check()
-        except RolloutMQError as error:
-            errors.append(error)
+    if names_any(config):
+        errors += _errors_of(partial(_run, ["problems", "--no-data", *command]))
+        raise_together(errors)
+    config = fetch(config)
+    errors += _errors_of(partial(prepare_problems, command))
+    errors += _errors_of(partial(_check_model, config))
     raise_together(errors)
+    return config
 
 
 def prepare_problems(command: Sequence[str]) -> None:
@@ -53,7 +57,15 @@ def prepare_problems(command: Sequence[str]) -> None:
 
 def _check_model(config: ConfigFile) -> None:
     if config.policy.model is not None:
-        check_model_folder(config.policy.model)
+        check_model_folder(config.model_folder)
+
+
+def _errors_of(check: Callable[[], object]) -> list[RolloutMQError]:
+    try:
+        check()
+    except RolloutMQError as error:
+        return [error]
+    return []
 
 
 def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = False) -> Path:

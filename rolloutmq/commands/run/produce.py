@@ -47,6 +47,9 @@ Workers = Annotated[
         "--workers", min=1, help="Number of processes; each judges one rollout at a time."
     ),
 ]
+NoData = Annotated[
+    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
+]
 TakeOverId = Annotated[
     bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
 ]
@@ -157,17 +160,21 @@ def judge(
     JudgePool(url, settings.run.name, judges, workers).run()
 
 
-def problems(config: ConfigPath, overrides: Overrides = None) -> None:
+def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
     """Write generated problems to the run's folder, and check what the config names.
 
     They are problems of reasoning-gym data sets, written once; later calls only print their number.
     Judges, agent loops and other functions of the config are imported, and data sets opened.
     """
-    settings = fetch(_load(config, overrides))
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
 
+    settings = _load(config, overrides)
+    if no_data:
+        check_functions(settings, for_judges=True)
+        return
+    settings = fetch(settings)
     errors: list[RolloutMQError] = []
     try:
         check_functions(settings, for_judges=True)

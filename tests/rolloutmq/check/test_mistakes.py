@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from buffer.config.load import inspect_config
-from buffer.errors import ModelError
+from buffer.errors import HubError, ModelError
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
@@ -57,6 +57,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.toml").write_text(CONFIG, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
@@ -67,7 +68,7 @@ def found(*overrides: str, stages: Sequence[str] = STAGES) -> Iterator[Finding]:
     config, problems = inspect_config(Path("mine.toml"), overrides)
     yield from config_findings(config, problems)
     yield from machine_findings(config, gpus=1, gpu_bytes=None)
-    with suppress(ModelError):
+    with suppress(ModelError, HubError):
         yield from context_findings(config, shape_of(config))
     for stage in stages:
         for unit in units_of(stage, config):
@@ -102,7 +103,9 @@ def test_a_project_without_a_mistake(project: Path) -> None:
         # found half a minute after the start
         (["tasks.sums.judge=nowhere:score"], "functions", "module 'nowhere' cannot be imported"),
         (["tasks.sums.agent_loop=my_judges:nothing"], "functions", "has no 'nothing'"),
-        (["policy.model=models/none"], "model", "no config.json"),
+        (["policy.model=models/of/none"], "model", "no config.json"),
+        (["policy.model=Qwen/none"], "model", "Qwen/none of the Hub is not on this machine"),
+        (["tasks.sums.dataset={kind='hugging_face', path='openai/no'}"], "data", "openai/no of"),
         (["tasks.sums.dataset.path=none.jsonl"], "data", "cannot be opened"),
         (["engine={kind='transformers'}", "tasks.sums.sample.max_tokens=200"], "model", "context"),
         ([VLLM, "engine.max_model_len=4096"], "model", "exceeds what the model reads"),
