@@ -12,7 +12,7 @@ async/*                        groups left in the pools; since the last step: fa
 throughput/*                   samples and tokens per second and GPU: of training since the start;
                                of this step; of its training alone; of the rollouts
 time/*                         seconds: step, wait (for the batch), train, pause, publish; pause/*:
-                               see pause_times.py
+                               see consumer/batches/timing.py
 """
 
 from __future__ import annotations
