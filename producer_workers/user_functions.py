@@ -78,16 +78,21 @@ def _of_a_task(
     if (keep := strategy.is_valid_sample_fn) and not task.eval_of:
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
     loop = task.agent_loop or config.worker.agent_loop
-    path = BUILT_IN.get(loop, loop)
-    load_loop = partial(load_object, path, kind="agent loop", built_in=BUILT_IN)
-    yield NamedFunction(f"agent_loop = {loop}", load_loop)
+    yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
     for option, spec in _options(task):
-        load_option = partial(load_object, spec, kind=f"{option} of an agent loop")
-        yield NamedFunction(f"{option} = {spec}", load_option)
+        yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
     if task.judging.kind != "rq" or for_judges:
         for judge in task.judges:
             if not is_url(judge):
                 yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))
+
+
+def _load_loop(loop: str) -> object:
+    return load_object(BUILT_IN.get(loop, loop), kind="agent loop", built_in=BUILT_IN)
+
+
+def _load_option(option: str, spec: str) -> object:
+    return load_object(spec, kind=f"{option} of an agent loop")
 
 
 def _options(task: TaskSection) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,7 @@ from rolloutmq.check.unit import STAGES
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import emit
+from rolloutmq.presets import find_config
 
 EPILOG = "Example: rolloutmq check mine.toml --set plan.steps=20"
 
@@ -73,6 +74,7 @@ def check(
 def check_config(path: Path, overrides: Sequence[str], size: int | None = None) -> list[Finding]:
     """Return everything that is found, in the order of the report; `size`: bytes of a GPU."""
     try:
+        path = find_config(path)
         config, problems = inspect_config(path, overrides)
     except ConfigError as error:
         return [failure("config", error)]
