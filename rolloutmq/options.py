@@ -59,7 +59,13 @@ RunName = Annotated[
         "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
     ),
 ]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file of the run, or the name of a preset: demo, qwen3_0.6b_gsm8k, …",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
