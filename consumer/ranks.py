@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -151,9 +152,10 @@ def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
     lower rank.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for position in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], len(shares[r]), r))
+    # ties of loads go to the rank with the fewest
+    least = [(0.0, 0, rank) for rank in range(ranks)]
+    for position in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+        load, count, rank = least[0]
         shares[rank].append(position)
-        loads[rank] += weights[position]
+        heapq.heapreplace(least, (load + weights[position], count + 1, rank))
     return [sorted(share) for share in shares]

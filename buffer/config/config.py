@@ -16,6 +16,7 @@ from buffer.config.agreement import (
 from buffer.config.engine import EngineConfig, VllmConfig
 from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemorySection, RetentionSection
+from buffer.config.reporting import SamplesSection, WandbSection
 from buffer.config.run_settings import (
     LaunchSection,
     LeaseSection,
@@ -63,6 +64,8 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
+    samples: SamplesSection = SamplesSection()
+    wandb: WandbSection = WandbSection()
 
     @property
     def training_tasks(self) -> list[str]:

@@ -132,7 +132,9 @@ class HuggingFaceDataset(_Records):
     subset: str | None = None
     """subset of a data set on the Hub that has several, for example main"""
     split: str | None = None
-    """the split to read, for example train, of a data set with several"""
+    """the split to read, for example train, of a data set with several; of one on the Hub also a
+    slice, for example test[:1000]
+    """
     revision: str | None = None
     """branch, tag or commit of a data set on the Hub; default: the newest commit of main when the
     run starts for the first time. The run records the commit, and keeps it

@@ -100,8 +100,8 @@ def _worker_json(worker: WorkerRecord) -> dict[str, Any]:
     return {name: getattr(worker, name) for name in names}
 
 
-def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
-    """Return a group as `show --json` prints it: what its members share, and each of `states`.
+def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
+    """Return a group as `show --json` prints it: what its members share, and each of them.
 
     `tokens` adds ids, logprobs and masks.
     """
@@ -109,7 +109,11 @@ def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) ->
     shared.pop("sample", None)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
-    return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
+    members = [_member_json(rollout, tokens) for rollout in group.states]
+    for member, rollout in zip(members, group.states, strict=True):
+        if rollout.messages != group.shared.messages:
+            member["messages"] = rollout.messages
+    return shared | {"members": members}
 
 
 def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +25,46 @@ _OPTIONAL = ("ref_logprobs", "values", "token_rewards")
 _PER_TOKEN = ("response_ids", "logprobs", "mask", *_OPTIONAL)
 
 
-def check_columns(tables: Sequence[Table]) -> None:
-    """Check the columns of some groups. Raises WireError; of one group, it names the value."""
+class Bounds(NamedTuple):
+    """The largest ids of a group, and the range of its logprobs.
+
+    Ids count as unsigned: a negative one is 2^31 or more.
+    """
+
+    prompt_id: int
+    response_id: int
+    lowest_logprob: float
+    highest_logprob: float
+
+
+def bounds_of(columns: Columns) -> Bounds:
+    """Return the bounds of some columns; nan where a logprob is, 0 of no values."""
+    # ufuncs, because the methods of arrays call them through two functions in Python
+    logprobs = columns["logprobs"]
+    return Bounds(
+        int(np.maximum.reduce(columns["prompt_ids"].view("<u4"), initial=0)),
+        int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
+        float(np.minimum.reduce(logprobs, initial=0)),
+        float(np.maximum.reduce(logprobs, initial=0)),
+    )
+
+
+def check_columns(tables: Sequence[Table]) -> list[Bounds]:
+    """Check the columns of some groups, and return their bounds.
+
+    Raises WireError; of one group, it names the value.
+    """
+    found = []
     for table in tables:
         _check_lengths(table)
-        _check_values(table.columns)
+        found.append(_check_values(table.columns))
         _check_finishes(table)
         _check_optional(table)
         _check_teachers(table)
         _check_experts(table)
-    _check_prompts(tables)
     _check_rewards(tables)
     _check_spans(tables)
+    return found
 
 
 def _check_lengths(table: Table) -> None:
@@ -58,21 +86,21 @@ def _check_lengths(table: Table) -> None:
             )
 
 
-def _check_values(columns: Columns) -> None:
+def _check_values(columns: Columns) -> Bounds:
     if min(columns["indices"].tolist()) < 0:
         raise WireError("at columns.indices: a negative value")
-    # ufuncs, because the methods of arrays call them through two functions in Python
-    if np.minimum.reduce(columns["response_ids"], initial=0) < 0:
-        raise WireError("at columns.response_ids: a negative value")
     if max(columns["statuses"].tobytes()) >= len(STATUSES):
         raise WireError(f"at columns.statuses: a value above {len(STATUSES) - 1}")
     for name in ("mask", "has_experts"):
         if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
             raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
-    logprobs = columns["logprobs"]
-    # the sum of squares is finite only if all values are; it overflows for some that are
-    if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
+    bounds = bounds_of(columns)
+    for name, highest in (("prompt_ids", bounds.prompt_id), ("response_ids", bounds.response_id)):
+        if highest >= 2**31:
+            raise WireError(f"at columns.{name}: a negative value")
+    if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
         raise WireError("at columns.logprobs: a value that is NaN or infinite")
+    return bounds
 
 
 def _check_finishes(table: Table) -> None:
@@ -84,11 +112,6 @@ def _check_finishes(table: Table) -> None:
     used = set(finishes.tobytes()) - {NO_FINISH}
     if not used or max(used) >= len(table.finish_reasons):
         raise WireError(f"at columns.finishes: a value without a name in {table.finish_reasons}")
-
-
-def _check_prompts(tables: Sequence[Table]) -> None:
-    if np.minimum.reduce(_joined(tables, "prompt_ids"), initial=0) < 0:
-        raise WireError("at columns.prompt_ids: a negative value")
 
 
 def _check_rewards(tables: Sequence[Table]) -> None:

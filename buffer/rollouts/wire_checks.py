@@ -13,7 +13,7 @@ import msgpack
 from msgspec import UNSET
 
 from buffer.errors import WireError
-from buffer.rollouts.column_checks import check_columns
+from buffer.rollouts.column_checks import Bounds, check_columns
 from buffer.rollouts.table import Table
 from buffer.rollouts.wire_schema import Own, Shared
 
@@ -63,15 +63,17 @@ def _has_short_head(data: bytes | memoryview) -> bool:
     return True
 
 
-def check_tables(tables: Sequence[Table]) -> None:
+def check_tables(tables: Sequence[Table]) -> list[Bounds]:
     """Check the tables of some groups, whose values have the types of the format.
+
+    Return the bounds of their columns.
 
     All are checked at once; where that fails, one after another, so that the error names a value of
     the first bad one. Raises WireError.
     """
     try:
         _check_texts(tables)
-        check_columns(tables)
+        return check_columns(tables)
     except WireError:
         if len(tables) > 1:
             for table in tables:

@@ -36,8 +36,9 @@ from consumer.learner.losses import TokenColumns, derived_metrics, policy_loss, 
 from consumer.models.device_choices import choose_bf16
 from consumer.policy.logprobs import TargetLogits, token_logprobs
 from consumer.policy.lora import Adapter
+from consumer.policy.micro_batch import MicroBatch
 from consumer.policy.model_checks import check_logprobs, keeps_samples_apart
-from consumer.policy.packing import MicroBatch, Packer
+from consumer.policy.packing import Packer
 from consumer.policy.policy_loading import load_policy, vocabulary_of
 from consumer.policy.routing_replay import RoutingReplay
 from consumer.policy.train_batch import TrainBatch, Update
@@ -108,7 +109,9 @@ class Learner:
         self.vocabulary = vocabulary_of(self.model)
         """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
-        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
+        self._packer = Packer(
+            config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
+        )
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = make_optimizer(
             config.optimizer,
@@ -305,12 +308,11 @@ class Learner:
     ) -> Update:
         """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
         batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
-        batches = self._packer.pad(batches, self.ranks.max(len(batches)))
+        batches.pad(self.ranks.max(len(batches)))
         own_tokens = int(table.trained[part].sum())
         tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
-        on_device = [batch.to(self.device) for batch in batches]
         gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
-        return Update(on_device, tokens, int(samples), gids)
+        return Update(batches, tokens, int(samples), gids)
 
     def _update(self, update: Update) -> dict[str, float] | None:
         """Take one optimizer step and return its metrics; None where it was skipped."""

@@ -12,7 +12,7 @@ async/*                        groups left in the pools; since the last step: fa
 throughput/*                   samples and tokens per second and GPU: of training since the start;
                                of this step; of its training alone; of the rollouts
 time/*                         seconds: step, wait (for the batch), train, pause, publish; pause/*:
-                               see pause_times.py
+                               see consumer/batches/timing.py
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ class BatchColumns:
     seconds: list[float]
     """that workers spent on the groups, where they are known"""
     advantages: list[float]
+    gids: list[str]
+    means: list[float]
+    """mean score of each group; a missing score counts as 0"""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
@@ -100,6 +103,8 @@ class BatchColumns:
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
             advantages=advantages.tolist(),
+            gids=[group.gid for group in groups],
+            means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
         )
 
     def lists(self) -> dict[str, list[Any]]:

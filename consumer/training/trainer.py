@@ -18,6 +18,7 @@ from buffer.config.config import TrainingConfig
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun, ModelError
 from buffer.model.manifest import Manifest
+from buffer.monitoring.token_texts import TokenTexts
 from buffer.run import Run
 from consumer.batches.batch import Batch, Stopped
 from consumer.publication import open_sender, published
@@ -33,6 +34,8 @@ from consumer.training.metrics import (
     production_metrics,
     staleness_metrics,
 )
+from consumer.training.reporter import ChosenGroup, Reporter
+from consumer.training.sample_writer import SampleWriter, choose
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import check_state
@@ -61,7 +64,7 @@ class Trainer:
         """the checkpoint that is being written: its position, and its hidden folder"""
         self._weights = open_sender(config, run)
         self._log = StepWriter(folder)
-        self._writers: list[MetricWriter] = []
+        self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
         self.shows_progress = False
         """draw a progress bar on the terminal"""
         # what rank 0 reads ahead of the take would be mostly the shares of others
@@ -85,7 +88,12 @@ class Trainer:
     def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
         self._position = self._newest_position(regenerate)
         self._evaluations = EvaluationPlan(
-            self._config, self.consumer, self._log, self._position.step, self._free_memory
+            self._config,
+            self.consumer,
+            self._log,
+            self._reporter,
+            self._position.step,
+            self._free_memory,
         )
         self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
         self._run.refresh_limits()
@@ -103,8 +111,7 @@ class Trainer:
             self._commit()
             return False
         finally:
-            for writer in self._writers:
-                writer.close()
+            self._reporter.close()
             self._weights.close()
             self.consumer.close()
         return True
@@ -117,18 +124,24 @@ class Trainer:
     def _resume(self) -> None:
         """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
         position = self._position
-        config = self._config
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
         self.rank.load(position.step)
-        self._writers = open_writers(
-            config.trainer.writers, config.run.folder, config.run.name, position.step + 1
-        )
-        if self.shows_progress:
-            self._writers.append(ProgressBar(position.step, self._run.limits.steps))
+        self._reporter.open(self._open_writers())
         if position.step:
             # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
+
+    def _open_writers(self) -> list[MetricWriter]:
+        """Open the destinations of metrics and samples."""
+        config = self._config
+        first = self._position.step + 1
+        writers = open_writers(config, first)
+        if config.samples.groups_per_step:
+            writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
+        if self.shows_progress:
+            writers.append(ProgressBar(self._position.step, self._run.limits.steps))
+        return writers
 
     def _newest_position(self, regenerate: bool) -> Position:
         steps = self._checkpoints.steps()
@@ -184,8 +197,8 @@ class Trainer:
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
         self.consumer.report(step, metrics)
-        for writer in self._writers:
-            writer.write(step, metrics)
+        self._reporter.add_step(step, metrics)
+        self._reporter.add_samples(step, self._choose_samples(batch, columns))
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
         if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
             self._checkpoint()
@@ -193,6 +206,15 @@ class Trainer:
         self._commit_if_written()
         if self._is_sync_due(batch):
             self._evaluate()
+
+    def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
+        """Choose the groups whose texts are logged; with several ranks, some are read again."""
+        count = self._config.samples.groups_per_step
+        scores = dict(zip(columns.gids, columns.means, strict=True))
+        chosen = choose(scores, count, self._config.run.seed, batch.step)
+        own = {group.gid: group for group in batch.groups}
+        entries = {entry.gid: entry for entry in batch.manifest.entries}
+        return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
 
     def _take(self, step: int, timing: Timing) -> Batch:
         """Take the batch of a step. Where the newest weights are too old for it, publish first."""
@@ -316,6 +338,8 @@ class Trainer:
             return
         position, folder = self._begun
         self.rank.end_state()
+        # no later trainer reports the steps of this checkpoint
+        self._reporter.flush()
         self.consumer.check_role()
         self._checkpoints.complete(position, folder)
         self._begun = None

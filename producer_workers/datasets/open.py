@@ -89,7 +89,7 @@ def _read_by_datasets(section: HuggingFaceDataset) -> Any:
     found: Any
     try:
         if section.repository:
-            found = datasets.load_dataset(folder, section.subset)
+            found = datasets.load_dataset(folder, section.subset, split=section.split)
         else:
             found = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:

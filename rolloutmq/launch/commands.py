@@ -14,6 +14,7 @@ from buffer.server.process import follow_owner, log_json
 from buffer.store.url import mask_url
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
+from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -202,4 +203,4 @@ def gpu_check(
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
     from buffer.config.config import TrainingConfig
 
-    return load_config(TrainingConfig, config, overrides or [])
+    return load_config(TrainingConfig, find_config(config), overrides or [])

@@ -98,7 +98,7 @@ class Steering:
         gid = self._group
         self._group = ""
         try:
-            print_group(screen, find_group(self._run, gid))
+            print_group(screen, find_group(self._run, gid).document(tokens=False))
         except RolloutMQError as error:
             self._report(str(error))
             return

@@ -21,13 +21,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffer.monitoring.history import History
+from buffer.monitoring.token_texts import TokenTexts, model_folders
 from buffer.run import Run
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import ERRORS
 from rolloutmq.web.control_routes import ControlRoutes
 from rolloutmq.web.group_routes import GroupRoutes
 from rolloutmq.web.run_routes import RunRoutes
-from rolloutmq.web.token_texts import TokenTexts, model_folders
 from rolloutmq.web.watcher import Watcher
 
 STATIC = Path(__file__).parent / "static"

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from buffer.monitoring.found_group import find_group
+from buffer.monitoring.token_texts import TokenTexts
 from buffer.run import Run
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer, json_in, number_in
-from rolloutmq.web.token_texts import TokenTexts
 
 MOST_ROWS = 1000
 
@@ -48,8 +48,7 @@ class GroupRoutes:
     def _group(self, request: Request) -> Response:
         self._access.to_read(request)
         found = find_group(self._run, request.path_params["gid"])
-        states = found.group.states if found.group else []
-        document = found.document(states, tokens=True)
+        document = found.document(tokens=True)
         for member in document["members"]:
             member["token_texts"] = self._texts.of(member["response_ids"])
         return answer(document)

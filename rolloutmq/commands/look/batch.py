@@ -14,6 +14,7 @@ from buffer.model.byte_size import format_size
 from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
 from buffer.monitoring.console import console
+from buffer.monitoring.sample_log import Sample
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
@@ -45,16 +46,29 @@ def batch(
 
     They are listed in order, with versions, sizes and rewards. This record is what makes a batch
     the same after a crash. It is kept until its checkpoint and those before it are no longer
-    needed.
+    needed. Of an older train step, the groups in the sample log of the run's folder are shown
+    ([samples]).
     """
     with open_target(redis_url, run_dir, run) as target:
         ledger = target.run.evaluations if is_eval else target.run.ledger
-        manifest = _manifest(ledger, step)
+        logged = target.samples if step and not is_eval else None
+        try:
+            manifest = _manifest(ledger, step)
+        except FreedStep:
+            samples = logged.read(step) if logged and step else []
+            if not samples:
+                raise
+            _show_samples(samples, as_json)
+            return
         rewards = _rewards(target.run, manifest)
     if as_json:
         emit(_as_json(manifest, rewards))
     else:
         _print(manifest, rewards)
+
+
+class FreedStep(ConfigError):
+    """The step was trained, and its record is freed."""
 
 
 def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
@@ -67,7 +81,7 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
         )
     manifest = ledger.manifest(wanted)
     if manifest is None:
-        raise ConfigError(
+        raise FreedStep(
             f"the record of step {wanted} has been freed: steps up to {freed} are "
             f"freed, up to {committed} committed",
             hint="[retention] batches keeps them longer",
@@ -81,6 +95,39 @@ def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
     sums = run.store.each("batch", reads)
     pairs = zip(sums, manifest.entries, strict=True)
     return [float(total) / entry.samples if total else None for total, entry in pairs]
+
+
+def _show_samples(samples: list[Sample], as_json: bool) -> None:
+    groups = [_sampled(sample) for sample in samples]
+    step = samples[0]["step"]
+    if as_json:
+        emit({"step": step, "is_sample": True, "groups": groups})
+        return
+    screen = console()
+    screen.print(
+        Text(f"the record of step {step} is freed; the sample log has {len(groups)} of its groups")
+    )
+    numbers = ("samples", "version", "staleness", "reward")
+    grid = table("gid", "why", *numbers, right=[*numbers])
+    for group in groups:
+        reward = "-" if group["reward"] is None else f"{group['reward']:.3f}"
+        cells = [group[name] for name in ("gid", "why", "samples", "version", "staleness")]
+        grid.add_row(*("-" if cell is None else str(cell) for cell in cells), reward)
+    screen.print(grid)
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))
+
+
+def _sampled(sample: Sample) -> dict[str, Any]:
+    members = sample["members"]
+    versions = [span["version"] for member in members for span in member["spans"]]
+    scores = [(member["reward"] or {}).get("score") for member in members]
+    known = [score for score in scores if score is not None]
+    return {
+        **{name: sample[name] for name in ("gid", "why", "staleness")},
+        "samples": len(members),
+        "version": min(versions, default=None),
+        "reward": sum(known) / len(members) if known else None,
+    }
 
 
 def _as_json(manifest: Manifest, rewards: list[float | None]) -> dict[str, Any]:

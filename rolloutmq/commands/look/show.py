@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import orjson
 import typer
@@ -12,9 +13,8 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.model.ids import split_group_id
 from buffer.monitoring.console import console, plain
-from buffer.monitoring.found_group import FoundGroup, find_group
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.monitoring.found_group import find_group
+from buffer.rollouts.rollout import VersionSpan
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, facts, state, version_style
 
@@ -47,125 +47,125 @@ def show(
     """Show one group: its stage, texts, rewards and versions.
 
     A bar for every rollout shows which weights sampled which tokens, one colour per policy
-    version.
+    version. The texts of a group whose payload is freed are read from the sample log in the run's
+    folder, if they are there ([samples]).
     """
     split_group_id(gid)
     with open_target(redis_url, run_dir, run) as target:
-        found = find_group(target.run, gid)
+        found = find_group(target.run, gid, target.samples)
+    document = found.document(tokens=tokens)
+    if member is not None:
+        document["members"] = [_member(document, member)]
     if as_json:
-        states = _chosen(found.group, member) if found.group else []
-        emit(found.document(states, tokens=tokens))
+        emit(document)
     else:
-        print_group(console(), found, member, tokens)
+        print_group(console(), document)
 
 
-def _chosen(group: RolloutGroup, member: int | None) -> list[RolloutState]:
-    return group.states if member is None else [_member(group, member)]
-
-
-def _member(group: RolloutGroup, index: int) -> RolloutState:
-    for rollout in group.states:
-        if rollout.index == index:
-            return rollout
+def _member(document: Mapping[str, Any], index: int) -> dict[str, Any]:
+    for member in document["members"]:
+        if member["index"] == index:
+            found: dict[str, Any] = member
+            return found
     raise ConfigError(
-        f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0"
+        f"{document['gid']} has no member {index}",
+        hint=f"it has {len(document['members'])}, counted from 0",
     )
 
 
-def print_group(
-    screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False
-) -> None:
-    """Print a group, or one rollout of it."""
-    gid = found.gid
-    letter = found.letter
-    record = found.record
-    if found.group is None:
-        (end,) = found.places
-        screen.print(Text.assemble((gid, "bold"), "  ", state(end), f" {found.gone}"))
-        screen.print(facts([("trace", found.trace)]))
-        return
-    states = _chosen(found.group, member)
-    screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(found.places) or "lost")))
-    screen.print(
-        facts(
-            [
-                *((name, plain(record[name])) for name in _SHORT if record.get(name)),
-                ("trace", found.trace),
-            ]
-        )
-    )
-    if letter:
+def print_group(screen: Console, document: Mapping[str, Any]) -> None:
+    """Print a group, from its document (`FoundGroup.document`)."""
+    heading = Text.assemble((document["gid"], "bold"), "  ", state(_where(document)))
+    screen.print(heading.append(f" {document['gone']}" if document["gone"] else ""))
+    record = document["record"] or {}
+    named = [(name, plain(record[name])) for name in _SHORT if record.get(name)]
+    if document["sampled"]:
+        sampled = document["sampled"]
+        named.append(("step", f"{sampled['step']} (from the sample log: {sampled['why']})"))
+    screen.print(facts([*named, ("trace", document["trace_id"])]))
+    if letter := document["dead_letter"]:
         screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
-    _show_group(screen, found.group, states, tokens)
+    if document["members"]:
+        _show_texts(screen, document)
 
 
-def _show_group(
-    screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool
-) -> None:
-    first = group.states[0]
-    for message in first.messages:
+def _where(document: Mapping[str, Any]) -> str:
+    return " + ".join(document["places"]) or "lost"
+
+
+def _show_texts(screen: Console, document: Mapping[str, Any]) -> None:
+    if document.get("prompt"):
+        screen.print(Text(plain(document["prompt"])))
+    for message in document.get("messages", []):
         screen.print()
         screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
         screen.print(Text(plain(str(message.get("content", "")))))
-    if first.ground_truth is not None:
-        screen.print(facts([("ground truth", plain(str(first.ground_truth)))]))
-    if all(not len(rollout.response_ids) for rollout in states):
+    if document.get("ground_truth") is not None:
+        screen.print(facts([("ground truth", plain(str(document.get("ground_truth"))))]))
+    members = document["members"]
+    if not any(member["tokens"] for member in members):
         screen.print(
-            Text(f"\nnothing has been generated yet, of {len(group)} rollouts", style="dim")
+            Text(f"\nnothing has been generated yet, of {len(members)} rollouts", style="dim")
         )
         return
-    for rollout in states:
-        _show_rollout(screen, rollout, tokens)
+    for member in members:
+        _show_rollout(screen, member)
 
 
-def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
-    score = (rollout.reward or {}).get("score")
+def _show_rollout(screen: Console, member: Mapping[str, Any]) -> None:
+    reward = member["reward"] or {}
+    score = reward.get("score")
     screen.print()
     screen.print(Text.assemble(
-        (f"#{rollout.index} ", "bold"),
-        state(rollout.status),
+        (f"#{member['index']} ", "bold"),
+        state(member["status"]),
         (" score ", "dim"), "-" if score is None else f"{score:g}",
-        (" · ", "dim"), f"{count(len(rollout.response_ids))} tokens",
-        (" · finish ", "dim"), plain(rollout.finish_reason or "-"),
+        (" · ", "dim"), f"{count(member['tokens'])} tokens",
+        (" · finish ", "dim"), plain(member["finish_reason"] or "-"),
     ))  # fmt: skip
-    screen.print(_version_bar(rollout))
-    versions = {span.version for span in rollout.spans}
-    style = version_style(versions.pop()) if len(versions) == 1 else ""
-    screen.print(
-        Text(plain(rollout.response), style=style)
-        if rollout.response
-        else Text("(no text)", style="dim")
-    )
-    others = {name: value for name, value in (rollout.reward or {}).items() if name != "score"}
+    screen.print(_version_bar(member))
+    _show_response(screen, member)
+    others = {name: value for name, value in reward.items() if name != "score"}
     if others:
-        screen.print(
-            Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim")
-        )
-    if rollout.error:
-        screen.print(Text(plain(rollout.error), style="red"))
-    if tokens:
-        pairs = zip(rollout.response_ids.tolist(), rollout.logprobs.tolist(), strict=True)
+        text = ", ".join(f"{name} {value:g}" for name, value in others.items())
+        screen.print(Text(f"rewards {plain(text)}", style="dim"))
+    if member["error"]:
+        screen.print(Text(plain(member["error"]), style="red"))
+    if "response_ids" in member:
+        pairs = zip(member["response_ids"], member["logprobs"], strict=True)
         screen.print(
             Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
         )
 
 
-def _version_bar(rollout: RolloutState) -> Text:
+def _show_response(screen: Console, member: Mapping[str, Any]) -> None:
+    """Print the response; text that was not sampled, a tool's for example, is dim."""
+    versions = {span["version"] for span in member["spans"]}
+    style = version_style(versions.pop()) if len(versions) == 1 else ""
+    turns = member.get("turns") or [{"trained": True, "text": member["response"]}]
+    text = Text()
+    for turn in turns:
+        text.append(plain(turn["text"]), style=style if turn["trained"] else "dim")
+    screen.print(text if text.plain else Text("(no text)", style="dim"))
+
+
+def _version_bar(member: Mapping[str, Any]) -> Text:
     """Return a bar with a coloured part per span, as long as its share of the tokens.
 
     Tokens without a span were not sampled.
     """
-    total = len(rollout.response_ids)
+    total = member["tokens"]
+    spans = [VersionSpan(**span) for span in member["spans"]]
     text = Text()
     if not total:
         return Text("no tokens", style="dim")
-    for span in rollout.spans:
+    for span in spans:
         text.append(
             "▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version)
         )
-    for span in rollout.spans:
-        where = f" {span.start}-{span.start + span.length - 1}" if len(rollout.spans) > 1 else ""
+    for span in spans:
+        where = f" {span.start}-{span.start + span.length - 1}" if len(spans) > 1 else ""
         text.append(f"  v{span.version}{where}", style=version_style(span.version))
-    lineages = sorted({span.lineage for span in rollout.spans})
+    lineages = sorted({span.lineage for span in spans})
     text.append(f"  lineage {', '.join(lineages)}" if lineages else "", style="dim")
     return text

@@ -22,6 +22,7 @@ from buffer.config.task import is_url
 from buffer.errors import ConfigError, RoleHeld
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
+from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
@@ -177,7 +178,7 @@ def problems(config: ConfigPath, overrides: Overrides = None) -> None:
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
     from buffer.config.config import ProducingConfig
 
-    return load_config(ProducingConfig, config, overrides or [])
+    return load_config(ProducingConfig, find_config(config), overrides or [])
 
 
 def _open(

@@ -19,6 +19,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, LedgerError, LostRun, ModelError
 from buffer.monitoring.history import StepLog
+from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.learner.learner import Learner
@@ -114,6 +115,10 @@ def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> 
     assert CheckpointFolder(config.run.folder / "checkpoints").steps() == [4, 5]
     assert set(read_evaluations(config.run.folder)) == {("quiz", 0), ("quiz", STEPS)}
     gids = [step.gids for step in log.steps]
+    samples = SampleLog(config.run.folder)
+    logged = [[sample["gid"] for sample in samples.read(step + 1)] for step in range(STEPS)]
+    assert [sorted(each) for each in logged] == [sorted(each) for each in gids]
+    assert logged == undisturbed.setdefault("logged", logged)
     assert gids == undisturbed.setdefault("gids", gids)
     for name, tensor in undisturbed.setdefault("state", state).items():
         assert torch.equal(tensor, state[name]), name

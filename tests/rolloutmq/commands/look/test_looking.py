@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -19,7 +21,7 @@ from buffer.monitoring.tracing import trace_id
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.rolloutmq.conftest import ROOT, Command, json_of, rolloutmq
-from tests.rolloutmq.populate import ESCAPE, Scene, write_steps
+from tests.rolloutmq.populate import ESCAPE, Scene, write_samples, write_steps
 
 PLACES = {"waiting": 4, "running": 1, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
           "archived": 2, "dead": 1, "filtered": 1, "dropped": 0}  # fmt: skip
@@ -206,6 +208,40 @@ def test_show_of_an_ended_group_says_how_it_ended(
     assert f"[{end}" in command("show", gid(draw)).stdout
     told = json_of(command("show", gid(draw), "--json"))
     assert (told["places"], told["trace_id"]) == ([end], trace_id(scene.run.nonce, gid(draw)))
+
+
+@pytest.fixture
+def samples(scene: Scene, server: EmbeddedServer) -> Iterator[None]:
+    """The sample log of step 1, whose batch is freed."""
+    write_samples(scene, server.folder)
+    yield
+    shutil.rmtree(server.folder / "samples")
+    (server.folder / "steps.jsonl").unlink()
+
+
+@pytest.mark.usefixtures("samples")
+def test_what_was_said_in_a_freed_step_is_read_from_the_sample_log(
+    scene: Scene, command: Command
+) -> None:
+    done = command("batch", "1")
+    assert "the record of step 1 is freed; the sample log has 2 of its groups" in done.stdout
+    assert f"{gid(0)}  best " in done.stdout
+    assert [group["reward"] for group in json_of(command("batch", "1", "--json"))["groups"]] == [
+        0.5
+    ] * 2
+    done = command("show", gid(1), "--member", "1")
+    for words in (
+        "trained and committed",
+        "from the sample log: worst",
+        "What is 1 + 1?",
+        "#1",
+        "It was worst.",
+        "length 3",
+        "v1 2-2",
+    ):
+        assert words in done.stdout, words
+    assert "#0" not in done.stdout
+    assert json_of(command("show", gid(1), "--json"))["sampled"] == {"step": 1, "why": "worst"}
 
 
 def test_show_of_a_dead_letter_says_why(scene: Scene, command: Command) -> None:
