@@ -29,6 +29,7 @@
     │   └── NoBatch                     1  no group of the step is ready or running
     ├── StepFailed                      1  a rank of the trainer cannot read its share of a batch
     ├── RankLost                        7  another rank of the trainer ended; its log has the reason
+    ├── PublicationFailed               1  new weights could not be published beside a step
     ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  bytes of another schema version
@@ -187,6 +188,10 @@ class RankLost(RolloutMQError):
     """Another rank of the trainer ended, so no step can be completed; its log has the reason."""
 
     exit_code = 7
+
+
+class PublicationFailed(RolloutMQError):
+    """Weights could not be published beside a train step; the old ones stay announced."""
 
 
 class PauseTimeout(RolloutMQError):
