@@ -94,7 +94,7 @@ SUMMARIES = {
     "rolloutmq.commands.steer.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
     },
-    "rolloutmq.commands.look.web": {
+    "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",
     },
     "rolloutmq.commands.look.metrics": {

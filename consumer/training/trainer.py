@@ -218,6 +218,7 @@ class Trainer:
         if self._is_too_old(self._publisher.announced, step):
             self._await_publication()
         while True:
+            started = time.monotonic()
             try:
                 batch = self.consumer.take_batch(
                     step, counts, waiting=log_wait_reason, checkpoint=self._free_memory
@@ -230,6 +231,7 @@ class Trainer:
                 self._publish(timing)
             else:
                 timing.wait = batch.waited_s
+                timing.read = max(0.0, time.monotonic() - started - batch.waited_s)
                 return batch
 
     def _is_last(self, step: int) -> bool:
