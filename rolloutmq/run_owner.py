@@ -26,6 +26,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError
+from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
 
@@ -59,6 +60,7 @@ class LaunchRecord(BaseModel):
     """What the owner of a folder wrote about itself.
 
     `detail`: what it waits for, or why it failed. `account`: that of a run that was stopped.
+    `versions`: what it ran with.
     """
 
     run: str
@@ -70,6 +72,7 @@ class LaunchRecord(BaseModel):
     stage: Stage = Stage.PREPARING
     detail: str = ""
     account: str = ""
+    versions: dict[str, str] = {}
 
 
 class OwnedFolder:
@@ -99,7 +102,7 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
     started = psutil.Process().create_time()
     record = LaunchRecord(
         run=run, pid=os.getpid(), started=started, host=socket.gethostname(), command=command,
-        steps=steps,
+        steps=steps, versions=all_versions(),
     )  # fmt: skip
     (folder / LOCK_FILE).touch()
     with (folder / LOCK_FILE).open("r+b") as lock:

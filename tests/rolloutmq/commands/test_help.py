@@ -54,7 +54,17 @@ ASKING = sorted(
     name for name in COMMANDS if {"--json", "--run-dir", "--redis-url"} <= flags_of(name)
 )
 """Those that look at a run or steer it."""
-HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
+HEAVY = {
+    "torch",
+    "vllm",
+    "transformers",
+    "rq",
+    "reasoning_gym",
+    "matplotlib",
+    "redis",
+    "numpy",
+    "pydantic",
+}
 
 
 def test_help_lists_every_exit_code_and_examples() -> None:
@@ -208,3 +218,12 @@ def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
     assert (said.out, left.value.code) == ("", 2)
     assert (told["exit_code"], told["kind"]) == (2, "ConfigError")
     assert message in told["error"]
+
+
+def test_all_versions_are_shown_and_a_server_that_is_gone_is_named() -> None:
+    done = rolloutmq("--version", "--all", REDIS_URL="unix:///no.sock")
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert {"rolloutmq", "python", "redis", "numpy"} <= shown.keys()
+    assert shown["server"].startswith("does not answer")
+    assert "Valkey" in done.stdout
