@@ -16,7 +16,7 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("run", "stop", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": ("check", "run", "stop", "create", "train", "worker", "producer", "judge", "simulate"),
     "Look": (
         "status",
         "top",
@@ -37,6 +37,9 @@ SECTIONS = {
 """Sections of `--help`, with their commands."""
 
 SUMMARIES = {
+    "rolloutmq.check.command": {
+        "check": "Find the mistakes of a config before a GPU is used.",
+    },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
         "create": "Make the run of a config on its server, and start nothing.",

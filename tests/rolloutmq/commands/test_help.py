@@ -146,8 +146,8 @@ def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
 def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
-    # a page has nothing to print; models of a fleet, scripts and users ask no server; a server is
-    # not at an URL; logs and processes are in a folder
+    # a page has nothing to print; configs, models of a fleet, scripts and users ask no server; a
+    # server is not at an URL; logs and processes are in a folder
     lacking = {
         "web": {"--json"},
         "runs": {"--run"},
@@ -155,6 +155,7 @@ def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> Non
         "logs": {"--redis-url", "--run"},
         "stop": {"--redis-url", "--run"},
         "acl": {"--redis-url", "--run-dir"},
+        "check": {"--redis-url", "--run-dir", "--run"},
         "simulate": {"--redis-url", "--run-dir", "--run"},
         "scripts": {"--redis-url", "--run-dir", "--run"},
     }
