@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.weights.exchange import process_group
 from buffer.weights.announcement import Announcement
+from buffer.weights.exchange import process_group
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
 from buffer.weights.exchange.process_group import ProcessGroup
 from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
-from buffer.weights.exchange import process_group, tensor_exchange
 from buffer.weights.announcement import Announcement
+from buffer.weights.exchange import process_group, tensor_exchange
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
 from buffer.weights.exchange.process_group import ProcessGroup
 from buffer.weights.exchange.rendezvous import NONCE_BYTES, Rendezvous
