@@ -11,7 +11,8 @@ ends at a whole version. Only a result with the checksums of the whole version i
 base that is not what it says is refused.
 
 A file is changed word by word (16 bits), whatever tensors it has: where the words are, and what is
-added to each, modulo 65,536. Positions are those in blocks of 65,536 words.
+added to each, modulo 65,536. Positions are those in blocks of 65,536 words, modulo which distances
+are counted.
 """
 
 from __future__ import annotations
@@ -154,12 +155,13 @@ def _words(file: Path, start: int) -> NDArray[np.uint16]:
 def _pack(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> tuple[int, bytes]:
     """Return the number of changed words, and the bytes that `_unpack` reads.
 
-    These are, compressed: changed words per block (uint32), then four columns of bytes: position in
-    the block and difference, each low bytes before high bytes.
+    These are, compressed: changed words per block (uint32), then four columns of bytes: distance
+    from the position before and difference, each low bytes before high bytes.
     """
     changed = np.flatnonzero(old != new)
     counts = np.bincount(changed >> 16, minlength=-(-len(new) // BLOCK_WORDS)).astype("<u4")
-    columns = (changed.astype("<u2"), (new[changed] - old[changed]).astype("<u2"))
+    steps = np.diff(changed.astype(np.uint16), prepend=np.uint16(0))  # modulo 65,536
+    columns = (steps.astype("<u2"), (new[changed] - old[changed]).astype("<u2"))
     planes = [column.view(np.uint8).reshape(-1, 2).T.tobytes() for column in columns]
     return len(changed), isal_zlib.compress(counts.tobytes() + b"".join(planes), LEVEL)
 
@@ -171,10 +173,11 @@ def _unpack(base: NDArray[np.uint16], count: int, data: bytes) -> NDArray[np.uin
     if len(raw) != 4 * blocks + 4 * count:
         raise WireError("a chunk of changed weights has another size than its index says")
     counts = raw[: 4 * blocks].view("<u4")
-    places, added = (
+    steps, added = (
         plane.reshape(2, -1).T.copy().view("<u2").ravel()
         for plane in np.split(raw[4 * blocks :], 2)
     )
+    places = np.cumsum(steps, dtype=np.uint16)
     starts = np.repeat(np.arange(blocks, dtype=np.int64) * BLOCK_WORDS, counts)
     if len(starts) != count or (count and starts[-1] + places[-1] >= len(base)):
         raise WireError("a chunk of changed weights changes words that do not exist")
