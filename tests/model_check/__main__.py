@@ -1,7 +1,7 @@
 """Explore the histories, or look for each mutation of the scripts.
 
-    python -m tests.model_check --minutes 10
-    python -m tests.model_check --mutations
+python -m tests.model_check --minutes 10
+python -m tests.model_check --mutations
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ def _explore(history: History, seconds: float) -> bool:
     try:
         seen = explore(world, history.processes, history.budget, seconds=seconds, finish_each=50)
     except Violation as violation:
-        print(f"{history.name}: {violation}")
+        typer.echo(f"{history.name}: {violation}")
         return False
     finally:
         world.close()
     whole = "all of it" if seen.is_whole else f"to depth {seen.depth}"
-    print(
+    typer.echo(
         f"{history.name}: {seen.states:,} states, {seen.moves:,} moves, {seen.calls:,} calls, "
-        f"{seen.finished:,} runs finished; {whole}",
-        flush=True,
+        f"{seen.finished:,} runs finished; {whole}"
     )
     return True
 

@@ -35,7 +35,9 @@ class Keys:
             texts.append(text)
         texts.append(_PAST.sub("", repr(rest)))
         names: dict[str, str] = {}
-        renamed = _NAME.sub(lambda found: names.setdefault(found[0], f"q{len(names)}"), "".join(texts))
+        renamed = _NAME.sub(
+            lambda found: names.setdefault(found[0], f"q{len(names)}"), "".join(texts)
+        )
         return hashlib.blake2b(renamed.encode(), digest_size=12).digest()
 
 

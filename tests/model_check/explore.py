@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from tests.model_check.finish import finish
 from tests.model_check.processes import Process
@@ -27,10 +30,10 @@ class Explored:
     is_whole: bool = False
     finished: int = 0
     """states from which the run was finished"""
-    at_depth: list[int] = field(default_factory=list)
 
 
 Path = tuple["Path", str] | None
+T = TypeVar("T")
 
 
 def explore(
@@ -55,38 +58,40 @@ def _explore(
     world: World, first: State, most_states: int, seconds: float, finish_each: int
 ) -> Explored:
     end = time.monotonic() + seconds
-    seen = {world.key_of(first)}
+    first_key = world.key_of(first)
+    seen = {first_key}
     queue: deque[tuple[State, Path, int]] = deque([(first, None, 0)])
     explored = Explored(states=1)
     while queue and explored.states < most_states and time.monotonic() < end:
-        state, path, depth = queue.popleft()
-        explored.depth = depth
+        state, path, explored.depth = queue.popleft()
         for move in world.moves(state):
             explored.moves += 1
-            try:
-                after = move.happen()
-            except Exception as error:  # every error of a history is a finding
-                raise Violation(_told(path, move.label, error)) from error
-            if after is None or (key := world.key_of(after)) in seen:
+            here = (path, move.label)
+            after = _checked(here, move.happen)
+            key = first_key if after is None else world.key_of(after)
+            if after is None or key in seen:
                 continue
             seen.add(key)
             explored.states += 1
-            if finish_each and key[0] % finish_each == 0:
+            if finish_each and explored.states % finish_each == 0:
                 explored.finished += 1
-                try:
-                    finish(world, after)
-                except Exception as error:  # see above
-                    raise Violation(_told(path, move.label, error)) from error
-            queue.append((after, (path, move.label), depth + 1))
+                _checked(here, partial(finish, world, after))
+            queue.append((after, here, explored.depth + 1))
     explored.is_whole = not queue
     explored.calls = world.calls
     return explored
 
 
-def _told(path: Path, last: str, error: Exception) -> str:
-    labels = [last]
+def _checked(path: tuple[Path, str], happen: Callable[[], T]) -> T:
+    try:
+        return happen()
+    except Exception as error:  # every error of a history is a finding
+        raise Violation(f"{type(error).__name__}: {error}\nafter\n{_history(path)}") from error
+
+
+def _history(path: Path) -> str:
+    labels = []
     while path is not None:
         path, label = path
         labels.append(label)
-    lines = "\n".join(f"  {n}. {label}" for n, label in enumerate(reversed(labels), 1))
-    return f"{type(error).__name__}: {error}\nafter\n{lines}"
+    return "\n".join(f"  {n}. {label}" for n, label in enumerate(reversed(labels), 1))

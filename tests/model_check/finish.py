@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from tests.model_check.operations import Pending
 from tests.model_check.processes import Janitor, Operator, Process, Producer, Trainer, Worker
@@ -52,26 +51,30 @@ def _has_ended(state: State) -> bool:
 
 
 def _do_all(world: World, state: State, number: int) -> State:
-    """Let a process carry out each operation that it may start, one after the other."""
-    process: Any = state.processes[number]
-    done: set[str] = set()
+    """Let a process carry out each operation that it may start, until none changes anything."""
+    useless: set[tuple[str, ...]] = set()
     while True:
-        serial, state = world.new_name(state)
+        name, state = world.new_name(state)
+        process = state.processes[number]
         starts = [
             start
-            for start in state.processes[number].starts(lambda name=serial: name)  # type: ignore[misc]
-            if not start.costs and start.pending.name not in done
+            for start in process.starts(lambda name=name: name)  # type: ignore[misc]
+            if not start.costs and _kind(start.pending) not in useless
         ]
         if isinstance(process, Operator):
             # what was paused is continued
             starts = [start for start in starts if start.pending.args[0] == "run"]
         if not starts:
             return state
-        done |= {starts[0].pending.name} - {"claim", "submit"}
         before = state.image.numbers
         state = _carry_out(world, state, number, starts[0].slot, starts[0].pending)
-        if state.image.numbers == before:
-            done.add(starts[0].pending.name)
+        if state.image.numbers == before or starts[0].pending.name == "heartbeat":
+            useless.add(_kind(starts[0].pending))
+
+
+def _kind(pending: Pending) -> tuple[str, ...]:
+    """Return the name of an operation, with the pool that it is about."""
+    return (pending.name, *(str(arg) for arg in pending.args if arg in ("aborted", "expired")))
 
 
 def _carry_out(world: World, state: State, number: int, slot: int, pending: Pending) -> State:

@@ -55,36 +55,81 @@ class History:
 
 W0, W1 = Worker("w0"), Worker("w1")
 
+ALL = Janitor(("reap", "refresh", "expire_waiting", "collect"))
+
 HISTORIES = (
     History(
-        "a worker dies, is silent, or repeats itself",
+        "producers replace each other",
+        (Producer(2),),
+        Budget(deaths=2, lost_replies=1, late_calls=1),
+    ),
+    History(
+        "a trainer dies, and a reply is lost",
+        (Trainer(2),),
+        Budget(deaths=1, lost_replies=1),
+        ready=2,
+    ),
+    History(
+        "calls of a dead trainer arrive late",
+        (Trainer(2),),
+        Budget(deaths=2, late_calls=1),
+        ready=2,
+    ),
+    History("a worker dies or falls silent", (W0, Janitor()), Budget(deaths=1, ticks=3), waiting=1),
+    History(
+        "replies to a worker are lost",
         (W0, Janitor()),
-        Budget(deaths=1, lost_replies=1, ticks=3, failures=1),
+        Budget(lost_replies=1, ticks=3, failures=1),
         waiting=1,
     ),
     History(
         "calls of a dead worker arrive late",
         (W0, W1),
-        Budget(deaths=1, late_calls=1, aborts=1, failures=1),
+        Budget(deaths=1, late_calls=1, failures=1),
         waiting=1,
     ),
     History(
-        "two workers, two groups, a janitor",
-        (W0._replace(capacity=2), W1, Janitor()),
-        Budget(ticks=3, handbacks=1, filters=1),
-        waiting=2,
+        "a silent worker wakes up",
+        (W0, W1, Janitor()),
+        Budget(ticks=3),
+        waiting=1,
     ),
     History(
         "the clock jumps, and is set back",
         (W0, Janitor()),
-        Budget(ticks=2, jumps=1, setbacks=1, lost_replies=1),
+        Budget(ticks=1, jumps=1, setbacks=1),
         waiting=1,
     ),
     History(
-        "a trainer dies at any call",
-        (Trainer(2),),
-        Budget(deaths=2, lost_replies=1, late_calls=1),
-        ready=2,
+        "two workers, two groups",
+        (W0._replace(capacity=2), W1),
+        Budget(handbacks=1, filters=1, aborts=1, failures=1),
+        waiting=2,
+    ),
+    History(
+        "an operator interferes",
+        (Operator(1), W0),
+        Budget(commands=1, pauses=1, late_calls=1, failures=1),
+        waiting=1,
+    ),
+    History(
+        "an operator revokes, a worker falls silent",
+        (Operator(1), W0, Janitor()),
+        Budget(commands=2, ticks=2),
+        waiting=1,
+    ),
+    History(
+        "aborted groups are started again",
+        (Producer(1), W0),
+        Budget(deaths=1, aborts=2, late_calls=1),
+        waiting=1,
+    ),
+    History(
+        "groups become too old",
+        (Trainer(3), W0, ALL, Producer(4)),
+        Budget(aborts=1),
+        ready=3,
+        limits={"tail_batch_trigger_size": 0},
     ),
     History(
         "weights of a dead trainer",
@@ -93,26 +138,8 @@ HISTORIES = (
         ready=1,
     ),
     History(
-        "producers replace each other",
-        (Producer(2), W0),
-        Budget(deaths=2, lost_replies=1, late_calls=1, aborts=1),
-    ),
-    History(
-        "groups become too old",
-        (Trainer(3), W0, Janitor(), Producer(4)),
-        Budget(aborts=1),
-        ready=3,
-        limits=TAIL,
-    ),
-    History(
-        "an operator interferes",
-        (Operator(1), W0, Janitor()),
-        Budget(commands=2, pauses=1, late_calls=1, failures=1, ticks=3),
-        waiting=1,
-    ),
-    History(
         "everything at once",
-        (Producer(2), W0, W1, Trainer(2), Janitor()),
+        (Producer(2), W0, W1, Trainer(2), ALL),
         Budget(deaths=2, lost_replies=2, late_calls=1, ticks=3, jumps=1, aborts=1, failures=1),
     ),
 )

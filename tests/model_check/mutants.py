@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import typer
+
 from tests.buffer.invariants.batch_mutations import BATCHES
 from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
 from tests.buffer.invariants.mutation import Mutation
@@ -14,7 +16,7 @@ from tests.model_check.histories import HISTORIES
 from tests.model_check.world import World
 
 MUTATIONS = [*ONE_PLACE, *BATCHES, *RUNNING, *BYTE_COUNT]
-SECONDS = 15.0
+SECONDS = 8.0
 
 
 def find(mutation: Mutation, seconds: float = SECONDS) -> str:
@@ -26,7 +28,7 @@ def find(mutation: Mutation, seconds: float = SECONDS) -> str:
         except Exception:  # the mutation already stops what comes before the history
             return f"{history.name} (before it begins)"
         try:
-            explore(world, history.processes, history.budget, seconds=seconds, finish_each=10)
+            explore(world, history.processes, history.budget, seconds=seconds, finish_each=60)
         except Violation:
             return history.name
         finally:
@@ -44,5 +46,5 @@ def look_for_mutations(only: str) -> int:
         found = find(mutation)
         missed += not found
         label = f"{mutation} {mutation.old.strip()[:60]!r}"
-        print(f"{label}: {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
+        typer.echo(f"{label}: {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)")
     return missed

@@ -67,7 +67,6 @@ class SteppedStore(Store):
             return thawed(self.replies.pop(0))
         raise Called(what, frozen(self.around(what, operation)))
 
-
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         # made even where the reply is known: the caller counts them
         return super().upload_and_call(script, key, list(uploads))
@@ -125,9 +124,7 @@ def register(run: Run, worker: str, nonce: str) -> Any:
     return run.fleet.register(worker, nonce, {})[1].weights
 
 
-def claim(
-    run: Run, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int
-) -> Any:
+def claim(run: Run, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Any:
     return run.jobs.claim(worker, nonce, token, weights, limit)
 
 

@@ -81,7 +81,7 @@ class Worker(NamedTuple):
             case "heartbeat", Finished(beat, None):
                 known = done._replace(is_registered=done.is_registered and beat.known)
                 return known.without(beat.lost)
-            case ("submit" | "release"), Finished(_, error):
+            case (("submit" | "release"), Finished(_, error)):
                 assert error is None or isinstance(error, Fenced), error
                 return done.without((pending.args[1],))
         raise AssertionError(f"{pending.name} of {self.name} ended with {over}")
@@ -119,7 +119,7 @@ class Producer(NamedTuple):
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Producer:
         done = self._replace(under_way=_without(self.under_way, slot))
         match pending.name, over:
-            case ("open_producer" | "enqueue"), Finished(int(cursor), None):
+            case (("open_producer" | "enqueue"), Finished(int(cursor), None)):
                 return done._replace(cursor=cursor)
             case "reissue", Finished(int(), None):
                 return done
@@ -132,10 +132,10 @@ class Producer(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """Takes batches of `count` groups for `steps` steps; each step ends with a checkpoint."""
+    """Takes batches of `batch` groups for `steps` steps; each step ends with a checkpoint."""
 
     steps: int
-    count: int = 1
+    batch: int = 1
     nonce: str = ""
     checkpoint: str = Position().model_dump_json()
     """on disk: it survives a death"""
@@ -156,7 +156,7 @@ class Trainer(NamedTuple):
             args = (self.nonce, f"l{self.nonce}", self.checkpoint)
             yield Start(0, Pending("open_trainer", args))
         elif self.todo == "take" and self.step < self.steps:
-            yield Start(0, Pending("take", (self.nonce, self.step + 1, self.count)))
+            yield Start(0, Pending("take", (self.nonce, self.step + 1, self.batch)))
         elif self.todo == "publish":
             weights = PolicyVersion(f"l{self.nonce}", self.step)
             yield Start(0, Pending("publish", (self.nonce, weights)))
@@ -171,35 +171,36 @@ class Trainer(NamedTuple):
             case "open_trainer", Finished(str(position), None):
                 return done._replace(position=position, todo="take")
             case "take", Finished(Manifest() as manifest, None):
-                position = Position.model_validate_json(done.position)
-                position.add(manifest)  # raises for a group that was trained before
-                return done._replace(position=position.model_dump_json(), todo="publish")
+                trained = Position.model_validate_json(done.position)
+                trained.add(manifest)  # raises for a group that was trained before
+                return done._replace(position=trained.model_dump_json(), todo="publish")
             case "take", Finished(_, None):
                 return done
             case "publish", Finished(int(cursor), None):
                 # as a trainer does it: the checkpoint is written, then committed
-                position = Position.model_validate_json(done.position)
-                position.cursors = {TASK: cursor}
-                position.forget(position.step)
-                saved = position.model_dump_json()
+                trained = Position.model_validate_json(done.position)
+                trained.cursors = {TASK: cursor}
+                trained.forget(trained.step)
+                saved = trained.model_dump_json()
                 return done._replace(todo="commit", checkpoint=saved, position=saved)
             case "commit", Finished(None, None):
                 return done._replace(todo="take")
         raise AssertionError(f"{pending.name} of the trainer ended with {over}")
 
     def reborn(self, new_name: NewName) -> Trainer:
-        return Trainer(self.steps, self.count, new_name(), self.checkpoint)
+        return Trainer(self.steps, self.batch, new_name(), self.checkpoint)
 
 
 class Janitor(NamedTuple):
     """Does what any process may do, one thing at a time."""
 
+    operations: tuple[str, ...] = ("reap",)
     under_way: tuple[Pending | None] = (None,)
     name: str = "janitor"
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         if self.under_way == (None,):
-            for operation in ("reap", "refresh", "expire_waiting", "collect"):
+            for operation in self.operations:
                 yield Start(0, Pending(operation, ()))
 
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Janitor:
@@ -207,7 +208,7 @@ class Janitor(NamedTuple):
         return self._replace(under_way=(None,))
 
     def reborn(self, new_name: NewName) -> Janitor:
-        return Janitor()
+        return Janitor(self.operations)
 
 
 class Operator(NamedTuple):

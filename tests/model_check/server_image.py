@@ -85,7 +85,7 @@ class Images:
         self._database._dict.clear()
         self._database._expiry_heap.clear()
         for key, (kind, plain, expires) in image.items():
-            item = Item(_value(kind, plain))
+            item: Any = Item(_value(kind, plain))
             item.expireat = expires
             self._database[key] = item
 

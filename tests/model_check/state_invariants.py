@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from buffer.model.limits import RunLimits
@@ -15,6 +16,7 @@ from tests.model_check.server_image import Image
 
 P = b"rmq:{run}:"
 T = TASK.encode()
+LANES = (b"eval", b"resume", b"fresh")
 Places = dict[bytes, list[str]]
 
 
@@ -79,32 +81,33 @@ def bit(image: Image, place: bytes, draw: int) -> bool:
 def find_places(image: Image) -> Places:
     """Return every place of every draw that was ever enqueued."""
     cursor = int(plain(image, b"cursors", {}).get(T, b"0"))
-    places: Places = {b"%s-%010d" % (T, draw): [] for draw in range(cursor)}
-
-    def add(gid: bytes, place: str) -> None:
+    draws = {draw: b"%s-%010d" % (T, draw) for draw in range(cursor)}
+    places: Places = {gid: [] for gid in draws.values()}
+    ended = [
+        (gid, place)
+        for draw, gid in draws.items()
+        for place in ("archived", "filtered", "dropped")
+        if bit(image, place.encode(), draw)
+    ]
+    for gid, place in [*_structures(image), *ended]:
         places.setdefault(gid, []).append(place)
+    return places
 
-    for lane in (b"eval", b"resume", b"fresh"):
-        for _, gid in stream(image, lane):
-            add(gid, "waiting")
+
+def _structures(image: Image) -> Iterator[tuple[bytes, str]]:
+    """Return (gid, place) of each group in a queue, lease, pool or batch, and of each dead one."""
+    for lane in LANES:
+        yield from ((gid, "waiting") for _, gid in stream(image, lane))
     for fields in held(image).values():
-        for gid in fields:
-            add(gid, "running")
+        yield from ((gid, "running") for gid in fields)
     for status in (b"completed", b"aborted", b"expired"):
         for member in plain(image, b"pool:" + T + b":" + status, {}):
-            add(member.partition(b":")[2], "pool")
+            yield member.partition(b":")[2], "pool"
     freed = ledger(image, b"freed")
     for step, lines in batches(image).items():
         if step > freed:
-            for line in lines[1:]:
-                add(line.split(b" ")[0], "taken")
-    for gid in plain(image, b"dead", {}):
-        add(gid, "dead")
-    for draw in range(cursor):
-        for place in (b"archived", b"filtered", b"dropped"):
-            if bit(image, place, draw):
-                add(b"%s-%010d" % (T, draw), place.decode())
-    return places
+            yield from ((line.split(b" ")[0], "taken") for line in lines[1:])
+    yield from ((gid, "dead") for gid in plain(image, b"dead", {}))
 
 
 def _one_place(image: Image, places: Places) -> None:
@@ -120,12 +123,16 @@ def _one_owner(image: Image) -> None:
             for gid, token in fields.items()
         )
         digest = int(plain(image, b"holds:" + worker, {})[b"digest"])
-        assert digest == marks, f"I2: the digest of {worker!r} is {digest}, that of its groups {marks}"
+        assert digest == marks, (
+            f"I2: the digest of {worker!r} is {digest}, that of its groups {marks}"
+        )
         assert not fields or worker in leases, f"I2: {worker!r} holds groups without a deadline"
         for gid, token in fields.items():
             known = record(image, gid)
             owner = (known.get(b"owner"), known.get(b"token"))
-            assert owner == (worker, token), f"I2: {gid!r} is held by {worker!r}, its record has {owner}"
+            assert owner == (worker, token), (
+                f"I2: {gid!r} is held by {worker!r}, its record has {owner}"
+            )
     for worker in leases:
         assert worker in held(image), f"I2: a deadline for {worker!r}, which holds nothing"
 
@@ -137,18 +144,28 @@ def _records(image: Image, places: Places, limits: RunLimits) -> None:
         gid = key.removeprefix(P + b"group:")
         known = record(image, gid)
         (place,) = places.get(gid, ["nowhere"])
-        assert known[b"stage"].decode() == place, f"I1: {gid!r} is {place}, its record {known[b'stage']!r}"
-        assert 0 <= int(known[b"tries"]) <= limits.max_tries, f"I11: {gid!r}: {known[b'tries']!r} tries"
+        assert known[b"stage"].decode() == place, (
+            f"I1: {gid!r} is {place}, its record {known[b'stage']!r}"
+        )
+        assert 0 <= int(known[b"tries"]) <= limits.max_tries, (
+            f"I11: {gid!r}: {known[b'tries']!r} tries"
+        )
         payload = P + b"payload:" + gid + b":" + known[b"payload"]
-        assert payload in image, f"I12: {gid!r} is {place}, the bytes of {known[b'payload']!r} are gone"
+        assert payload in image, (
+            f"I12: {gid!r} is {place}, the bytes of {known[b'payload']!r} are gone"
+        )
         listed = b"%s %s %s" % (gid, known[b"payload"], known[b"chunks"])
-        assert listed not in plain(image, b"garbage", frozenset()), f"I12: {listed!r} is listed as garbage"
+        assert listed not in plain(image, b"garbage", frozenset()), (
+            f"I12: {listed!r} is listed as garbage"
+        )
         assert image[payload][2] is None, f"I12: the bytes of {gid!r} will expire"
         if place == "pool":
             _in_its_pool(image, gid, known)
         if place == "waiting":
-            entries = [e for lane in (b"eval", b"resume", b"fresh") for e, g in stream(image, lane) if g == gid]
-            assert entries == [known[b"entry"]], f"I1: {gid!r} waits as {entries}, its record has {known[b'entry']!r}"
+            entries = [e for lane in LANES for e, other in stream(image, lane) if other == gid]
+            assert entries == [known[b"entry"]], (
+                f"I1: {gid!r} waits as {entries}, its record has {known[b'entry']!r}"
+            )
 
 
 def _in_its_pool(image: Image, gid: bytes, known: dict[bytes, bytes]) -> None:
@@ -177,8 +194,12 @@ def _bytes(image: Image, places: Places) -> None:
         if place not in ("archived", "filtered", "dropped"):
             known = record(image, gid)
             # the prompt, and the newest result
-            stored += int(known[b"prompt"]) + (int(known[b"size"]) if known[b"payload"] != b"init" else 0)
-    assert count == stored + _archived_bytes(image), f"I12: {count} bytes are counted, {stored} are there"
+            stored += int(known[b"prompt"]) + (
+                int(known[b"size"]) if known[b"payload"] != b"init" else 0
+            )
+    assert count == stored + _archived_bytes(image), (
+        f"I12: {count} bytes are counted, {stored} are there"
+    )
 
 
 def _archived_bytes(image: Image) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -125,19 +126,20 @@ class World:
         for number, process in enumerate(state.processes):
             yield from self._moves_of(state, number, process)
             if state.budget.deaths and process.name not in ("janitor", "operator"):
-                yield Move(f"{process.name} dies", lambda n=number: self.replace_process(spend(state, "deaths"), n))
+                dead = spend(state, "deaths")
+                yield Move(f"{process.name} dies", partial(self.replace_process, dead, number))
         for number, pending in enumerate(state.late):
-            yield Move(f"late {pending.name}", lambda n=number: self._arrive(state, n))
+            yield Move(f"late {pending.name}", partial(self._arrive, state, number))
         for name, leases in _CLOCK_S.items():
             if getattr(state.budget, name):
-                yield Move(name, lambda n=name, x=leases: self.advance_clock(spend(state, n), x))
+                yield Move(name, partial(self.advance_clock, spend(state, name), leases))
 
     def _moves_of(self, state: State, number: int, process: Process) -> Iterator[Move]:
         for slot, pending in enumerate(process.under_way):
             if pending is not None:
                 yield from self._steps(state, number, slot, pending)
-        serial, named = self.new_name(state)
-        for start in process.starts(lambda: serial):
+        name, named = self.new_name(state)
+        for start in process.starts(lambda: name):
             if not start.costs or getattr(state.budget, start.costs):
                 paid = spend(named, start.costs) if start.costs else named
                 yield from self._begin(paid, number, start)
@@ -146,24 +148,21 @@ class World:
         begun = under_way(state, number, start.slot, start.pending)
         if start.slot:
             # what a heartbeat reports may be old when it arrives
-            yield Move(f"{state.processes[number].name} starts {start.pending.name}", lambda: begun)
+            label = f"{state.processes[number].name} starts {start.pending.name}"
+            yield Move(label, partial(replace, begun))
         else:
             yield from self._steps(begun, number, start.slot, start.pending)
 
     def _steps(self, state: State, number: int, slot: int, pending: Pending) -> Iterator[Move]:
         label = f"{state.processes[number].name}: {pending.name} {_brief(pending)}"
-        step = lambda lost, late: self._step(state, number, slot, pending, lost, late)  # noqa: E731
-        yield Move(label, lambda: step(False, False))
+        step = partial(self.step, state, number, slot, pending)
+        yield Move(label, step)
         if state.budget.lost_replies:
-            yield Move(f"{label}, reply lost", lambda: step(True, False))
+            yield Move(f"{label}, reply lost", partial(step, is_lost=True))
         if state.budget.late_calls:
-            yield Move(f"{label}, and again later", lambda: step(False, True))
+            yield Move(f"{label}, and again later", partial(step, is_late=True))
 
     # -- what happens --------------------------------------------------------
-
-    def step(self, state: State, number: int, slot: int, pending: Pending) -> State | None:
-        """Carry out the next call of an operation; its reply arrives."""
-        return self._step(state, number, slot, pending, False, False)
 
     def replace_process(self, state: State, number: int) -> State:
         """Let a new process take the name of one."""
@@ -173,15 +172,25 @@ class World:
     def advance_clock(self, state: State, leases: float) -> State:
         return replace(state, now_s=state.now_s + leases * LEASE_MS / 1000)
 
-    def _step(
-        self, state: State, number: int, slot: int, pending: Pending, lost: bool, late: bool
+    def step(
+        self,
+        state: State,
+        number: int,
+        slot: int,
+        pending: Pending,
+        is_lost: bool = False,
+        is_late: bool = False,
     ) -> State | None:
+        """Carry out the next call of an operation.
+
+        `is_lost`: its reply does not arrive; None if the call changed nothing, which is the same as
+        a call that was lost before it arrived. `is_late`: it arrives once more later.
+        """
         image, came, over = self._call(state, pending)
         after = replace(state, image=image)
-        if lost:
-            # nothing was changed: the same as a call that was lost before it arrived
+        if is_lost:
             return None if image.numbers == state.image.numbers else spend(after, "lost_replies")
-        if late:
+        if is_late:
             after = replace(spend(after, "late_calls"), late=(*after.late, pending))
         if over is not None:
             return self._ended(after, number, slot, pending, over)
@@ -240,7 +249,9 @@ class World:
         assert not changed or what in SLICED, f"I13: {what}, repeated, changed {changed}"
         if what in ("claim", "take_batch", "enqueue"):
             assert again == reply, f"I13: {what} replied {reply}, then {again}"
-        assert _code(again) == _code(reply) or what == "deregister", f"I13: {what}: {reply}, {again}"
+        assert _code(again) == _code(reply) or what == "deregister", (
+            f"I13: {what}: {reply}, {again}"
+        )
         return reply
 
     def new_name(self, state: State) -> tuple[str, State]:
@@ -266,7 +277,11 @@ def under_way(state: State, number: int, slot: int, pending: Pending) -> State:
 
 def _changed(before: Image, after: Image) -> dict[bytes, Any]:
     keys = before.keys() | after.keys()
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) is not after.get(key)}
+    return {
+        key: (before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) is not after.get(key)
+    }
 
 
 def _code(reply: Any) -> str:
