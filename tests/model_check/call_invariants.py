@@ -8,6 +8,17 @@ from typing import Any
 from tests.model_check.server_image import Image
 from tests.model_check.state_invariants import T, batches, held, ledger, plain, record
 
+ROLE_OF = {
+    "enqueue": b"producer",
+    "pass_over": b"producer",
+    "reissue": b"producer",
+    "take_batch": b"trainer",
+    "rescore": b"trainer",
+    "publish_weights": b"trainer",
+    "commit": b"trainer",
+}
+"""Scripts for the holder of a role, whose nonce is the first argument of the operation."""
+
 MAY_CHANGE_BATCHES = {"take_batch", "quarantine", "refill", "commit", "forget"}
 STALE = 2
 
@@ -19,6 +30,15 @@ def check_call(what: str, before: Image, after: Image, reply: Any) -> None:
     rule = RULES.get(what)
     if rule is not None and reply:
         rule(before, after, reply)
+
+
+def check_role(what: str, nonce: str, before: Image, after: Image) -> None:
+    """I7: a script that a process calls after another one took its role changes nothing."""
+    role = ROLE_OF.get(what)
+    if role is None or plain(before, b"control", {}).get(role) == nonce.encode():
+        return
+    changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    assert not changed, f"I7: {what} of a process that was replaced changed {changed}"
 
 
 def _batches_are_records(what: str, before: Image, after: Image) -> None:

@@ -16,7 +16,7 @@ from buffer.run import Run
 from buffer.store import in_memory
 from buffer.store.scripts import Script
 from tests.model_check import operations
-from tests.model_check.call_invariants import check_call
+from tests.model_check.call_invariants import check_call, check_role
 from tests.model_check.canonical import LEASE_MS, Keys
 from tests.model_check.operations import TASK, Called, Finished, Pending, SteppedStore
 from tests.model_check.processes import FIRST, Process, Start
@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     deaths: int = 0
     lost_replies: int = 0
     late_calls: int = 0
-    """calls that arrive a second time, at any later point, or after the death of their sender"""
+    """calls that arrive at any later point: a second time, or after the death of their sender"""
     ticks: int = 0
     """the clock advances by 0.45 leases, which is no outage"""
     jumps: int = 0
@@ -161,6 +161,13 @@ class World:
             yield Move(f"{label}, reply lost", partial(step, is_lost=True))
         if state.budget.late_calls:
             yield Move(f"{label}, and again later", partial(step, is_late=True))
+        if state.budget.late_calls and state.budget.deaths:
+            paid = spend(spend(state, "late_calls"), "deaths")
+            sent = replace(paid, late=(*state.late, pending))
+            yield Move(
+                f"{label} is on its way as its sender dies",
+                partial(self.replace_process, sent, number),
+            )
 
     # -- what happens --------------------------------------------------------
 
@@ -211,6 +218,8 @@ class World:
             self.images.put_back(state.image)
             came = operations.advance(self.run, self.store, pending)
             image = self.images.take()
+            if isinstance(came, Called) and pending.args:
+                check_role(came.what, str(pending.args[0]), state.image, image)
             check_state(image, self.limits)
             over = came if isinstance(came, Finished) else self._over(pending, came)
             self._known[name] = (image, came, over)
