@@ -77,10 +77,16 @@ ROWS = (
         "numpy calls on small arrays",
     ),
     Row(
-        "table to packed micro-batches / take",
+        "groups to a plan of micro-batches / take",
         "pack",
-        _both("pack", "table to micro-batches / take"),
-        "copies of the columns",
+        _both("pack", "plan of micro-batches / take"),
+        "counting trained tokens; a list entry per rollout",
+    ),
+    Row(
+        "groups to all micro-batches, one after another / take",
+        "pack",
+        _both("pack", "all micro-batches / take"),
+        "48 bytes per token: torch indexes with int64",
     ),
     Row(
         "take of 512 groups: server time",

@@ -3,6 +3,7 @@
     RolloutMQError                      1  base of all errors
     ├── ConfigError                     2  a config file, a flag or a data set is wrong
     │   ├── DatasetError                2  a line of a data set cannot be used
+    │   ├── HubError                    2  a model or data set of the Hub cannot be downloaded
     │   └── QueryError                  2  a query about groups is not valid
     ├── StoreError                      3  the Redis server refuses, or cannot be used
     │   ├── StoreUnavailable            3  no answer in time; the operation may be repeated
@@ -28,6 +29,7 @@
     │   └── NoBatch                     1  no group of the step is ready or running
     ├── StepFailed                      1  a rank of the trainer cannot read its share of a batch
     ├── RankLost                        7  another rank of the trainer ended; its log has the reason
+    ├── PublicationFailed               1  new weights could not be published beside a step
     ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  bytes of another schema version
@@ -44,6 +46,8 @@ ready" and "paused" are results, not errors.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class RolloutMQError(Exception):
@@ -71,8 +75,25 @@ class ConfigError(RolloutMQError):
     exit_code = 2
 
 
+_NEXT = "\n  "
+
+
+def raise_together(errors: Sequence[RolloutMQError]) -> None:
+    """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    # one of them may be several already
+    lines = [line for error in errors for line in str(error).split(_NEXT)[_NEXT in str(error) :]]
+    if distinct := list(dict.fromkeys(lines)):
+        raise ConfigError(_NEXT.join([f"{len(distinct)} problems", *distinct]))
+
+
 class DatasetError(ConfigError):
     """A line of a data set cannot be used: file, line number, reason."""
+
+
+class HubError(ConfigError):
+    """A model or data set of the Hugging Face Hub is not here, and cannot be downloaded."""
 
 
 class QueryError(ConfigError):
@@ -182,6 +203,10 @@ class RankLost(RolloutMQError):
     """Another rank of the trainer ended, so no step can be completed; its log has the reason."""
 
     exit_code = 7
+
+
+class PublicationFailed(RolloutMQError):
+    """Weights could not be published beside a train step; the old ones stay announced."""
 
 
 class PauseTimeout(RolloutMQError):

@@ -179,7 +179,7 @@ class Run:
         return saver.save(folder, attempts, advance)
 
     @classmethod
-    def resume(
+    def restore(
         cls,
         store: Store,
         folder: Path,
@@ -356,8 +356,8 @@ def _require_schema(name: str, meta: dict[str, str]) -> None:
     schema = meta.get("schema")
     if schema == LOADING:
         raise RunNotFound(
-            f"run {name!r} is being resumed from a snapshot, or a resume of it was interrupted",
-            hint="wait until it is done; `rolloutmq resume` deletes what an interrupted one left",
+            f"run {name!r} is being restored from a snapshot, or that was interrupted",
+            hint="wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
         )
     if schema == REMOVING:
         raise RunNotFound(

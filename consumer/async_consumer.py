@@ -64,6 +64,7 @@ class AsyncRolloutConsumer:
     finish = _awaited(RolloutConsumer.finish)
     publish_weights = _awaited(RolloutConsumer.publish_weights)
     evaluate = _awaited(RolloutConsumer.evaluate)
+    report = _awaited(RolloutConsumer.report)
     events = _awaited(RolloutConsumer.events)
 
     def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from buffer.errors import ConfigError, RankLost
@@ -73,13 +74,25 @@ def select_device(name: str, ranks: Ranks) -> str:
 class Ranks:
     """Exchanges small values between the ranks of a gloo `group`; without one, there is one rank.
 
-    All ranks call the same methods in the same order. They raise RankLost if a rank is gone.
+    All ranks call the same methods in the same order, but for `post` and `posted`. They raise
+    RankLost if a rank is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
+        self._store: Any = PrefixStore("rolloutmq", _get_default_store()) if group else None
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a JSON value for other ranks, once for each name. Waits for nobody."""
+        with self._connected():
+            self._store.set(name, orjson.dumps(value).decode())
+
+    def posted(self, name: str) -> Any:
+        """Return the value that a rank has left under `name`; None if none has yet."""
+        with self._connected():
+            return orjson.loads(self._store.get(name)) if self._store.check([name]) else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the ranks."""
@@ -151,9 +164,10 @@ def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
     lower rank.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for position in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], len(shares[r]), r))
+    # ties of loads go to the rank with the fewest
+    least = [(0.0, 0, rank) for rank in range(ranks)]
+    for position in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+        load, count, rank = least[0]
         shares[rank].append(position)
-        loads[rank] += weights[position]
+        heapq.heapreplace(least, (load + weights[position], count + 1, rank))
     return [sorted(share) for share in shares]

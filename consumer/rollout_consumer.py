@@ -320,6 +320,14 @@ class RolloutConsumer:
 
     # -- metrics and events --------------------------------------------------------------
 
+    def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
+        """Report the metrics of train step `step`, or of an evaluation of `task` after it.
+
+        `rolloutmq metrics` and the alerts show them. Names are those of the reference trainer
+        (`buffer.model.trainer_report.REPORTED`); others are left out. Raises Fenced.
+        """
+        self._run.control.report(self.nonce, step, metrics, task=task)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
 

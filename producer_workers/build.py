@@ -27,6 +27,7 @@ from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
@@ -60,14 +61,9 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def model_dir(config: ProducingConfig) -> Path:
-    """Return the model that the run started from; later weights share its tokenizer and shape."""
-    return config.policy.model or config.run.folder / "model"
-
-
 def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
-    tokenizer = load_tokenizer(str(model_dir(config)))
+    tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
     should_continue = {}
     for name in config.tasks:
@@ -75,7 +71,11 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
-        samplers[name] = _make_sampler(config, run, name, tokenizer)
+        seed = config.run.seed
+        section = config.tasks[name]
+        rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
+        images = _image_prompts(config, run, name)
+        samplers[name] = task_sampler(config, name, rows, tokenizer, images)
     weights = load_weight_function(config.plan.curriculum)
     return AgentLoopManager(
         run,
@@ -83,14 +83,19 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=Curriculum(run, weights) if weights else None,
-        origin=origin_of(config, model_dir(config)),
+        origin=origin_of(config, config.model_folder),
     )
 
 
-def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer) -> Sampler:
+def task_sampler(
+    config: ProducingConfig,
+    name: str,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    images: ImagePrompts | None = None,
+) -> Sampler:
+    """Return what makes the prompts of a task from the rows of its data set. Raises ConfigError."""
     task = config.tasks[name]
-    seed = config.run.seed
-    dataset = open_dataset(task.dataset, problems_dir(config, name), task.split, seed=seed)
     tools = [task.agent_loop_options.get(kind, ()) for kind in ("tools", "mcp")]
     return Sampler(
         name,
@@ -98,11 +103,11 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
         _task_tokenizer(tokenizer, task),
         task.sample.to_params(),
         prompt_repeat_k=task.prompt_repeat_k,
-        seed=seed,
+        seed=config.run.seed,
         shuffle=task.shuffle,
         max_prompt_tokens=config.producer.max_prompt_tokens,
         tools=tool_schemas(*tools),
-        images=_image_prompts(config, run, name),
+        images=images,
         system_prompt=task.system_prompt,
     )
 
@@ -123,7 +128,7 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
             "the run has no folder for images", hint="it was started without [run] media"
         )
     kwargs = config.tasks[name].chat_template_kwargs
-    return ImagePrompts(str(model_dir(config)), limits, run.media, kwargs)
+    return ImagePrompts(str(config.model_folder), limits, run.media, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -131,7 +136,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
-    engine = build_engine(section, model_dir(config), FIRST_WEIGHTS)
+    engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
@@ -168,8 +173,8 @@ def make_worker(
     _check_structures(config, names, engine)
     if problem := config.context_problem(context_length(engine), names):
         raise ConfigError(problem)
-    tokenizer = load_tokenizer(str(model_dir(config)))
-    eos_ids = _eos_ids(model_dir(config))
+    tokenizer = load_tokenizer(str(config.model_folder))
+    eos_ids = _eos_ids(config.model_folder)
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)
     judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {

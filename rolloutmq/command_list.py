@@ -16,15 +16,18 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("run", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": ("check", "run", "create", "train", "worker", "producer", "judge", "simulate"),
     "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
-    "Steer": ("pause", "continue", "drain", "set", "fence", "dead", "requeue", "drop"),
-    "Data": ("save", "resume", "export", "import", "problems", "warm-start", "export-model"),
+    "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
+    "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
     "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
 }
 """Sections of `--help`, with their commands."""
 
 SUMMARIES = {
+    "rolloutmq.check.command": {
+        "check": "Find the mistakes of a config before a GPU is used.",
+    },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
         "create": "Make the run of a config on its server, and start nothing.",
@@ -33,82 +36,89 @@ SUMMARIES = {
         "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
     },
-    "rolloutmq.commands.produce": {
+    "rolloutmq.commands.run.produce": {
         "worker": "Start one rollout worker.",
         "producer": "Start the producer.",
         "judge": "Judge rollouts of tasks whose judging is of kind rq.",
         "problems": "Write generated problems to the run's folder, and check what the "
         "config names.",
     },
-    "rolloutmq.commands.simulate": {
+    "rolloutmq.commands.run.simulate": {
         "simulate": "Simulate a fleet and a trainer with your numbers.",
     },
-    "rolloutmq.commands.status": {
+    "rolloutmq.commands.look.status": {
         "status": "Show the state of a run: groups, weights, workers, staleness.",
     },
     "rolloutmq.top.top": {
         "top": "Watch a run live; q or Ctrl-C quits.",
     },
-    "rolloutmq.commands.runs": {
+    "rolloutmq.commands.look.runs": {
         "runs": "List the runs of a server, with size and age, or delete one.",
     },
-    "rolloutmq.commands.groups": {
+    "rolloutmq.commands.look.groups": {
         "ls": "List the groups of a run that match a query.",
+    },
+    "rolloutmq.commands.steer.groups": {
         "dead": "List dead letters, newest first.",
         "requeue": "Put a dead group, or one of a pool, back into the queue.",
         "drop": "End a group that waits, is in a pool, or is dead.",
     },
-    "rolloutmq.commands.show": {
+    "rolloutmq.commands.look.show": {
         "show": "Show one group: its stage, texts, rewards and versions.",
     },
-    "rolloutmq.commands.batch": {
+    "rolloutmq.commands.look.batch": {
         "batch": "Show the groups of a train step.",
     },
-    "rolloutmq.commands.tail": {
+    "rolloutmq.commands.look.tail": {
         "tail": "Follow the events of a run, until it is finished or Ctrl-C.",
     },
-    "rolloutmq.commands.workers": {
+    "rolloutmq.commands.look.workers": {
         "workers": "List the workers of a run.",
+    },
+    "rolloutmq.commands.steer.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
     },
-    "rolloutmq.commands.web": {
+    "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",
     },
-    "rolloutmq.commands.metrics": {
+    "rolloutmq.commands.look.metrics": {
         "metrics": "Show runs in the format of Prometheus.",
     },
-    "rolloutmq.commands.pause": {
-        "pause": "Pause a run until `rolloutmq continue`.",
-        "continue": "End the operator's pause of a run.",
+    "rolloutmq.commands.steer.pause": {
+        "pause": "Pause a run until `rolloutmq resume`.",
+        "resume": "End the operator's pause of a run.",
         "drain": "Finish the running groups and claim no new ones.",
     },
-    "rolloutmq.commands.settings": {
+    "rolloutmq.commands.steer.settings": {
         "set": "Change settings of a run while it continues.",
     },
-    "rolloutmq.commands.snapshot": {
+    "rolloutmq.commands.data.snapshot": {
         "save": "Save a run to a folder: groups, order, counters, batches.",
-        "resume": "Restore a saved run to a server.",
+        "restore": "Restore a saved run to a server.",
     },
-    "rolloutmq.commands.curate": {
+    "rolloutmq.commands.data.curate": {
         "export": "Write groups to a file, one line per rollout.",
         "import": "Put completed groups from a file into the pools of a run.",
     },
-    "rolloutmq.commands.server": {
+    "rolloutmq.commands.administration.server": {
         "server": "Start or stop the embedded server of a run.",
         "janitor": "Revoke expired leases, expire old groups, free unused data.",
     },
-    "rolloutmq.commands.doctor": {
+    "rolloutmq.commands.administration.doctor": {
         "doctor": "Check the server, and report what each run waits for.",
     },
-    "rolloutmq.commands.fsck": {
+    "rolloutmq.commands.administration.fsck": {
         "fsck": "Check that nothing is lost and nothing was trained twice.",
     },
-    "rolloutmq.commands.scripts": {
+    "rolloutmq.commands.administration.scripts": {
         "acl": "Print users for the server's ACL file, one per role.",
         "scripts": "List the Lua scripts, one per state change.",
     },
 }
 """The first sentence of each command's help, by module and name."""
+
+ALIASES = {"continue": "resume"}
+"""Former names of commands, which no help lists."""
 
 _MODULES = {name: module for module, listed in SUMMARIES.items() for name in listed}
 
@@ -125,9 +135,10 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and return a command; None if there is none of this name."""
-        if cmd_name not in _MODULES:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in _MODULES:
             return None
-        return commands_of(_MODULES[cmd_name])[cmd_name]
+        return commands_of(_MODULES[name])[name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of `--help`."""

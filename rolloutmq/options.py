@@ -20,6 +20,7 @@ import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
+from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection_errors import describe_connection_error
@@ -58,7 +59,13 @@ RunName = Annotated[
         "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
     ),
 ]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML file of the run, or the name of a preset: demo, qwen3_0.6b_gsm8k, …",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -107,6 +114,11 @@ class Target:
         """Return the path of the trainer's `steps.jsonl`, if it exists."""
         path = self.run_dir / "steps.jsonl" if self.run_dir else None
         return path if path is not None and path.is_file() else None
+
+    @property
+    def samples(self) -> SampleLog | None:
+        """Return the sample log, if the run's folder is known."""
+        return SampleLog(self.run_dir) if self.run_dir else None
 
 
 def _belongs(folder: Path, run: Run) -> bool:

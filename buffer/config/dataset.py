@@ -10,6 +10,7 @@ from pydantic import Field
 
 from buffer.config.section import Count, DottedPath, Section
 from buffer.errors import ConfigError
+from buffer.hub import Repository, is_id, repository
 from buffer.model.byte_size import Bytes
 
 
@@ -36,9 +37,14 @@ class _Dataset(Section):
         return None
 
 
+FieldName = Literal["question", "prompt", "messages", "answer", "ground_truth", "data_source"]
+
+
 class _Records(_Dataset):
     """A data set whose rows are records in a form of the user's."""
 
+    fields: dict[FieldName, str] = Field(default_factory=dict)
+    """names that fields have in these records, for example { question = "problem" }"""
     record: DottedPath | None = None
     """a function of yours as package.module:function that turns one record (a dict) into a problem;
     default: records have the fields of JSONL files
@@ -112,7 +118,7 @@ class ParquetDataset(_Records):
 
 
 class HuggingFaceDataset(_Records):
-    """[tasks.<name>.dataset] kind = "hugging_face": a folder saved by `datasets`.
+    """[tasks.<name>.dataset] kind = "hugging_face": a data set of the Hub, or saved by `datasets`.
 
     Needs `pip install 'rolloutmq[datasets]'`.
     """
@@ -120,9 +126,30 @@ class HuggingFaceDataset(_Records):
     kind: Literal["hugging_face"]
     """the kind of data set"""
     path: Path
-    """the folder that `save_to_disk` wrote"""
+    """id of a data set on the Hub, for example openai/gsm8k, which is downloaded; or a folder
+    that `save_to_disk` wrote
+    """
+    subset: str | None = None
+    """subset of a data set on the Hub that has several, for example main"""
     split: str | None = None
-    """the split to read, for example train, of a folder with several"""
+    """the split to read, for example train, of a data set with several; of one on the Hub also a
+    slice, for example test[:1000]
+    """
+    revision: str | None = None
+    """branch, tag or commit of a data set on the Hub; default: the newest commit of main when the
+    run starts for the first time. The run records the commit, and keeps it
+    """
+
+    def problems(self) -> Iterator[str]:
+        """Yield what a folder does not have."""
+        for key in ("revision", "subset"):
+            if getattr(self, key) and not is_id(self.path):
+                yield f"{key} is for a data set on the Hub: {self.path} is none"
+
+    @property
+    def repository(self) -> Repository | None:
+        """Return the repository of the data set on the Hub; None for a folder."""
+        return repository(self.path, self.revision, "dataset")
 
 
 class PythonDataset(_Records):

@@ -15,7 +15,12 @@ from typing import Any
 import orjson
 
 from buffer.config.config import Config
-from buffer.config.dataset import DatasetSection, PythonDataset, ReasoningGymDataset
+from buffer.config.dataset import (
+    DatasetSection,
+    HuggingFaceDataset,
+    PythonDataset,
+    ReasoningGymDataset,
+)
 from buffer.config.task import TaskSection
 from buffer.model.origin import Origin, TaskOrigin
 
@@ -49,6 +54,7 @@ def origin_of(config: Config, model: Path) -> Origin:
     """Return what a run of this config draws from. `model`: the folder that it starts with."""
     return Origin(
         seed=config.run.seed,
+        source=config.policy.repository and config.policy.repository.pin,
         tokenizer=_files(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
         tasks={name: _task(task) for name, task in config.tasks.items()},
@@ -58,10 +64,17 @@ def origin_of(config: Config, model: Path) -> Origin:
 def _task(task: TaskSection) -> TaskOrigin:
     return TaskOrigin(
         data=_data(task.dataset, task.split),
+        source=_source(task.dataset),
         eval_of=task.eval_of,
         shuffle=task.shuffle,
         prompt_repeat_k=task.prompt_repeat_k,
     )
+
+
+def _source(section: DatasetSection) -> str | None:
+    """Return the commit of a data set on the Hub; None for any other, and where it is unknown."""
+    repository = section.repository if isinstance(section, HuggingFaceDataset) else None
+    return repository and repository.pin
 
 
 def _data(section: DatasetSection, split: str | None) -> str | None:
@@ -71,6 +84,10 @@ def _data(section: DatasetSection, split: str | None) -> str | None:
         return _digest(settings, split)
     if isinstance(section, PythonDataset):
         return _digest(settings)
+    if isinstance(section, HuggingFaceDataset) and section.repository:
+        # the settings contain the commit
+        pin = section.repository.pin
+        return pin and _digest(settings, section.repository.id)
     content = _files(_data_files(section.path))
     return content and _digest(settings, content)
 

@@ -16,12 +16,14 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from buffer.hub import Repository, is_id, repository
 from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.rollouts.staleness import stale_threshold
 from buffer.store.url import SCHEMES, mask_url
+from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
 
 
@@ -129,8 +131,12 @@ class PolicySection(Section):
     """[policy]: the model that is trained, and how old the weights of a rollout may be."""
 
     model: Path | None = None
-    """Hugging Face model folder to start from; default: the run builds a small model
-    ([tiny_model])
+    """model to start from: a Hugging Face folder, or the id of a model on the Hub, for example
+    Qwen/Qwen3-0.6B, which is downloaded; default: the run builds a small model ([tiny_model])
+    """
+    revision: str | None = None
+    """branch, tag or commit of a model on the Hub; default: the newest commit of main when the run
+    starts for the first time. The run records the commit, and keeps it
     """
     weights_dir: Path | None = None
     """folder with a subfolder per run through which weights are shared; default: `weights` in the
@@ -144,6 +150,11 @@ class PolicySection(Section):
     weights_host: str | None = None
     """for gloo and nccl: the address at which workers reach the trainer, on any port; default: the
     address from which the trainer reaches the Redis server
+    """
+    weights_checksum: Algorithm = "xxh3"
+    """what every byte of published weights is checked with. xxh3: faster than memory is copied;
+    finds all accidents. blake2b: also finds files that somebody altered on purpose, where strangers
+    can write to the folder; under 1 GB/s for each core
     """
     sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
@@ -182,6 +193,16 @@ class PolicySection(Section):
                 f"expected at most max_staleness = {groups}: a group expires with its oldest token"
             )
         return tokens
+
+    def problems(self) -> Iterator[str]:
+        """Yield that a folder has no revision."""
+        if self.revision and (self.model is None or not is_id(self.model)):
+            yield f"revision = {self.revision} is for a model on the Hub: {self.model} is none"
+
+    @property
+    def repository(self) -> Repository | None:
+        """Return the repository of the model on the Hub; None for a folder."""
+        return repository(self.model, self.revision, "model")
 
     @property
     def stale_threshold(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -41,6 +41,13 @@ class Section(BaseModel):
     def problems(self) -> Iterator[str]:
         """Yield what the keys of this section demand of each other and do not get."""
         yield from ()
+
+    def public(self) -> dict[str, Any]:
+        """Return the values as JSON, without those that may be secret: they are in no repr."""
+        secret = {name for name, field in type(self).model_fields.items() if not field.repr}
+        values = self.model_dump(mode="json", exclude=secret)
+        parts = {name: getattr(self, name) for name in values}
+        return values | {n: part.public() for n, part in parts.items() if isinstance(part, Section)}
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:

@@ -57,7 +57,9 @@ class TrainerSection(Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """destinations of metrics beside steps.jsonl: tensorboard (needs tensorboardX), wandb"""
+    """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
+    (`pip install 'rolloutmq[tensorboard]'`), wandb (`pip install 'rolloutmq[wandb]'`)
+    """
 
     @property
     def is_gae(self) -> bool:

@@ -68,8 +68,13 @@ def continue_run(
 
 def check_origin(store: Store, keys: Keys, origin: Origin) -> None:
     """Raise ConfigError if the run does not draw from what a process with `origin` would use."""
-    known = Origin.from_meta(_read(store, keys.meta))
+    known = read_origin(store, keys)
     _refuse(keys.run, [*known.contradictions(origin)] if known else [])
+
+
+def read_origin(store: Store, keys: Keys) -> Origin | None:
+    """Return what the run draws from; None where it has no record of that."""
+    return Origin.from_meta(_read(store, keys.meta))
 
 
 def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +22,7 @@ from buffer.control.work import Work
 from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
+from buffer.model.trainer_report import ReportedStep
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.replies import opened, unfenced
@@ -159,6 +160,19 @@ class RunControl:
         )
         _, *state = unfenced(reply, "trainer")
         return ControlState.parse(state)
+
+    def report(
+        self, nonce: str, step: int, metrics: Mapping[str, float], *, task: str = ""
+    ) -> None:
+        """Show the metrics of a train step, or of an evaluation of `task`, to all who watch.
+
+        Metrics that are not in `REPORTED` are left out. Raises Fenced.
+        """
+        entry = ReportedStep.of(step, metrics).encode()
+        reply = self._store.call(
+            "report", self._keys.slots(), {"nonce": nonce, "task": task, "entry": entry}
+        )
+        unfenced(reply, "trainer")
 
     def open_producer(
         self, nonce: str, *, run_nonce: str = "", take_over: bool = False

@@ -5,7 +5,7 @@ waits for it knows why:
 
     enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
     broken   prompts can no longer be drawn: the task is stopped until
-             `rolloutmq continue --task TASK`
+             `rolloutmq resume --task TASK`
 
     failing  every try fails: the scripts count that themselves, and stop the task likewise
 
@@ -42,7 +42,7 @@ class TaskStop:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the task is stopped until `rolloutmq continue --task TASK`."""
+        """Return whether the task is stopped until `rolloutmq resume --task TASK`."""
         return self.kind in ("broken", "failing")
 
     def is_enough_for(self, step: int) -> bool:

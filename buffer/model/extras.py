@@ -10,6 +10,7 @@ EXTRAS = {
     "bitsandbytes": "bitsandbytes",
     "datasets": "datasets",
     "fakeredis": "testing",
+    "huggingface_hub": "hub",
     "lupa": "testing",
     "math_verify": "math",
     "matplotlib": "train",

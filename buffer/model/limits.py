@@ -71,7 +71,7 @@ class TaskSettings(BaseModel):
     """largest number of groups that wait or run; default: as many as the strategy needs"""
     max_consecutive_failures: int | None = Field(None, ge=0, le=100_000)
     """consecutive failed tries after which the task is stopped, with its reason, until `rolloutmq
-    continue --task TASK`. The failures of one worker alone count for its share of the live workers.
+    resume --task TASK`. The failures of one worker alone count for its share of the live workers.
     0: no limit; default: three times the groups of the task in a batch, and once while no try has
     succeeded, but at least 8
     """

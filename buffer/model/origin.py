@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from buffer.hub import commits
+
 FIELD = "origin"
 """The field of the run's `meta` that holds the record as JSON."""
 
@@ -22,6 +24,8 @@ class TaskOrigin(BaseModel):
 
     data: str | None = None
     """fingerprint of the data set; None if no process has seen it"""
+    source: str | None = None
+    """data set on the Hub, as NAME@COMMIT"""
     eval_of: str | None = None
     shuffle: bool = True
     prompt_repeat_k: int = 1
@@ -33,6 +37,8 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     seed: int = 0
+    source: str | None = None
+    """model on the Hub, as NAME@COMMIT"""
     tokenizer: str | None = None
     """fingerprint of the tokenizer and its chat template"""
     architecture: str | None = None
@@ -48,10 +54,18 @@ class Origin(BaseModel):
         except (KeyError, ValidationError):
             return None
 
+    @property
+    def commits(self) -> dict[str, str]:
+        """Return the commit of every repository of the Hub, by name."""
+        sources = [self.source, *(task.source for task in self.tasks.values())]
+        return commits([source for source in sources if source])
+
     def contradictions(self, other: Origin) -> Iterator[str]:
         """Yield why a process with `other` would break the guarantees of a run with this record."""
         if other.seed != self.seed:
             yield f"[run] seed is {other.seed}, the run was made with {self.seed}"
+        if _differ(self.source, other.source):
+            yield _other_source("[policy] model", self.source, other.source)
         if _differ(self.tokenizer, other.tokenizer):
             yield "[policy] model has another tokenizer or chat template"
         if _differ(self.architecture, other.architecture):
@@ -84,10 +98,15 @@ class Origin(BaseModel):
         for name, task in other.tasks.items():
             known = self.tasks.get(name, task)
             size = task.prompt_repeat_k if draws else known.prompt_repeat_k
-            data = task.data if known.data is None else known.data
-            tasks[name] = task.model_copy(update={"data": data, "prompt_repeat_k": size})
+            update = {
+                "data": task.data if known.data is None else known.data,
+                "source": known.source or task.source,
+                "prompt_repeat_k": size,
+            }
+            tasks[name] = task.model_copy(update=update)
         return Origin(
             seed=self.seed,
+            source=self.source or other.source,
             tokenizer=self.tokenizer or other.tokenizer,
             architecture=self.architecture or other.architecture,
             tasks=tasks,
@@ -103,12 +122,18 @@ class Origin(BaseModel):
 
 
 def _task_contradictions(name: str, before: TaskOrigin, after: TaskOrigin) -> Iterator[str]:
-    if _differ(before.data, after.data):
+    if _differ(before.source, after.source):
+        yield _other_source(f"[tasks.{name}.dataset]", before.source, after.source)
+    elif _differ(before.data, after.data):
         yield f"[tasks.{name}.dataset] is not the data set that the run draws from"
     if before.shuffle != after.shuffle:
         yield f"[tasks.{name}] shuffle is {str(after.shuffle).lower()}: prompts get another order"
     if before.eval_of != after.eval_of:
         yield f"[tasks.{name}] eval_of is {after.eval_of!r}, it was {before.eval_of!r}"
+
+
+def _other_source(section: str, before: str | None, after: str | None) -> str:
+    return f"{section} is {after}, the run was made with {before}: set revision to that commit"
 
 
 def _differ(before: str | None, after: str | None) -> bool:

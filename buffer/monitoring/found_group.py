@@ -9,9 +9,9 @@ from buffer.errors import AccountError, ConfigError
 from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.monitoring.json_views import group_json
+from buffer.monitoring.sample_log import Sample, SampleLog
 from buffer.monitoring.tracing import trace_id
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
 
 _WHY_GONE = {
@@ -32,6 +32,8 @@ class FoundGroup:
     record: dict[str, str]
     letter: Any = None
     group: RolloutGroup | None = None
+    sample: Sample | None = None
+    """of a group that has ended, its line of the sample log"""
 
     @property
     def gone(self) -> str:
@@ -62,8 +64,11 @@ class FoundGroup:
             case stage:
                 return str(stage)
 
-    def document(self, states: list[RolloutState], *, tokens: bool) -> dict[str, Any]:
-        """Return the group as JSON, with these of its rollouts."""
+    def document(self, *, tokens: bool) -> dict[str, Any]:
+        """Return the group as JSON; `members` is empty where its payload is freed and not logged.
+
+        `tokens` adds ids, logprobs and masks.
+        """
         document = {
             "gid": self.gid,
             "places": self.places,
@@ -72,9 +77,13 @@ class FoundGroup:
             "trace_id": self.trace,
             "gone": self.gone,
             "may": self.may,
+            "sampled": None,
             "members": [],
         }
-        return document | (group_json(self.group, states, tokens) if self.group else {})
+        if self.sample:
+            logged = {"step": self.sample["step"], "why": self.sample["why"]}
+            return document | self.sample | {"sampled": logged}
+        return document | (group_json(self.group, tokens) if self.group else {})
 
 
 def locate(run: Run, gid: str) -> FoundGroup:
@@ -96,11 +105,11 @@ def locate(run: Run, gid: str) -> FoundGroup:
     return FoundGroup(gid, trace, places, record, run.dead_letters.reason(gid))
 
 
-def find_group(run: Run, gid: str) -> FoundGroup:
-    """Return a group with its payload; raises what `locate` raises."""
+def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
+    """Return a group with its payload, or with its sample if it is freed; raises as `locate`."""
     found = locate(run, gid)
     if not found.record:
-        return found
+        return replace(found, sample=samples.find(gid) if samples else None)
     return replace(found, group=run.buffer.read(_payload(gid, found.record)))
 
 

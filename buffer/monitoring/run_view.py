@@ -16,6 +16,7 @@ from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from buffer.model.ids import LANES
+from buffer.model.trainer_report import TrainerReport
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 
@@ -48,7 +49,7 @@ class TaskView:
 
     @property
     def stop_reason(self) -> str:
-        """Why it starts nothing until `rolloutmq continue --task TASK`; "" while it runs."""
+        """Why it starts nothing until `rolloutmq resume --task TASK`; "" while it runs."""
         is_broken = self.progress.get("halt") == "broken"
         reason = self.progress.get("halt_reason", "") if is_broken else ""
         return self.progress.get("stopped", "") or reason
@@ -83,6 +84,13 @@ class TaskView:
         """Most groups that may be between the cursor and the trainer."""
         return max(0, self.account.target - self.account.consumed)
 
+    @property
+    def failures_by_cause(self) -> dict[str, int]:
+        """Failed tries by the type of their error; after eight types, "other"."""
+        counts = self.progress.items()
+        mark = "failed:"
+        return {name.removeprefix(mark): int(n) for name, n in counts if name.startswith(mark)}
+
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
@@ -114,6 +122,7 @@ class Snapshot:
     workers: tuple[WorkerRecord, ...]
     trainer: RoleHolder
     producer: RoleHolder
+    report: TrainerReport
     events: tuple[Event, ...]
     lease_ms: int
     last_step: int
@@ -231,6 +240,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         workers=tuple(run.fleet.workers()),
         trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
+        report=TrainerReport.parse(_text(replies["report"])),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
         last_step=run.limits.steps,
@@ -255,6 +265,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("time", "TIME")
         ask("meta", "HGETALL", keys.meta)
         ask("control", "HGETALL", keys.control)
+        ask("report", "HGETALL", keys.report)
         ask("ledger", "HMGET", keys.ledger("train"), "taken", "committed", "freed")
         ask("overdue", "ZCOUNT", keys.leases, "-inf", seconds * 1000 + micros // 1000)
         ask("dead", "ZCARD", keys.dead)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,16 @@ from buffer.rollouts.group import RolloutGroup
 
 Ints = NDArray[np.int64]
 
+COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class BatchTable:
     """The S rollouts of some groups, with P prompt tokens and R response tokens in total.
 
     Rollout n has the prompt tokens from `prompt_starts[n]` on, and the response tokens from
-    `starts[n]` on. Rollouts of a group share their prompt.
+    `starts[n]` on. Rollouts of a group share their prompt. Columns of tokens are joined at their
+    first use, so the groups must not change until then; `columns` returns them where they lie.
 
     Usage:
 
@@ -35,25 +40,16 @@ class BatchTable:
     groups: Sequence[RolloutGroup]
     group: Ints
     """int64[S]: position in `groups`"""
-    prompt_ids: NDArray[np.int32]
-    """int32[P]"""
     prompt_starts: Ints
     """int64[S]"""
     prompt_lengths: Ints
     """int64[S]"""
-    response_ids: NDArray[np.int32]
-    """int32[R]"""
-    logprobs: NDArray[np.float32]
-    """float32[R]"""
-    mask: NDArray[np.uint8]
-    """uint8[R]: 1 where a token is trained"""
     starts: Ints
     """int64[S]"""
     lengths: Ints
     """int64[S]"""
-    optional: dict[str, NDArray[np.float32]]
-    """float32[R] each: the columns of `RolloutGroup.optional_columns` that any group has; nan for
-    the tokens of a rollout without"""
+    group_starts: Ints
+    """int64[S]: the first response token in the columns of the rollout's own group"""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> BatchTable:
@@ -61,23 +57,21 @@ class BatchTable:
 
         Raises WireError where the columns of a group disagree.
         """
-        for group in groups:
-            _check_lengths(group)
         rollouts = np.array([len(group) for group in groups], np.int64)
         prompt_lengths = np.array([len(group.prompt_ids) for group in groups], np.int64)
         lengths = _joined([group.lengths for group in groups], np.int64)
+        group = np.repeat(np.arange(len(groups)), rollouts)
+        tokens = np.bincount(group, lengths, len(groups)).astype(np.int64)
+        _check_lengths(groups, tokens)
+        starts = _starts(lengths)
         return cls(
             groups=groups,
-            group=np.repeat(np.arange(len(groups)), rollouts),
-            prompt_ids=_joined([group.prompt_ids for group in groups], np.int32),
-            prompt_starts=np.repeat(_starts(prompt_lengths), rollouts),
-            prompt_lengths=np.repeat(prompt_lengths, rollouts),
-            response_ids=_joined([group.response_ids for group in groups], np.int32),
-            logprobs=_joined([group.logprobs for group in groups], np.float32),
-            mask=_joined([group.mask for group in groups], np.uint8),
-            starts=_starts(lengths),
+            group=group,
+            prompt_starts=_starts(prompt_lengths)[group],
+            prompt_lengths=prompt_lengths[group],
+            starts=starts,
             lengths=lengths,
-            optional=_optional(groups),
+            group_starts=starts - _starts(tokens)[group],
         )
 
     def __len__(self) -> int:
@@ -88,17 +82,66 @@ class BatchTable:
         """Return the number of tokens of prompt and response of each rollout, int64[S]."""
         return self.prompt_lengths + self.lengths
 
-    @property
+    @cached_property
     def trained(self) -> Ints:
         """Return the number of trained tokens of each rollout, int64[S]."""
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.mask, dtype=np.int64)])
-        counts: Ints = before[self.starts + self.lengths] - before[self.starts]
-        return counts
+        return np.array([count for group in self.groups for count in _trained(group)], np.int64)
 
     @property
     def scores(self) -> NDArray[np.float32]:
         """Return `reward["score"]` of each rollout, float32[S]; nan without one."""
         return _joined([group.scores for group in self.groups], np.float32)
+
+    # -- columns of tokens -----------------------------------------------------------------------
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of all prompts, int32[P]."""
+        return _joined(self.columns("prompt_ids"), np.int32)
+
+    @cached_property
+    def response_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of all responses, int32[R]."""
+        return _joined(self.columns("response_ids"), np.int32)
+
+    @cached_property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Return the log-probabilities of all response tokens, float32[R]."""
+        return _joined(self.columns("logprobs"), np.float32)
+
+    @cached_property
+    def mask(self) -> NDArray[np.uint8]:
+        """Return 1 where a token is trained, uint8[R]."""
+        return _joined(self.columns("mask"), np.uint8)
+
+    @cached_property
+    def optional(self) -> dict[str, NDArray[np.float32]]:
+        """Return the columns of `RolloutGroup.optional_columns` that any group has, by name.
+
+        float32[R] each; nan for the tokens of a rollout without.
+        """
+        return {name: _joined(self.columns(name), np.float32) for name in self.optional_names()}
+
+    def optional_names(self) -> list[str]:
+        """Return the names of the optional columns that any group has, sorted."""
+        return sorted({name for group in self.groups for name in group.optional_columns()})
+
+    def columns(self, name: str) -> list[NDArray[Any]]:
+        """Return a column of each group, where it lies: one of `COLUMNS`, or an optional one."""
+        if name in COLUMNS:
+            return [getattr(group, name) for group in self.groups]
+        given = [group.optional_columns().get(name) for group in self.groups]
+        return [
+            np.full(len(group.response_ids), np.nan, "<f4") if column is None else column
+            for group, column in zip(self.groups, given, strict=True)
+        ]
+
+    def parts(self, columns: Sequence[NDArray[Any]], chosen: Ints) -> list[NDArray[Any]]:
+        """Return the part of each chosen rollout in a column of response tokens of its group."""
+        starts = self.group_starts[chosen]
+        ends = starts + self.lengths[chosen]
+        places = zip(self.group[chosen].tolist(), starts.tolist(), ends.tolist(), strict=True)
+        return [columns[group][start:end] for group, start, end in places]
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
@@ -108,26 +151,30 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     return found
 
 
-def _optional(groups: Sequence[RolloutGroup]) -> dict[str, NDArray[np.float32]]:
-    given = [group.optional_columns() for group in groups]
-    return {
-        name: _joined(
-            [
-                columns[name] if name in columns else np.full(len(group.response_ids), np.nan)
-                for group, columns in zip(groups, given, strict=True)
-            ],
-            np.float32,
-        )
-        for name in sorted({name for columns in given for name in columns})
-    }
+def _trained(group: RolloutGroup) -> list[int]:
+    lengths: list[int] = group.lengths.tolist()
+    column = group.column("mask")
+    if column is None:
+        return lengths
+    # numpy counts booleans many times faster than it adds bytes
+    mask = column.astype(np.bool_)
+    ends = accumulate(lengths)
+    return [
+        int(np.count_nonzero(mask[end - length : end]))
+        for end, length in zip(ends, lengths, strict=True)
+    ]
 
 
-def _check_lengths(group: RolloutGroup) -> None:
-    tokens = int(group.lengths.sum())
-    found = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
-    wrong = {name: size for name, size in found.items() if size != tokens}
-    if wrong:
-        raise WireError(f"group {group.gid}: lengths add up to {tokens} tokens, but {wrong}")
+def _check_lengths(groups: Sequence[RolloutGroup], tokens: Ints) -> None:
+    for name in COLUMNS[1:]:
+        found = np.array([len(getattr(group, name)) for group in groups], np.int64)
+        wrong = np.flatnonzero(found != tokens)
+        if len(wrong):
+            n = int(wrong[0])
+            raise WireError(
+                f"group {groups[n].gid}: lengths add up to {tokens[n]} tokens, but {name} has "
+                f"{found[n]}"
+            )
 
 
 def _starts(lengths: Ints) -> Ints:

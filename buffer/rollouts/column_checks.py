@@ -1,15 +1,13 @@
 """Checks the columns of groups against each other, before anything uses them.
 
-Long columns are checked where they lie; short ones of many groups are joined first, because numpy
-takes as long for eight values as for a thousand.
+Numpy takes as long for eight values as for a thousand: what is short is checked in Python.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +17,55 @@ from buffer.rollouts.rollout import expert_rows
 from buffer.rollouts.table import NO_FINISH, STATUSES, Table
 from buffer.rollouts.wire_columns import Columns
 
+BIGGEST = 2**53 - 1
+"""The largest integer that is exact in every language."""
+
 _LARGEST = float(np.finfo("<f4").max)
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
 _OPTIONAL = ("ref_logprobs", "values", "token_rewards")
 _PER_TOKEN = ("response_ids", "logprobs", "mask", *_OPTIONAL)
 
 
-def check_columns(tables: Sequence[Table]) -> None:
-    """Check the columns of some groups. Raises WireError; of one group, it names the value."""
+class Bounds(NamedTuple):
+    """The largest ids of a group, and the range of its logprobs.
+
+    Ids count as unsigned: a negative one is 2^31 or more.
+    """
+
+    prompt_id: int
+    response_id: int
+    lowest_logprob: float
+    highest_logprob: float
+
+
+def bounds_of(columns: Columns) -> Bounds:
+    """Return the bounds of some columns; nan where a logprob is, 0 of no values."""
+    # ufuncs, because the methods of arrays call them through two functions in Python
+    logprobs = columns["logprobs"]
+    return Bounds(
+        int(np.maximum.reduce(columns["prompt_ids"].view("<u4"), initial=0)),
+        int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
+        float(np.minimum.reduce(logprobs, initial=0)),
+        float(np.maximum.reduce(logprobs, initial=0)),
+    )
+
+
+def check_columns(tables: Sequence[Table]) -> list[Bounds]:
+    """Check the columns of some groups, and return their bounds.
+
+    Raises WireError; of one group, it names the value.
+    """
+    found = []
     for table in tables:
         _check_lengths(table)
-        _check_values(table.columns)
+        found.append(_check_values(table.columns))
         _check_finishes(table)
         _check_optional(table)
         _check_teachers(table)
         _check_experts(table)
-    _check_prompts(tables)
+        _check_spans(table)
     _check_rewards(tables)
-    _check_spans(tables)
+    return found
 
 
 def _check_lengths(table: Table) -> None:
@@ -58,21 +87,21 @@ def _check_lengths(table: Table) -> None:
             )
 
 
-def _check_values(columns: Columns) -> None:
+def _check_values(columns: Columns) -> Bounds:
     if min(columns["indices"].tolist()) < 0:
         raise WireError("at columns.indices: a negative value")
-    # ufuncs, because the methods of arrays call them through two functions in Python
-    if np.minimum.reduce(columns["response_ids"], initial=0) < 0:
-        raise WireError("at columns.response_ids: a negative value")
     if max(columns["statuses"].tobytes()) >= len(STATUSES):
         raise WireError(f"at columns.statuses: a value above {len(STATUSES) - 1}")
     for name in ("mask", "has_experts"):
         if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
             raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
-    logprobs = columns["logprobs"]
-    # the sum of squares is finite only if all values are; it overflows for some that are
-    if not math.isfinite(np.dot(logprobs, logprobs)) and not np.isfinite(logprobs).all():
+    bounds = bounds_of(columns)
+    for name, highest in (("prompt_ids", bounds.prompt_id), ("response_ids", bounds.response_id)):
+        if highest >= 2**31:
+            raise WireError(f"at columns.{name}: a negative value")
+    if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
         raise WireError("at columns.logprobs: a value that is NaN or infinite")
+    return bounds
 
 
 def _check_finishes(table: Table) -> None:
@@ -84,11 +113,6 @@ def _check_finishes(table: Table) -> None:
     used = set(finishes.tobytes()) - {NO_FINISH}
     if not used or max(used) >= len(table.finish_reasons):
         raise WireError(f"at columns.finishes: a value without a name in {table.finish_reasons}")
-
-
-def _check_prompts(tables: Sequence[Table]) -> None:
-    if np.minimum.reduce(_joined(tables, "prompt_ids"), initial=0) < 0:
-        raise WireError("at columns.prompt_ids: a negative value")
 
 
 def _check_rewards(tables: Sequence[Table]) -> None:
@@ -112,62 +136,45 @@ def _check_rewards(tables: Sequence[Table]) -> None:
         raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
 
 
-def _check_spans(tables: Sequence[Table]) -> None:
-    for table in tables:
-        if "spans" not in table.columns:
-            if table.lineages:
-                raise WireError("at lineages: there are no spans")
-        else:
-            shape = table.columns["spans"].shape
-            if shape[1] != 5 or not shape[0]:
-                raise WireError(f"at columns.spans: shape {list(shape)}, expected [n, 5]")
-    given = [table for table in tables if "spans" in table.columns]
-    if given:
-        _check_rows(given)
+def _check_spans(table: Table) -> None:
+    spans = table.columns.get("spans")
+    if spans is None:
+        if table.lineages:
+            raise WireError("at lineages: there are no spans")
+        return
+    if spans.shape[1] != 5 or not len(spans):
+        raise WireError(f"at columns.spans: shape {list(spans.shape)}, expected [n, 5]")
+    lengths = table.columns["lengths"].tolist()
+    members = len(lengths)
+    lineages = len(table.lineages)
+    last = 0
+    # a loop: a rollout has one span or a few, and every call of numpy costs as much as five of them
+    for n, (rollout, start, length, version, lineage) in enumerate(spans.tolist()):
+        if not (
+            last <= rollout < members
+            and start >= 0
+            and 0 <= length <= lengths[rollout] - start
+            and 0 <= version <= BIGGEST
+            and 0 <= lineage < lineages
+        ):
+            raise _wrong_span(table, n, last)
+        last = rollout
 
 
-def _check_rows(tables: Sequence[Table]) -> None:
-    """Check the spans of groups that have some."""
-    spans = _joined(tables, "spans")
-    rows = [len(table.columns["spans"]) for table in tables]
-    members = [len(table.responses) for table in tables]
-    lineages = [len(table.lineages) for table in tables]
-    highest = np.maximum.reduce(spans).tolist()
-    if np.minimum.reduce(spans, axis=None) < 0 or max(highest) >= 2**53:
-        raise WireError("at columns.spans: a value below 0 or from 2^53 on")
-    rollout = spans[:, 0]
-    if _reaches(rollout, highest[0], members, rows):
-        raise WireError(f"at columns.spans: a rollout that is none of {members[0]}")
-    if _reaches(spans[:, 4], highest[4], lineages, rows):
-        raise WireError(f"at columns.spans: a lineage that is none of {lineages[0]}")
-    if len(tables) > 1:
-        rollout = rollout + np.repeat([0, *accumulate(members[:-1])], rows)
-    order = rollout.tolist()
-    if sorted(order) != order:
-        raise WireError("at columns.spans: rollouts are not in order")
-    lengths = _joined(tables, "lengths").take(rollout)
-    outside = spans[:, 1] + spans[:, 2] > lengths
-    if outside.any():
-        n = int(outside.argmax())
-        raise WireError(
-            f"at columns.spans.{n}: {spans[n].tolist()} is outside of {int(lengths[n])} tokens"
-        )
-
-
-def _reaches(
-    column: NDArray[np.int64], highest: int, limits: Sequence[int], rows: Sequence[int]
-) -> bool:
-    """Return whether a value of a group is not below the limit of its group.
-
-    `highest`: the largest value of the column. `rows`: of each group.
-    """
-    if len(limits) == 1:
-        return highest >= limits[0]
-    return bool((column >= np.repeat(limits, rows)).any())
-
-
-def _joined(tables: Sequence[Table], name: str) -> NDArray[Any]:
-    return _concatenate([table.columns[name] for table in tables])
+def _wrong_span(table: Table, n: int, last: int) -> WireError:
+    """Return what is wrong with span n; `last`: the rollout of the span before."""
+    span = table.columns["spans"][n].tolist()
+    where = f"at columns.spans.{n}: {span}"
+    lengths = table.columns["lengths"].tolist()
+    if min(span) < 0 or max(span) > BIGGEST:
+        return WireError(f"{where} has a value below 0 or from 2^53 on")
+    if span[0] >= len(lengths):
+        return WireError(f"{where} has a rollout that is none of {len(lengths)}")
+    if span[4] >= len(table.lineages):
+        return WireError(f"{where} has a lineage that is none of {len(table.lineages)}")
+    if span[0] < last:
+        return WireError(f"{where}: rollouts are not in order")
+    return WireError(f"{where} is outside of {lengths[span[0]]} tokens")
 
 
 def _concatenate(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
+from buffer.rollouts.column_checks import Bounds, bounds_of
 from buffer.rollouts.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.rollouts.staleness import last_trained, living_version, token_mask
 from buffer.rollouts.table import (
@@ -79,15 +80,17 @@ class RolloutGroup:
         self.task = task
         self.table = table
         self._states: list[RolloutState] | None = list(states)
+        self._bounds: Bounds | None = None
 
     @classmethod
-    def of_table(cls, gid: str, task: str, table: Table) -> RolloutGroup:
+    def of_table(cls, gid: str, task: str, table: Table, bounds: Bounds) -> RolloutGroup:
         """Return a received group; `buffer.rollouts.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
         group.task = task
         group.table = table
         group._states = None
+        group._bounds = bounds
         return group
 
     def __len__(self) -> int:
@@ -157,6 +160,11 @@ class RolloutGroup:
         ):
             found[f"teacher_logprobs/{teacher}"] = row
         return found
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return the bounds of the columns, which are known of a received group."""
+        return self._bounds or bounds_of(self.table.columns)
 
     @property
     def scores(self) -> NDArray[np.float32]:

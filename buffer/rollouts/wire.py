@@ -123,16 +123,13 @@ def decode_many(payloads: Sequence[bytes | memoryview]) -> list[RolloutGroup]:
 
     Raises what `decode` raises for the first bad one.
     """
-    groups = [_unchecked(data) for data in payloads]
-    if groups:
-        check_tables([group.table for group in groups])
-    return groups
-
-
-def _unchecked(data: bytes | memoryview) -> RolloutGroup:
-    document = read_document(expand(data))
-    table = _table(document, unpack(document.columns, document.data))
-    return RolloutGroup.of_table(document.gid, document.task, table)
+    documents = [read_document(expand(data)) for data in payloads]
+    tables = [_table(document) for document in documents]
+    bounds = check_tables(tables)
+    return [
+        RolloutGroup.of_table(document.gid, document.task, table, own)
+        for document, table, own in zip(documents, tables, bounds, strict=True)
+    ]
 
 
 def read_document(data: bytes | memoryview) -> Document:
@@ -188,7 +185,7 @@ def _document(head: bytes, pieces: list[bytes | memoryview], size: int) -> list[
     return [start, *pieces]
 
 
-def _table(document: Document, columns: Columns) -> Table:
+def _table(document: Document) -> Table:
     own = dict(document.own)
     if len(own) != len(document.own):
         raise WireError("at own: a position twice")
@@ -200,5 +197,5 @@ def _table(document: Document, columns: Columns) -> Table:
         document.lineages,
         document.rewards,
         document.teachers,
-        columns,
+        unpack(document.columns, document.data),
     )

@@ -69,6 +69,25 @@ def check_server(client: redis.Redis) -> list[Finding]:
     return [*_check_usable(info), *_check_durable(info, _read_settings(client)), *_check_room(info)]
 
 
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Bytes that a server uses, and its `maxmemory`; 0: it has no limit."""
+
+    used: int
+    limit: int
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> ServerMemory:
+        """Return the memory in a reply of INFO."""
+        return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+
+
+def read_memory(servers: Servers) -> dict[str, ServerMemory]:
+    """Return the memory of each server that holds keys, by its URL without password."""
+    infos = {mask_url(url): _read_info(client) for url, client in servers.masters()}
+    return {url: ServerMemory.of(info) for url, info in infos.items() if info is not None}
+
+
 def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Finding]:
     """Refuse a server that cannot hold a run; return the warnings that are left.
 
@@ -209,12 +228,12 @@ def _check_durable(
 
 def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a warning if the server is full; not part of `require_safe`, as the run is safe."""
-    used = int(info.get("used_memory", 0))
-    most = int(info.get("maxmemory", 0))
-    if most and used >= FULL * most:
+    memory = ServerMemory.of(info)
+    if memory.limit and memory.used >= FULL * memory.limit:
         yield Finding(
             "warning",
-            f"the server is full: {used / 2**20:.0f} of {most / 2**20:.0f} MiB maxmemory are used",
+            f"the server is full: {memory.used / 2**20:.0f} of {memory.limit / 2**20:.0f} MiB "
+            "maxmemory are used",
             "nothing new is started; running groups can still be submitted, taken and committed",
             "Let the trainer write a checkpoint and commit, drop groups that are not needed, "
             "or raise maxmemory (CONFIG SET)",

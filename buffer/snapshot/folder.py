@@ -8,7 +8,7 @@
     media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
 
 A file is a sequence of msgpack arrays [kind, key, data]; keys have no prefix, so that a run can be
-resumed under another name. The manifest is written last and the folder renamed into place: it is
+restored under another name. The manifest is written last and the folder renamed into place: it is
 complete or absent. A file that was truncated or altered is detected before anything is loaded.
 
     kind     data

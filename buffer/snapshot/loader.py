@@ -73,7 +73,7 @@ class SnapshotLoader:
             require_empty(self._media)
         verify(self._folder, self.facts)
         self._refuse_leftovers()
-        was_interrupted = self._store.retrying("resume", self._claim_name)
+        was_interrupted = self._store.retrying("restore", self._claim_name)
         try:
             if was_interrupted:
                 self._clear()
@@ -113,15 +113,15 @@ class SnapshotLoader:
 
         They must be neither overwritten nor removed.
         """
-        if self._store.retrying("resume", lambda: self._store.bulk.exists(self.keys.meta)):
+        if self._store.retrying("restore", lambda: self._store.bulk.exists(self.keys.meta)):
             return
         left = next(self._other_keys(), None)
         if left:
             raise RunExists(
                 f"the server holds keys of a run {self.keys.run!r}, such as {left[0]}; "
                 "nothing was changed",
-                hint="resume under another name: name=...",
-                command_hint="resume under another name with --run NAME",
+                hint="restore under another name: name=...",
+                command_hint="restore under another name with --run NAME",
             )
 
     def _claim_name(self) -> bool:
@@ -132,8 +132,8 @@ class SnapshotLoader:
             if nonce and schema != LOADING.encode():
                 raise RunExists(
                     f"there is a run {self.keys.run!r} on this server; nothing was changed",
-                    hint="resume under another name: name=...",
-                    command_hint="resume under another name with --run NAME",
+                    hint="restore under another name: name=...",
+                    command_hint="restore under another name with --run NAME",
                 )
             is_ours = nonce == self._nonce.encode()
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
@@ -155,10 +155,10 @@ class SnapshotLoader:
 
     def _other_keys(self) -> Iterator[list[str]]:
         """Return the run's keys except `meta`, in slices; in a cluster, those of every master."""
-        for url, _ in self._store.retrying("resume", self._store.servers.masters):
+        for url, _ in self._store.retrying("restore", self._store.servers.masters):
             cursor = 0
             while True:
-                cursor, found = self._store.retrying("resume", partial(self._scan, url, cursor))
+                cursor, found = self._store.retrying("restore", partial(self._scan, url, cursor))
                 names = [key.decode() for key in found if key.decode() != self.keys.meta]
                 if names:
                     yield names
@@ -174,7 +174,7 @@ class SnapshotLoader:
             # keys of other slots last: the transaction before checks that the name is ours
             self._change(partial(_unlink, names=[name for name in names if self._is_in_slot(name)]))
             self._store.each(
-                "resume", [("UNLINK", name) for name in names if not self._is_in_slot(name)]
+                "restore", [("UNLINK", name) for name in names if not self._is_in_slot(name)]
             )
 
     def _is_in_slot(self, key: str) -> bool:
@@ -188,7 +188,7 @@ class SnapshotLoader:
             self._change(partial(_unlink, names=[self.keys.meta]))
         except RolloutMQError as also:
             if isinstance(error, RolloutMQError):
-                left = f"cannot remove what was loaded ({also.message}); the next resume does"
+                left = f"cannot remove what was loaded ({also.message}); the next restore does"
                 error.hint = error.command_hint = left
 
     # -- the load ----------------------------------------------------------------
@@ -225,7 +225,7 @@ class SnapshotLoader:
 
         self._change(fill, number)
         self._store.each(
-            "resume", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)]
+            "restore", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)]
         )
 
     def _prove(self) -> None:
@@ -273,7 +273,7 @@ class SnapshotLoader:
                 change(pipe)
                 pipe.execute()
 
-        self._store.retrying("resume", attempt)
+        self._store.retrying("restore", attempt)
 
     @contextmanager
     def _watching(self) -> Iterator[Any]:

@@ -30,6 +30,11 @@ TABLE: Mapping[str, KeyRow] = {
         "the pub/sub channel of the same name carries hints",
     ),
     "clock": KeyRow("HASH", "the server's clock as last seen, to notice outages and steps"),
+    "report": KeyRow(
+        "HASH",
+        "JSON of the newest metrics: `train` of the last train step, `eval:<task>` of the last "
+        "evaluation of a task",
+    ),
     "lineages": KeyRow("LIST", '"lineage:S" for every opening of a trainer, in order'),
     "events": KeyRow("STREAM", "one short entry per transition, capped"),
     "bell:<who>": KeyRow(
@@ -154,6 +159,7 @@ class Keys:
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
+        self.report = self.prefix + "report"
         self.lineages = self.prefix + "lineages"
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"

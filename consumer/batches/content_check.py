@@ -8,7 +8,6 @@ produced gives a gradient that is not finite or drowns all others.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.rollouts.group import RolloutGroup
@@ -26,12 +25,16 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     `vocabulary`: the number of token ids of the model; None: ids are not compared with it. Logprobs
     are checked of trained tokens only (mask 1).
     """
-    for name in ("prompt_ids", "response_ids"):
-        _check_ids(name, getattr(group, name), vocabulary)
-    logprobs = group.logprobs
-    if not len(logprobs) or _is_plausible(logprobs.min(), logprobs.max()):
+    bounds = group.bounds
+    largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
+    if max(bounds.prompt_id, bounds.response_id) > largest:
+        _name_id(group, largest)
+    if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return
-    wrong = ~_is_plausible(logprobs, logprobs) & (group.mask > 0)
+    logprobs = group.logprobs
+    # nan compares as False
+    is_plausible = (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)
+    wrong = ~is_plausible & (group.mask > 0)
     if wrong.any():
         position = int(wrong.argmax())
         raise WireError(
@@ -42,19 +45,15 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
         )
 
 
-def _check_ids(name: str, ids: NDArray[np.int32], vocabulary: int | None) -> None:
-    # as unsigned numbers, negative ids are beyond any vocabulary
-    bound = 2**31 if vocabulary is None else vocabulary
-    unsigned = ids.view(np.uint32)
-    if len(ids) and unsigned.max() >= bound:
-        position = int((unsigned >= bound).argmax())
-        raise WireError(
-            f"the token id {int(ids[position])} in {name}, at {position}, is not in the model's "
-            f"vocabulary of {bound}",
-            hint="let workers and trainer use the same model and tokenizer",
-        )
-
-
-def _is_plausible(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.bool_]:
-    # nan compares as False
-    return (low >= LOWEST_LOGPROB) & (high <= HIGHEST_LOGPROB)
+def _name_id(group: RolloutGroup, largest: int) -> None:
+    """Raise the error of the first id that is negative or too large."""
+    for name, ids in (("prompt_ids", group.prompt_ids), ("response_ids", group.response_ids)):
+        # as unsigned numbers, negative ids are beyond any vocabulary
+        wrong = ids.view(np.uint32) > largest
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise WireError(
+                f"the token id {int(ids[position])} in {name}, at {position}, is not in the "
+                f"model's vocabulary of {largest + 1}",
+                hint="let workers and trainer use the same model and tokenizer",
+            )

@@ -174,7 +174,7 @@ class BatchOutlook:
                     f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
                     f"of it, {ready} are ready",
                     hint="`rolloutmq dead` shows the reasons; fix the cause, then run "
-                    f"`rolloutmq continue --task {task}`, or start `rolloutmq run` again",
+                    f"`rolloutmq resume --task {task}`, or start `rolloutmq run` again",
                 )
         return wanted
 

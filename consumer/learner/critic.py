@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedModel
 from buffer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards
-from consumer.policy.packing import MicroBatch
+from consumer.policy.micro_batch import MicroBatch, MicroBatches
 from consumer.ranks import ALONE, Ranks
 from consumer.weights.gradient_step import gradient_step
 from consumer.weights.learner_state import capture, restore, shard_rows
@@ -114,7 +114,7 @@ class Critic:
         return self._forward(batch)
 
     def update(
-        self, batches: Sequence[MicroBatch], old: Sequence[Tensor], returns: Sequence[Tensor]
+        self, batches: MicroBatches, old: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> dict[str, float] | None:
         """Take one optimizer step towards `returns`, and return its metrics, of all ranks.
 
@@ -122,7 +122,7 @@ class Critic:
 
         `old`: the values before the step. Both are float32[N] for each micro-batch.
         """
-        [count] = self._ranks.sum([sum(float(batch.mask.sum()) for batch in batches)])
+        [count] = self._ranks.sum([batches.trained_tokens])
         tokens = max(1.0, count)
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0

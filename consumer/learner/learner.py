@@ -36,8 +36,9 @@ from consumer.learner.losses import TokenColumns, derived_metrics, policy_loss, 
 from consumer.models.device_choices import choose_bf16
 from consumer.policy.logprobs import TargetLogits, token_logprobs
 from consumer.policy.lora import Adapter
+from consumer.policy.micro_batch import MicroBatch
 from consumer.policy.model_checks import check_logprobs, keeps_samples_apart
-from consumer.policy.packing import MicroBatch, Packer
+from consumer.policy.packing import Packer
 from consumer.policy.policy_loading import load_policy, vocabulary_of
 from consumer.policy.routing_replay import RoutingReplay
 from consumer.policy.train_batch import TrainBatch, Update
@@ -48,7 +49,8 @@ from consumer.weights.learner_state import capture, restore, shard_rows
 from consumer.weights.optimizers import make_optimizer
 from consumer.weights.saved_state import Rows
 from consumer.weights.sharding import average_gradients, set_gradient_sync
-from consumer.weights.weights_folder import write_weights
+from consumer.weights.weights_folder import take_snapshot
+from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -85,6 +87,7 @@ class Learner:
         """newest optimizer steps that were skipped, because their gradient was not finite"""
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._host = HostBuffers()
         self._policy = load_policy(
             model_dir, config, self.device, ranks, bf16=self.bf16, dtype=frozen
         )
@@ -108,7 +111,9 @@ class Learner:
         self.vocabulary = vocabulary_of(self.model)
         """number of token ids that the model reads and predicts"""
         share_rows = keeps_samples_apart(self._policy)
-        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
+        self._packer = Packer(
+            config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
+        )
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = make_optimizer(
             config.optimizer,
@@ -248,20 +253,22 @@ class Learner:
         modules = dict.fromkeys((self._policy, self.reference))
         return [module for module in modules if module is not None], self._optimizer
 
-    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
-        """Write the weights into `folder`.
+    def snapshot(self, *, to_publish: bool = False) -> WeightsSnapshot:
+        """Copy the weights to host memory, where they stay until the next snapshot.
 
-        The files are config.json and safetensors, as Hugging Face and vLLM read them.
-        With a LoRA adapter, write the adapter's files as PEFT and vLLM read them. `to_publish`:
-        write the precision of the forward pass. With `bf16` this halves the bytes, and an engine in
-        bfloat16 would round to the same values. With several ranks each writes its share: all of
-        them must call it.
+        The files that it writes are config.json and safetensors, as Hugging Face and vLLM read
+        them; with a LoRA adapter, those of the adapter. `to_publish`: copy the precision of the
+        forward pass. With `bf16` this halves the bytes, and an engine in bfloat16 would round to
+        the same values. With several ranks each copies its share: all of them must call it.
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
-            write_weights(self.model, folder, self.ranks, dtype=dtype)
-        elif self.ranks.rank == 0:
-            self._adapter.save(folder, dtype=dtype)
+            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype)
+        return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
+
+    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
+        """Write the files of a snapshot into `folder`."""
+        self.snapshot(to_publish=to_publish).write(folder)
 
     def peak_memory_bytes(self) -> int | None:
         """Return the largest memory that this process has allocated on its GPU; None on a CPU."""
@@ -305,12 +312,11 @@ class Learner:
     ) -> Update:
         """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
         batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
-        batches = self._packer.pad(batches, self.ranks.max(len(batches)))
+        batches.pad(self.ranks.max(len(batches)))
         own_tokens = int(table.trained[part].sum())
         tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
-        on_device = [batch.to(self.device) for batch in batches]
         gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
-        return Update(on_device, tokens, int(samples), gids)
+        return Update(batches, tokens, int(samples), gids)
 
     def _update(self, update: Update) -> dict[str, float] | None:
         """Take one optimizer step and return its metrics; None where it was skipped."""

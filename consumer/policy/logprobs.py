@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from consumer.models.device_choices import VARLEN
 from consumer.models.varlen_attention import sample_borders
-from consumer.policy.packing import MicroBatch
+from consumer.policy.micro_batch import MicroBatch
 from consumer.policy.routing_replay import RoutingReplay
 from consumer.policy.vocabulary_projection import LogitTransform, TokenLogprobs, project
 

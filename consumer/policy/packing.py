@@ -11,70 +11,24 @@ attention costs as much as with right padding, and few slots are wasted. Where a
 about the same length (short answers), no row holds two samples, and the fast causal path is taken.
 
 Invariant: every kept response token is in exactly one micro-batch, with the logprob and the mask of
-its own rollout. All work on tokens is numpy on whole columns.
+its own rollout. A plan reads lengths only; tokens are copied when a micro-batch is used.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.batch_table import BatchTable, Ints, ranges
+from buffer.rollouts.batch_table import BatchTable, Ints
+from consumer.policy.micro_batch import Layout, MicroBatches
 from consumer.policy.routing_replay import RecordedExperts
 from consumer.ranks import balanced_shares
-
-Experts = NDArray[np.int16] | str | None
-"""The recorded experts of a rollout, as `RolloutState` has them."""
-
-INT = torch.int64
-FLOAT = torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Hold one forward pass: R rows of W slots with S samples and N response tokens in total.
-
-    The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
-
-        hidden = model(input_ids=batch.input_ids, position_ids=batch.position_ids)
-        logits = head(hidden.flatten(0, 1)[batch.logit_index])    # float[N, vocabulary]
-    """
-
-    input_ids: torch.Tensor  # int64[R, W]; 0 in unused slots
-    position_ids: torch.Tensor  # int64[R, W]
-    logit_index: torch.Tensor  # int64[N]
-    targets: torch.Tensor  # int64[N]
-    rollout_logprobs: torch.Tensor  # float32[N]
-    mask: torch.Tensor  # float32[N]; 1 = trained
-    sample: torch.Tensor  # int64[N]; index into the two columns below
-    rollout: torch.Tensor  # int64[S]; index of the rollout in the batch, in order of the groups
-    trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
-    experts: torch.Tensor | None = None
-    """int16[R * W, layers, top_k]: the experts that the engine chose; -1 where none are recorded"""
-    optional: dict[str, torch.Tensor] = field(default_factory=dict)
-    """float32[N] each: the columns of `RolloutGroup.optional_columns`; read them with `column`"""
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return an optional column of the batch, such as "token_rewards", float32[N].
-
-        nan for the tokens of a rollout without.
-        """
-        found = self.optional.get(name)
-        return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on another device."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "optional"}
-        moved = {name: column.to(device) for name, column in columns.items() if column is not None}
-        optional = {name: column.to(device) for name, column in self.optional.items()}
-        return MicroBatch(**moved, optional=optional)
 
 
 class Packer:
@@ -83,6 +37,7 @@ class Packer:
     A sample that is longer than the budget gets a micro-batch of its own. `share_rows`: whether a
     row may hold several samples; False for a model that mixes them (`consumer.weights.sharding`).
     `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
+    `device`: where micro-batches are built; default: the CPU.
 
         packer = Packer(8192)
         batches = packer.pack_pad_dispatch(batch.table)
@@ -94,12 +49,14 @@ class Packer:
         *,
         share_rows: bool = True,
         recorded: RecordedExperts | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if token_budget < 1:
             raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
         self.token_budget = token_budget
         self._share_rows = share_rows
         self._recorded = recorded
+        self._device = device or torch.device("cpu")
 
     def pack_pad_dispatch(
         self,
@@ -108,7 +65,7 @@ class Packer:
         ranks: int = 1,
         rank: int = 0,
         keep: NDArray[np.bool_] | None = None,
-    ) -> list[MicroBatch]:
+    ) -> MicroBatches:
         """Return the micro-batches of one rank, of a batch that all ranks hold.
 
         `keep`: bool[S], which rollouts to pack; default: all. Rollouts without a trained token are
@@ -121,141 +78,54 @@ class Packer:
         images.
         """
         _check(table)
-        trained = table.trained
         totals = table.totals
-        packable = trained > 0
+        packable = table.trained > 0
         if keep is not None:
             packable &= keep
         chosen = np.flatnonzero(packable)
         plans = [
-            list(self._layouts(totals, _longest_first(totals, chosen[share])))
+            list(self._layouts(totals, chosen[share]))
             for share in balanced_shares(totals[chosen].tolist(), ranks)
         ]
-        experts = self._experts(table)
-        own = [self._build(table, layout, trained, experts) for layout in plans[rank]]
-        return self.pad(own, max(len(plan) for plan in plans))
+        own = MicroBatches(table, plans[rank], self._device, self._recorded)
+        own.pad(max(len(plan) for plan in plans))
+        return own
 
-    @staticmethod
-    def pad(batches: list[MicroBatch], count: int) -> list[MicroBatch]:
-        """Return `count` micro-batches: the given ones, followed by empty ones."""
-        return batches + [_empty_batch() for _ in range(count - len(batches))]
-
-    def _experts(self, table: BatchTable) -> list[Experts]:
-        if self._recorded is None:
-            return []
-        return [experts for group in table.groups for experts in group.experts()]
-
-    def _layouts(self, totals: Ints, order: Ints) -> Iterator[_Layout]:
+    def _layouts(self, totals: Ints, chosen: Ints) -> Iterator[Layout]:
         """Yield the layout of one micro-batch after the other (first fit decreasing)."""
-        while len(order):
-            sizes = totals[order]
-            width = int(sizes[0])
-            rows = max(1, self.token_budget // width)
-            slots = self._slots(sizes, rows, width)
-            fits = slots >= 0
-            used = int(slots.max()) // width + 1
-            yield _Layout(order[fits], slots[fits], used, width)
-            order = order[~fits]
+        # stable, so that the same batch gives the same micro-batches on every machine
+        order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
+        rest = _Rest(totals[order].tolist(), order.tolist())
+        while rest.sizes:
+            width = rest.sizes[-1]
+            samples: list[tuple[int, int]] = []
+            rows = 0
+            while rest.sizes and (rows == 0 or (rows + 1) * width <= self.token_budget):
+                samples += rest.fill_row(rows * width, width, self._share_rows)
+                rows += 1
+            chosen, slots = np.array(samples, np.int64).T
+            yield Layout(chosen, slots, rows, width)
 
-    def _slots(self, sizes: Ints, rows: int, width: int) -> Ints:
-        """Return the first slot of each sample in the micro-batch, -1 where it does not fit.
 
-        `sizes`: descending.
+class _Rest(NamedTuple):
+    """The samples without a slot: their sizes, ascending, and their rollouts."""
+
+    sizes: list[int]
+    rollouts: list[int]
+
+    def fill_row(self, slot: int, width: int, is_shared: bool) -> list[tuple[int, int]]:
+        """Remove the samples of the next row, and return each with its first slot.
+
+        `slot`: the first one of the row. The longest sample that fits comes next: row after row,
+        every sample is in the first row that had space for it.
         """
-        slots = np.full(len(sizes), -1)
-        # a row whose sample fills more than half of it can hold none of the same size
-        alone = min(rows, int(np.count_nonzero(2 * sizes > width)))
-        if not self._share_rows:
-            alone = min(rows, len(sizes))
-        slots[:alone] = np.arange(alone) * width
-        if not self._share_rows:
-            return slots
-        free = np.full(rows, width)
-        free[:alone] -= sizes[:alone]
-        ascending = sizes[::-1].tolist()
-        position = alone
-        while True:
-            # the longest of the samples behind that fits anywhere: free space only shrinks
-            fitting = bisect_right(ascending, int(free.max()))
-            position = max(position, len(sizes) - fitting)
-            if position == len(sizes):
-                return slots
-            row = int(np.argmax(free >= sizes[position]))
-            slots[position] = row * width + width - free[row]
-            free[row] -= sizes[position]
-            position += 1
-
-    def _build(
-        self, table: BatchTable, layout: _Layout, trained: Ints, experts: Sequence[Experts]
-    ) -> MicroBatch:
-        chosen, slots, rows, width = layout
-        prompts = table.prompt_lengths[chosen]
-        lengths = table.lengths[chosen]
-        source = ranges(table.starts[chosen], lengths)
-        place = ranges(slots + prompts, lengths)
-        targets = table.response_ids[source].astype(np.int64)
-        input_ids = np.zeros(rows * width, np.int64)
-        prompt_source = ranges(table.prompt_starts[chosen], prompts)
-        input_ids[ranges(slots, prompts)] = table.prompt_ids[prompt_source]
-        input_ids[place] = targets
-        # the logits of a token's predecessor predict it; a first token that nothing precedes is
-        # never trained, and has its own in their stead
-        logit_index = place - 1
-        if not prompts.all():
-            logit_index = np.maximum(logit_index, np.repeat(slots, lengths))
-        columns: dict[str, NDArray[Any]] = {
-            "input_ids": input_ids.reshape(rows, width),
-            "position_ids": _positions(slots, rows, width),
-            "logit_index": logit_index,
-            "targets": targets,
-            "rollout_logprobs": table.logprobs[source],
-            "mask": table.mask[source].astype(np.float32),
-            "sample": np.repeat(np.arange(len(chosen)), lengths),
-            "rollout": chosen.astype(np.int64),
-            "trained_tokens": trained[chosen].astype(np.float32),
-        }
-        if self._recorded:
-            own = (experts[index] for index in chosen.tolist())
-            totals = prompts + lengths
-            columns["experts"] = self._recorded.of_slots(own, slots, totals, rows * width)
-        tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
-        optional = {
-            name: torch.from_numpy(column[source]) for name, column in table.optional.items()
-        }
-        return MicroBatch(**tensors, optional=optional)
-
-
-class _Layout(NamedTuple):
-    """The samples of a micro-batch, the first slot of each, and the number of rows and columns."""
-
-    chosen: Ints
-    slots: Ints
-    rows: int
-    width: int
-
-
-def _longest_first(totals: Ints, chosen: Ints) -> Ints:
-    # stable, so that the same batch gives the same micro-batches on every machine
-    order: Ints = chosen[np.argsort(-totals[chosen], kind="stable")]
-    return order
-
-
-def _empty_batch() -> MicroBatch:
-    """Return a micro-batch of one unused slot: N = S = 0."""
-    slot = torch.zeros((1, 1), dtype=INT)
-    index = torch.zeros(0, dtype=INT)
-    column = torch.zeros(0, dtype=FLOAT)
-    return MicroBatch(
-        input_ids=slot,
-        position_ids=slot,
-        logit_index=index,
-        targets=index,
-        rollout_logprobs=column,
-        mask=column,
-        sample=index,
-        rollout=index,
-        trained_tokens=column,
-    )
+        placed = [(self.rollouts.pop(), slot)]
+        free = width - self.sizes.pop()
+        while is_shared and self.sizes and self.sizes[0] <= free:
+            position = bisect_right(self.sizes, free) - 1
+            placed.append((self.rollouts.pop(position), slot + width - free))
+            free -= self.sizes.pop(position)
+        return placed
 
 
 def _check(table: BatchTable) -> None:
@@ -275,12 +145,3 @@ def _check(table: BatchTable) -> None:
             f"group {gid} has no prompt ids",
             hint="without a prompt, nothing predicts the first response token",
         )
-
-
-def _positions(slots: Ints, rows: int, width: int) -> Ints:
-    # A sample owns the slots up to the next one: a restart in the unused end of a row would be a
-    # new sample to transformers.
-    starts = np.sort(slots)
-    position: Ints = np.arange(rows * width)
-    position -= np.repeat(starts, np.diff(starts, append=rows * width))
-    return position.reshape(rows, width)

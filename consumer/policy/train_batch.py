@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.rollouts.group import RolloutGroup
-from consumer.policy.packing import MicroBatch
+from consumer.policy.micro_batch import MicroBatches
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Update:
             loss = loss_of(batch, advantages) / update.tokens
     """
 
-    batches: list[MicroBatch]
+    batches: MicroBatches
     tokens: float
     samples: int
     gids: Sequence[str]
@@ -58,9 +58,4 @@ class TrainBatch:
         """
         column = torch.from_numpy(np.asarray(advantages, np.float32))
         for update in self.updates:
-            update.advantages = [_per_token(column, batch) for batch in update.batches]
-
-
-def _per_token(column: Tensor, batch: MicroBatch) -> Tensor:
-    """Return float32[N] for one micro-batch from float32[sum k] for the whole batch."""
-    return column.to(batch.sample.device)[batch.rollout][batch.sample]
+            update.advantages = update.batches.per_token(column)

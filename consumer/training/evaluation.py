@@ -25,6 +25,7 @@ from buffer.model.manifest import NotReady
 from buffer.rollouts.group import RolloutGroup
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.reporter import Reporter
 from consumer.training.step_log import StepWriter
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -101,7 +102,7 @@ class EvaluationPlan:
     which the log contains are not repeated. `free_memory`: called while an evaluation waits for
     memory that only a checkpoint frees.
 
-        plan = EvaluationPlan(config, consumer, writer, start, free_memory)
+        plan = EvaluationPlan(config, consumer, writer, reporter, start, free_memory)
         plan.measure(step, last)    # after every publication
         plan.poll()                 # after every step
         plan.finish()               # at the end
@@ -112,12 +113,14 @@ class EvaluationPlan:
         config: TrainingConfig,
         consumer: RolloutConsumer,
         writer: StepWriter,
+        reporter: Reporter,
         start: int,
         free_memory: Callable[[], None],
     ) -> None:
         self._config = config
         self._consumer = consumer
         self._writer = writer
+        self._reporter = reporter
         self._start = start
         self._free_memory = free_memory
         self._evaluator = Evaluator()
@@ -185,6 +188,8 @@ class EvaluationPlan:
         metrics = self._evaluator.evaluate(groups)
         metrics["eval/newest_version"] = float(newest)
         self._writer.add_evaluation(step, task, metrics)
+        self._reporter.add_evaluation(step, task, metrics)
+        self._consumer.report(step, metrics, task=task)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 
 

@@ -1,22 +1,24 @@
 """The metrics of one train step except those of the learner: the batch, production, and timing.
 
-rewards/mean min max           scores of the batch
+rewards/mean min max std       scores of the batch
+rewards/mean/<task>            of each task, in runs of several
 rewards/solved                 share of groups with a score above 0
 raw_rewards/mean               scores of everything completed since the last step, before filtering
-advantages/mean min max        as passed to the loss
+advantages/mean min max std    as passed to the loss
 response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
 staleness/mean max             train steps, of the groups when they were taken
 task/n mean_s p50_s p99_s      seconds that workers spent on the groups; task/p99_p50_ratio
 async/*                        groups left in the pools; since the last step: failed, filtered, ...
 throughput/*                   samples and tokens per second and GPU: of training since the start;
                                of this step; of its training alone; of the rollouts
-time/*                         seconds: step, wait (for the batch), train, pause, publish; pause/*:
-                               see pause_times.py
+time/*                         seconds: step, wait (for the batch), read (it), train, pause,
+                               publish; pause/*: see consumer/batches/timing.py
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.model.manifest import Manifest
+from buffer.model.trainer_report import REWARD_OF_TASK
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.staleness import staleness
 
@@ -44,6 +47,7 @@ class Timing:
     """
 
     wait: float = 0.0
+    read: float = 0.0
     train: float = 0.0
     pause: float = 0.0
     publish: float = 0.0
@@ -67,6 +71,8 @@ class BatchColumns:
 
     scores: list[float]
     """of the rollouts that have one"""
+    tasks: list[str]
+    """the task of each score"""
     lengths: list[int]
     """response tokens of each rollout"""
     solved: list[bool]
@@ -76,21 +82,33 @@ class BatchColumns:
     seconds: list[float]
     """that workers spent on the groups, where they are known"""
     advantages: list[float]
+    gids: list[str]
+    means: list[float]
+    """mean score of each group; a missing score counts as 0"""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
         """Return the columns of these groups; `advantages` float32[n]."""
+        scored = [
+            (group.task, score)
+            for group in groups
+            for score in group.scores.tolist()
+            if math.isfinite(score)
+        ]
         times = [group.shared.extra.get(GROUP_TIME) for group in groups]
         return cls(
-            scores=[s for group in groups for s in group.scores.tolist() if math.isfinite(s)],
+            scores=[score for _, score in scored],
+            tasks=[task for task, _ in scored],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             solved=[bool(group.scores.max() > 0) for group in groups],
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
             advantages=advantages.tolist(),
+            gids=[group.gid for group in groups],
+            means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
         )
 
-    def lists(self) -> dict[str, list[float]]:
+    def lists(self) -> dict[str, list[Any]]:
         """Return the columns as JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -98,6 +116,13 @@ class BatchColumns:
     def join(cls, parts: Sequence[dict[str, list[Any]]]) -> BatchColumns:
         """Return the columns of all ranks, from their `lists`."""
         return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
+
+    def rewards_by_task(self) -> dict[str, float]:
+        """Return the mean score of each task in the batch, as the metrics `rewards/mean/<task>`."""
+        scores: defaultdict[str, list[float]] = defaultdict(list)
+        for task, score in zip(self.tasks, self.scores, strict=True):
+            scores[task].append(score)
+        return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
 
     @property
     def tokens(self) -> int:
@@ -116,7 +141,6 @@ class BatchColumns:
         if self.lengths:
             metrics |= {
                 "rewards/solved": float(np.mean(self.solved)),
-                "response_len/std": float(np.std(self.lengths)),
                 "prompt_len/mean": float(np.mean(self.prompts)),
             }
         return metrics
@@ -211,6 +235,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}/mean": float(np.mean(values)),
         f"{name}/min": float(min(values)),
         f"{name}/max": float(max(values)),
+        f"{name}/std": float(np.std(values)),
     }
 
 

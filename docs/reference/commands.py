@@ -35,9 +35,10 @@ def command_reference() -> str:
 def _command(name: str, command: Any) -> str:
     summary = " ".join(inspect.cleandoc(command.help).split("\n\n")[0].split())
     parts = [f"## `rolloutmq {name}`\n", f"{summary}\n"]
-    if command.params:
+    shown = [param for param in command.params if not param.hidden]
+    if shown:
         hints = get_type_hints(command.callback)
-        rows = [_row(param, hints[param.name]) for param in command.params]
+        rows = [_row(param, hints[param.name]) for param in shown]
         parts.append(table(("argument or option", "type", "default", "meaning"), rows))
     if command.epilog:
         parts.append(verbatim(_epilog(command)))

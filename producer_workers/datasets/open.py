@@ -43,7 +43,7 @@ def open_dataset(
         case ParquetDataset():
             return RecordsDataset(ParquetRows(section.path), str(section.path), to_problem)
         case HuggingFaceDataset():
-            return RecordsDataset(_saved_by_datasets(section), str(section.path), to_problem)
+            return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
         case PythonDataset():
             made = _make(section)
             if _is_numbered(made):
@@ -55,11 +55,16 @@ def open_dataset(
 def _with_images(
     section: JsonlSection | ParquetDataset | HuggingFaceDataset | PythonDataset,
 ) -> ToProblem:
-    to_problem = load_to_problem(section.record)
+    to_problem = load_to_problem(section.record, section.fields)
     if section.images is None:
         return without_images(to_problem)
-    path = Path() if isinstance(section, PythonDataset) else section.path
+    path = Path() if isinstance(section, PythonDataset) else _folder(section)
     return ImageRecords(to_problem, section.images, path if path.is_dir() else path.parent)
+
+
+def _folder(section: JsonlSection | ParquetDataset | HuggingFaceDataset) -> Path:
+    repository = section.repository if isinstance(section, HuggingFaceDataset) else None
+    return repository.folder() if repository else section.path
 
 
 def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | None) -> Dataset:
@@ -73,18 +78,25 @@ def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | No
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
 
 
-def _saved_by_datasets(section: HuggingFaceDataset) -> Any:
+def _read_by_datasets(section: HuggingFaceDataset) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
             "kind = hugging_face needs `datasets`", hint="pip install 'rolloutmq[datasets]'"
         ) from error
+    folder = str(_folder(section))
+    found: Any
     try:
-        found: Any = datasets.load_from_disk(str(section.path))
+        if section.repository:
+            found = datasets.load_dataset(folder, section.subset, split=section.split)
+        else:
+            found = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"{section.path}: {error}", hint="set path to a folder that `save_to_disk` wrote"
+            f"{section.path}: {error}",
+            hint="set path to a data set on the Hub, and subset if it has several; or to a folder "
+            "that `save_to_disk` wrote",
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         return found

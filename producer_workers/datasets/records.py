@@ -7,12 +7,14 @@ a table, a list.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
 from pydantic import ValidationError
 
+from buffer.config.dataset import FieldName
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.sampling import StructuredOutput
@@ -27,13 +29,14 @@ EXPECTED = (
 ToProblem = Callable[[Any], Problem]
 
 
-def load_to_problem(spec: str | None) -> ToProblem:
+def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = None) -> ToProblem:
     """Return what makes a problem of a record: `problem_of`, after the function at `spec` if any.
 
     That function gets the record and returns a Problem, or a dict with the fields of EXPECTED.
+    `fields`: the names that fields of EXPECTED have in the record.
     """
     if spec is None:
-        return problem_of
+        return partial(_renamed, fields) if fields else problem_of
     change = load_object(spec, kind="record function")
 
     def to_problem(record: Any) -> Problem:
@@ -41,6 +44,16 @@ def load_to_problem(spec: str | None) -> ToProblem:
         return changed if isinstance(changed, Problem) else problem_of(changed)
 
     return to_problem
+
+
+def _renamed(fields: Mapping[FieldName, str], record: Any) -> Problem:
+    if not isinstance(record, dict):
+        return problem_of(record)
+    for name, found in fields.items():
+        if found not in record:
+            raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
+    rest = {key: value for key, value in record.items() if key not in fields.values()}
+    return problem_of(rest | {name: record[found] for name, found in fields.items()})
 
 
 def problem_of(record: Any) -> Problem:

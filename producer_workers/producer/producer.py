@@ -269,5 +269,5 @@ class AgentLoopManager:
 def _how_to_fix(task: str) -> str:
     return (
         "`rolloutmq dead` and `rolloutmq tail` show why; fix the cause, then run "
-        f"`rolloutmq continue --task {task}`"
+        f"`rolloutmq resume --task {task}`"
     )

@@ -18,7 +18,7 @@ log = logging.getLogger("rolloutmq.worker")
 REFUSALS = {
     "FULL": "the run holds as many payload bytes as it may",
     "BARRED": "the trainer could not use what this worker submitted: `rolloutmq dead` shows why; "
-    "fix the cause, then run `rolloutmq continue --worker ID`",
+    "fix the cause, then run `rolloutmq resume --worker ID`",
 }
 
 

@@ -1,1 +1,1 @@
-"""The subcommands of `rolloutmq`, one file per group of them."""
+"""The subcommands of `rolloutmq`, a room per section of its help."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.config.load import load_config
+from buffer.config.sources import fetch
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
+from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -104,7 +106,7 @@ def train(
     exit. What the server lost since the checkpoint is restored from it; nothing is trained twice.
     With torchrun it is one of several ranks: torchrun --nproc-per-node 8 -m rolloutmq train CONFIG.
     """
-    settings = _load(config, overrides)
+    settings = fetch(_load(config, overrides))
     from rolloutmq.launch import training
 
     rank = training.own_rank()
@@ -142,11 +144,12 @@ def export(
 
     Its number of ranks does not matter. With [learner.lora] the folder is an adapter.
     """
-    settings = _load(config, overrides)
+    settings = fetch(_load(config, overrides))
     from consumer.training.export import export_model
 
-    model_dir = settings.policy.model or settings.run.folder / "model"
-    export_model(settings, model_dir, step, folder, "float32" if float32 else "bfloat16")
+    export_model(
+        settings, settings.model_folder, step, folder, "float32" if float32 else "bfloat16"
+    )
 
 
 def gpu_check(
@@ -166,4 +169,4 @@ def gpu_check(
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
     from buffer.config.config import TrainingConfig
 
-    return load_config(TrainingConfig, config, overrides or [])
+    return load_config(TrainingConfig, find_config(config), overrides or [])

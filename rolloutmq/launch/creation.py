@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
+from buffer.config.sources import fetch
 from buffer.open_run import open_store
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.url import mask_url
@@ -76,6 +77,7 @@ def create(
     config: TrainingConfig, command: Sequence[str], redis_url: str | None, *, quiet: bool
 ) -> Creation:
     """Create the run of `config`, or open it again. Raises RunExists, LostRun, ConfigError."""
+    config = fetch(config)
     prepare_problems(command)
     with _server(config, redis_url) as (url, server):
         store = open_store(config, url, name="rolloutmq-create")

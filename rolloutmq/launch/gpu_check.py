@@ -26,10 +26,10 @@ from buffer.monitoring.history import StepLog, TrainedStep
 from consumer.models.tiny_model import build_tiny_model
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
+from rolloutmq.presets import presets_folder
 
-ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "gpu_check.toml"
-SAMPLE = ROOT / "configs" / "data" / "gsm8k_sample.jsonl"
+CONFIG = presets_folder() / "gpu_check.toml"
+SAMPLE = presets_folder() / "data" / "gsm8k_sample.jsonl"
 
 Rows = list[tuple[str, str]]
 """Name of a measurement, and its value with the unit."""

@@ -25,12 +25,12 @@ from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import make_run
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
-from rolloutmq.launch.placement import count_gpus, place
+from rolloutmq.launch.machine import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
+    check_start,
     is_done,
     prepare_model,
-    prepare_problems,
     start_server,
 )
 from rolloutmq.launch.report import finish
@@ -128,9 +128,8 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config = self._config
+        config = self._config = check_start(self._config, self._command)
         say = self._console.print
-        prepare_problems(self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
@@ -169,7 +168,7 @@ class Launcher:
         config = self._config
         await_roles(run, self._console.print)
         ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
-        placement = place(config.launch, count_gpus(), config.engine.shards, ranks)
+        placement = placement_of(config)
         # on a CPU every process gets a share: torch would use all cores in each of them
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + ranks)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:

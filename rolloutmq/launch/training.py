@@ -41,7 +41,7 @@ def open_run(
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
-    model_dir = settings.policy.model or settings.run.folder / "model"
+    model_dir = settings.model_folder
     if own_rank():
         return wait_for_run(store, settings.run.name), model_dir
     if metrics is not None:

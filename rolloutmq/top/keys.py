@@ -1,4 +1,4 @@
-"""Handle the keys of `rolloutmq top`: pause (with a confirmation), continue, open a group."""
+"""Handle the keys of `rolloutmq top`: pause (with a confirmation), resume, open a group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
 from buffer.monitoring.found_group import find_group
 from buffer.run import Run
-from rolloutmq.commands.pause import hold
-from rolloutmq.commands.show import print_group
+from rolloutmq.commands.look.show import print_group
+from rolloutmq.commands.steer.pause import hold
 from rolloutmq.top.live_view import LiveView
 
 _MOST_BYTES = 64
@@ -59,7 +59,7 @@ class Keyboard:
         return typed.decode(errors="ignore")
 
 
-KEYS = "p pause · c continue · o open a group · q quit"
+KEYS = "p pause · r resume · o open a group · q quit"
 _MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
 _WHICH = "pause? a abort groups · d finish them · k freeze them · any other key: no pause"
 _ESCAPE, _ENTER, _ERASE = "\x1b", ("\r", "\n"), ("\x7f", "\b")
@@ -98,7 +98,7 @@ class Steering:
         gid = self._group
         self._group = ""
         try:
-            print_group(screen, find_group(self._run, gid))
+            print_group(screen, find_group(self._run, gid).document(tokens=False))
         except RolloutMQError as error:
             self._report(str(error))
             return
@@ -111,7 +111,7 @@ class Steering:
             self.is_over = True
         elif key == "p":
             self._ask(_WHICH, self._pause)
-        elif key == "c":
+        elif key == "r":
             self._hold(Mode.RUN)
         elif key == "o":
             self._typed = ""

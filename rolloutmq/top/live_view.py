@@ -19,7 +19,7 @@ from buffer.monitoring.console import plain
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
-from rolloutmq.commands.status import (
+from rolloutmq.commands.look.status import (
     account_text,
     judged_text,
     mode_text,
@@ -27,7 +27,7 @@ from rolloutmq.commands.status import (
     staleness_text,
     workers_text,
 )
-from rolloutmq.commands.tail import event_text
+from rolloutmq.commands.look.tail import event_text
 from rolloutmq.output import age, bar, count, sparkline, state, table, worker_state
 
 EVENTS = 5

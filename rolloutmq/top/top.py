@@ -52,7 +52,7 @@ def top(
     """Watch a run live; q or Ctrl-C quits.
 
     Shows steps, rewards, groups by stage, staleness, workers, and which process waits for which.
-    Keys pause the run (with a confirmation), continue it, and open a group. If the output is not a
+    Keys pause the run (with a confirmation), resume it, and open a group. If the output is not a
     terminal, prints one line every few seconds.
     """
     left = iter(range(refreshes - 1, -1, -1)) if refreshes else None

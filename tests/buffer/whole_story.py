@@ -91,6 +91,8 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
     assert run.receipts.silent() == ["w0"]
     assert scene.receipt(run.control.state().epoch) == "OK"
+    run.control.report(scene.trainer, 3, {"rewards/mean": 0.5})
+    run.control.report(scene.trainer, 3, {"eval/score": 0.5}, task="math")
     run.control.renew_role("trainer", scene.trainer)
     run.control.renew_role("trainer", scene.trainer, closing=True)
     run.control.renew_role("producer", scene.producer, closing=True)

@@ -17,7 +17,7 @@ from buffer.batches.ledger import BAD_GROUPS
 from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import Crew, at_work, wait_until
 from tests.rolloutmq.conftest import ROOT

@@ -114,3 +114,16 @@ def test_files_and_tests_that_a_page_names_exist(page: str) -> None:
         r"`((?:buffer|producer_workers|consumer|configs|tests|docker|benchmarks)/[\w./]*)`", text
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_every_extra_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    text = (PAGES / "extras.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `([\w-]+)` \|", text, re.M)
+    assert sorted(explained) == sorted(project["optional-dependencies"])
+
+
+def test_the_first_gpu_run_names_every_preset() -> None:
+    text = (PAGES / "first_gpu_run.md").read_text(encoding="utf-8")
+    presets = {path.stem for path in (ROOT / "configs").glob("qwen3*.toml")}
+    assert set(re.findall(r"^\| `(qwen3\w[\w.]*)` \|", text, re.M)) == presets

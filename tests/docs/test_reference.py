@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from buffer.monitoring.prometheus import FAMILIES
+from buffer.monitoring.run_metrics import FAMILIES
 from buffer.store.keys import SLOTS
 from docs.reference import PAGES, REFERENCES
 from docs.reference.commands import command_reference

@@ -16,7 +16,7 @@ from buffer.model.ids import new_nonce
 from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.pipeline.mixture import TASKS, Mixture
 
 STATUS = ProduceBatchStatus
@@ -85,7 +85,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
             TaskStopped, match=r"math is stopped: .*ZeroDivisionError: row of a user"
         ) as caught:
             site.take(1)
-        assert "rolloutmq continue --task math" in caught.value.hint
+        assert "rolloutmq resume --task math" in caught.value.hint
         with pytest.raises(TaskStopped, match="math is stopped"):
             site.manager.produce_batch(1)
         # the others are not held up, unless a batch of all is asked for

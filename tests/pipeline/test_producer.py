@@ -27,7 +27,7 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS

@@ -121,7 +121,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
         TaskStopped, match=r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
     ) as caught:
         consumer.take_batch(1, {TASK: 2})
-    assert "rolloutmq continue --task sums" in str(caught.value.hint)
+    assert "rolloutmq resume --task sums" in str(caught.value.hint)
     yard.run.jobs.forgive(TASK)
     with pytest.raises(TimeoutError):
         consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)

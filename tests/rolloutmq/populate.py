@@ -11,13 +11,17 @@ import orjson
 
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
 from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job
+from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.manifest import Manifest
+from buffer.monitoring.sample_log import describe_sample
+from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
+from consumer.training.sample_writer import SampleWriter
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"
@@ -47,6 +51,7 @@ class Scene:
         self.trainer = new_nonce()
         self.workers: dict[str, str] = {}
         self.running: Job
+        self.taken: PayloadRef
 
     def enqueue(self, groups: int) -> None:
         for first in range(0, groups, 128):
@@ -133,7 +138,9 @@ def populate(store: Store, name: str = "demo") -> Scene:
     scene.running = jobs[7]
     scene.open_trainer()
     for step, groups in ((1, 2), (2, 1)):
-        scene.run.ledger.take(scene.trainer, step, {"math": groups})
+        manifest = scene.run.ledger.take(scene.trainer, step, {"math": groups})
+        assert isinstance(manifest, Manifest)
+        scene.taken = manifest.entries[0].payload
     scene.run.ledger.commit(scene.trainer, 1, 1)
     return scene
 
@@ -154,6 +161,22 @@ def forge(scene: Scene, text: str) -> None:
         client.xadd(keys.events, {"event": text, text: text})
     for gid in ("math-0000000003", "math-0000000004"):
         client.hset(keys.group(gid), mapping={"owner": text, "lineage": text})
+
+
+def write_samples(scene: Scene, folder: Path, text: str = "") -> None:
+    """The sample log of step 1, whose groups are archived; `text` is what the models said."""
+    gids = [group_id("math", draw) for draw in (0, 1)]
+    write_steps(folder, [(1, "l1", gids)])
+    states = scene.run.buffer.read(scene.taken).states
+    writer = SampleWriter(folder, 2**30, 1)
+    samples = []
+    for gid, why in zip(gids, ("best", "worst"), strict=True):
+        for state in states:
+            state.response = text or f"It was {why}."
+        group = RolloutGroup(gid, "math", states)
+        samples.append(describe_sample(group, 1, why, 0, TokenTexts([])))
+    writer.write_samples(1, samples)
+    writer.close()
 
 
 def write_steps(folder: Path, steps: list[tuple[int, str, list[str]]]) -> Path:

@@ -1,4 +1,4 @@
--- brakes: note_failure and stop_task, which end a task of which every try fails (I11).
+-- brakes: count_cause, note_failure and stop_task, which end a task of which every try fails (I11).
 -- include: bells, clock, events, numbers
 
 -- Start no more groups of a task until `forgive`: enqueue, reissue and claim refuse it from now on.
@@ -8,6 +8,16 @@ local function stop_task(progress, task, reason, bell_trainer, events)
   log_event(events, 'stopped', 'task', task, 'reason', string.sub(reason, 1, 100))
 end
 
+-- Count a failed try by its cause, the first word of its reason: at most 8 causes of a task have a count of their own.
+local function count_cause(progress, message)
+  local cause = 'failed:' .. string.sub(string.match(message, '^%a[%w_]*') or 'other', 1, 40)
+  if redis.call('HEXISTS', progress, cause) == 0 then
+    if num(redis.call('HGET', progress, 'causes')) >= 8 then cause = 'failed:other' end
+    redis.call('HINCRBY', progress, 'causes', 1)
+  end
+  redis.call('HINCRBY', progress, cause, 1)
+end
+
 -- Count a failed try. Return the failures in a row, if they are `patience`, or `first` while nothing has succeeded, and
 -- may not be the fault of one worker: the failures of one worker alone count for its share of the live workers.
 local function note_failure(progress, workers, worker, lease_ms, message, patience, first)
@@ -15,6 +25,7 @@ local function note_failure(progress, workers, worker, lease_ms, message, patien
   local failures = num(before[1]) + 1
   local alone = (failures == 1 or before[2] == worker) and worker or ''
   redis.call('HINCRBY', progress, 'failed', 1)
+  count_cause(progress, message)
   redis.call('HSET', progress, 'failures_in_row', int(failures), 'failing_worker', alone, 'error', message, 'error_ms', int(now))
   local most = num(before[3]) == 0 and first or patience
   local share = alone == '' and 1 or math.max(1, redis.call('ZCOUNT', workers, int(now - lease_ms), '+inf'))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from producer_workers.judges.load import load_judge, make_judge
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
+FREE = (("config",), ("chat_template_kwargs",), ("agent_loop_options",))
+"""Sections whose keys are a package's or a template's."""
+PRESETS = [path for path in FILES if path.name.startswith("qwen3")]
 
 
 def test_all_examples_are_here() -> None:
@@ -27,6 +31,9 @@ def test_all_examples_are_here() -> None:
         "gpu_check.toml",
         "lora.toml",
         "qwen3_0.6b_gsm8k.toml",
+        "qwen3_1.7b_gsm8k.toml",
+        "qwen3_1.7b_tools.toml",
+        "qwen3_4b_math.toml",
         "qwen3_8b_math.toml",
     }
 
@@ -37,14 +44,15 @@ def test_example_loads_with_its_judges(path: Path) -> None:
         make_judge(task.judge, load_judge)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_misspelt_key_of_an_example_is_an_error_with_the_right_key(path: Path) -> None:
+@pytest.mark.parametrize("name", ["demo", "lora", "qwen3_1.7b_tools"])
+def test_every_misspelt_key_of_an_example_is_an_error_with_the_right_key(name: str) -> None:
+    path = CONFIGS / f"{name}.toml"
     for dotted in _keys(tomllib.loads(path.read_text(encoding="utf-8"))):
         *section, key = dotted
         wrong = ".".join([*section, f"{key}x"]) + "=1"
         problem = _problem(path, wrong)
         assert problem, f"{wrong} is accepted"
-        if "config" not in section:  # the data set's own options
+        if "fields" not in section:  # names of another data set
             assert f"did you mean `{key}`?" in problem
 
 
@@ -52,7 +60,7 @@ def _keys(tree: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _keys(value, *above, key)
-        elif above[-1:] != ("config",):
+        elif above[-1:] not in FREE:
             yield *above, key
 
 
@@ -64,30 +72,42 @@ def _problem(path: Path, override: str) -> str:
     return ""
 
 
-def test_gpu_example_trains_on_gsm8k_with_files_of_its_own_for_the_test() -> None:
-    config = load_config(Config, CONFIGS / "qwen3_0.6b_gsm8k.toml")
-    train = config.tasks["gsm8k"]
-    test = config.tasks["gsm8k_test"]
-    assert train.dataset != test.dataset
-    assert (train.judge, test.judge) == ("gsm8k", "gsm8k")
-    assert (test.sample.temperature, test.prompt_repeat_k, test.shuffle) == (0.0, 1, False)
-    assert isinstance(config.engine, VllmConfig)
-    longest = (config.producer.max_prompt_tokens or 0) + train.sample.max_tokens
-    assert longest <= (config.engine.max_model_len or 0)
-    assert longest <= config.learner.token_budget
-
-
-def test_example_for_eight_gpus_uses_each_of_them_once() -> None:
-    config = load_config(Config, CONFIGS / "qwen3_8b_math.toml")
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_a_preset_says_what_it_needs(path: Path) -> None:
+    config = load_config(Config, path)
     launch = config.launch
-    trainer = launch.trainer_gpus or []
-    assert sorted([*trainer, *(launch.worker_gpus or [])]) == list(range(8))
-    assert launch.ranks(has_own_loop=False) == len(trainer) == 4
+    trainer, workers = launch.trainer_gpus or [], launch.worker_gpus or []
+    said = dict(re.findall(r"^# (GPUs|Redis|Time|Install): (.*)$", path.read_text("utf-8"), re.M))
+    assert sorted([*trainer, *workers]) == list(range(int(said["GPUs"].split()[0])))
+    assert launch.ranks(has_own_loop=False) == len(trainer)
     assert isinstance(config.engine, VllmConfig)
-    assert launch.workers * config.engine.shards == len(launch.worker_gpus or [])
-    task = config.tasks["math"]
-    longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
-    assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
+    assert launch.workers * config.engine.shards == len(workers)
+    size, unit, *_ = said["Redis"].split()
+    assert (
+        config.memory_problem(int(float(size) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit] * 1.05))
+        == ""
+    )
+    assert "not measured" in said["Time"]
+    assert config.policy.repository
+    assert ("math" in said["Install"]) == any(
+        "math_verify" in task.judges for task in config.tasks.values()
+    )
+    for task in config.tasks.values():
+        longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
+        assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_the_evaluation_of_a_preset_is_greedy_and_asks_other_problems(path: Path) -> None:
+    config = load_config(Config, path)
+    (test,) = (task for task in config.tasks.values() if task.eval_of)
+    train = config.tasks[test.eval_of or ""]
+    assert train.dataset != test.dataset
+    assert (test.sample.temperature, test.prompt_repeat_k, test.shuffle) == (0.0, 1, False)
+    assert test.judge == train.judge
+    for name, task in config.tasks.items():
+        if task.eval_of:
+            assert config.evaluation_size(name) == config.evaluation.groups
 
 
 def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:
@@ -101,14 +121,14 @@ def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"question": "1"}\n\n{"question": "2"}', encoding="utf-8")
-    where = f"tasks.gsm8k_test.dataset.path={file}"
-    path = CONFIGS / "qwen3_0.6b_gsm8k.toml"
-    assert load_config(Config, path, [where]).evaluation_size("gsm8k_test") == 2
-    assert (
-        load_config(Config, path, [where, "evaluation.groups=7"]).evaluation_size("gsm8k_test") == 7
-    )
+    where = f'tasks.held_out.dataset={{kind="jsonl", path="{file}"}}'
+    path = CONFIGS / "demo.toml"
+    assert load_config(Config, path, [where]).evaluation_size("held_out") == 2
+    asked = load_config(Config, path, [where, "evaluation.groups=7"])
+    assert asked.evaluation_size("held_out") == 7
+    file.unlink()
     with pytest.raises(ConfigError, match=r"test\.jsonl"):
-        load_config(Config, path).evaluation_size("gsm8k_test")
+        load_config(Config, path, [where]).evaluation_size("held_out")
     assert load_config(Config, CONFIGS / "demo.toml").evaluation_size("held_out") == 500
 
 

@@ -298,4 +298,4 @@ def test_resume_is_refused_into_what_is_not_empty(scene: Scene, tmp_path: Path) 
     put(scene, 0)
     scene.run.save(tmp_path / "saved")
     with pytest.raises(RunExists):
-        Run.resume(scene.store, tmp_path / "saved")
+        Run.restore(scene.store, tmp_path / "saved")

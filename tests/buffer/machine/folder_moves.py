@@ -22,7 +22,7 @@ class FolderMoves(ServerMoves, SettingsMoves):
             if not is_copied:
                 self.scene.raw.flushall()
             name = f"{self.scene.name}-copy" if is_copied else None
-            self.move_to(Run.resume(self.scene.store, Path(folder, "run"), name=name))
+            self.move_to(Run.restore(self.scene.store, Path(folder, "run"), name=name))
         for group in running:
             group.place = "waiting"
             group.lane = "resume"

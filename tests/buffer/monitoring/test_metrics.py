@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import urllib.error
 import urllib.request
@@ -13,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, Fenced
+from buffer.model.ids import new_nonce
 from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.monitoring.process_metrics import serve_process
 from buffer.monitoring.prometheus import RunCollector
@@ -110,12 +112,61 @@ def test_times_of_judges_and_pauses_are_histograms(scene: Scene, endpoint: Metri
     assert found["rolloutmq_pause_seconds_sum",] == 0.02
 
 
+def test_the_last_step_is_what_the_newest_trainer_reported(
+    scene: Scene, endpoint: MetricsEndpoint
+) -> None:
+    """Through a NaN, names that nobody reads, a lost role and an entry that is no JSON."""
+    report = scene.run.control.report
+    assert ("rolloutmq_step",) not in samples(fetch(f"{endpoint.url}/metrics"))
+    metrics = {"rewards/mean": 0.25, "policy/kl_ref": 0.5, "time/step_s": 2.0, "time/wait_s": 0.5,
+               "response_len/tokens": 900.0, "loss/policy": math.nan, "debug/x" * 9999: 1.0}  # fmt: skip
+    report(scene.trainer, 7, metrics)
+    report(scene.trainer, 6, {"eval/accuracy": 0.75, "eval/pass@8": 1.0}, task="exam")
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    assert found["rolloutmq_step",] == 7
+    assert found["rolloutmq_step_reward_mean", "math"] == 0.25
+    assert found["rolloutmq_step_kl", "reference"] == 0.5
+    assert math.isnan(found["rolloutmq_step_loss",])
+    assert [found["rolloutmq_step_seconds", part] for part in ("total", "wait")] == [2.0, 0.5]
+    assert found["rolloutmq_step_tokens_per_second",] == 450
+    assert found["rolloutmq_evaluation", "accuracy", "exam"] == 0.75
+    assert found["rolloutmq_evaluation_step", "exam"] == 6
+    stale, scene.trainer = scene.trainer, new_nonce()
+    scene.run.trainers.open(scene.trainer, step=2, lineage="l2", take_over=True)
+    with pytest.raises(Fenced):
+        report(stale, 8, {"rewards/mean": 1.0})
+    report(scene.trainer, 3, {"rewards/mean": 0.5, "rewards/mean/math": 0.125})
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    assert (found["rolloutmq_step",], found["rolloutmq_step_reward_mean", "math"]) == (3, 0.125)
+    assert ("rolloutmq_step_kl", "reference") not in found
+    scene.run.store.control.hset(scene.run.keys.report, "train", "[]")
+    assert ("rolloutmq_step",) not in samples(fetch(f"{endpoint.url}/metrics"))
+
+
+def test_failures_are_counted_by_eight_causes_and_other_ones_together(
+    scene: Scene, endpoint: MetricsEndpoint
+) -> None:
+    scene.enqueue(12)
+    jobs = scene.claim("w1", 16)
+    for number, job in enumerate(jobs[:10]):
+        scene.run.jobs.release("w1", job, "failed", f"Odd{number}Error: of the judge")
+    scene.run.jobs.release("w1", jobs[10], "failed", "\x1b[31m")
+    counts = {
+        labels[1]: number
+        for labels, number in samples(fetch(f"{endpoint.url}/metrics")).items()
+        if labels[0] == "rolloutmq_failures_total"
+    }
+    kept = {"ValueError": 1, **{f"Odd{n}Error": 1 for n in range(7)}}
+    assert counts == {**kept, "other": 4}
+
+
 def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
     for family in text_string_to_metric_families(fetch(f"{endpoint.url}/metrics")):
         assert family.documentation.endswith(".")
         assert not family.name.endswith(("_ms", "_count", "_sum", "_bucket"))
         assert all(
-            "run" in sample.labels for sample in family.samples if family.name != "rolloutmq_up"
+            "run" in sample.labels or family.name == "rolloutmq_up" or "server" in sample.labels
+            for sample in family.samples
         )
 
 
@@ -151,6 +202,7 @@ def test_others_than_loopback_want_a_token(scene: Scene) -> None:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(f"{served.url}/metrics", given)
     assert "rolloutmq_up" in fetch(f"{served.url}/metrics", "s3cret")
+    assert fetch(f"{served.url}/healthz") == "ok\n"
     served.close()
 
 

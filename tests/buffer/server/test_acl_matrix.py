@@ -37,7 +37,7 @@ TIDY = "producer trainer operator"
 STEER = "trainer operator"
 
 WRITES = {
-    "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
+    "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "report": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
     "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "hold": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
@@ -57,7 +57,7 @@ CHANGES = {
          "reassert", "refill", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("admit", "control", "publish_weights", "quarantine", "trainer_open"), STEER
+        ("admit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write

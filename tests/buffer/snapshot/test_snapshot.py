@@ -64,7 +64,7 @@ def busy(make_scene: Callable[..., Scene]) -> Scene:
 def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
     """The run of a snapshot under another name, seen by another scene."""
     other = object.__new__(Scene)
-    other.run = Run.resume(scene.store, folder, name=f"{scene.name}-again", **options)
+    other.run = Run.restore(scene.store, folder, name=f"{scene.name}-again", **options)
     other.store = scene.store
     other.raw = scene.raw
     other.name = other.run.name
@@ -286,10 +286,10 @@ def test_resume_refuses_a_run_that_is_there(busy: Scene, tmp_path: Path) -> None
     busy.run.save(tmp_path / "s")
     before = busy.dump()
     with pytest.raises(RunExists, match="there is a run"):
-        Run.resume(busy.store, tmp_path / "s")
+        Run.restore(busy.store, tmp_path / "s")
     assert busy.dump() == before
     with pytest.raises(ConfigError, match="run name"):
-        Run.resume(busy.store, tmp_path / "s", name="a:b")
+        Run.restore(busy.store, tmp_path / "s", name="a:b")
 
 
 def test_resume_refuses_leftovers_of_a_run_without_its_meta(busy: Scene, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_resume_refuses_leftovers_of_a_run_without_its_meta(busy: Scene, tmp_pat
     busy.raw.delete(busy.keys.meta)
     before = busy.dump()
     with pytest.raises(RunExists, match="holds keys of"):
-        Run.resume(busy.store, tmp_path / "s")
+        Run.restore(busy.store, tmp_path / "s")
     assert busy.dump() == before
 
 
@@ -368,7 +368,7 @@ def test_nobody_can_open_a_run_that_is_being_resumed(busy: Scene, tmp_path: Path
     seen = []
 
     def advance(what: str, done: int) -> None:
-        with pytest.raises(RunNotFound, match="being resumed"):
+        with pytest.raises(RunNotFound, match="being restored"):
             Run.open(busy.store, f"{busy.name}-again")
         with pytest.raises(RunExists):
             Run.create(busy.store, f"{busy.name}-again", new_nonce(), LIMITS, FIRST, "/w")
@@ -482,7 +482,7 @@ def test_snapshot_of_one_kind_of_server_resumes_on_the_other(
         store.close()
     with start_server(kinds[1], tmp_path / "b") as other:
         store = Store(other.url)
-        run = Run.resume(store, folder)
+        run = Run.restore(store, folder)
         assert run.account.fsck().clean
         assert run.ledger.manifest(3) == manifest
         store.close()

@@ -41,6 +41,16 @@ def test_payloads_of_every_size_come_back_whole_and_in_order(scene: Scene) -> No
     ] == data
 
 
+def test_columns_of_received_payloads_are_aligned(scene: Scene) -> None:
+    sizes = range(9000, 9009)
+    refs = scene.run.payloads.write_many(
+        [Upload(f"math-{size:010d}", "t", payload(size)) for size in sizes]
+    )
+    parts = scene.run.payloads.read_each(refs, lambda _, found: found)
+    assert [np.frombuffer(part, "u1").ctypes.data % 8 for part in parts] == [0] * len(sizes)
+    assert [bytes(part) for part in parts] == [payload(size) for size in sizes]
+
+
 @pytest.mark.parametrize("size", [0, 10, 10**6])
 def test_receive_finds_more_or_less_than_was_expected(scene: Scene, key: str, size: int) -> None:
     values = [payload(n) for n in (100_000, 3, 70_000)]

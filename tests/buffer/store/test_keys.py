@@ -22,6 +22,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "control": keys.control,
         "clock": keys.clock,
         "lineages": keys.lineages,
+        "report": keys.report,
         "jobs:<task>:<lane>": keys.jobs("math", "fresh"),
         "bell:<who>": keys.wake_up("trainer"),
         "group:<gid>": keys.group("math-0000000001"),

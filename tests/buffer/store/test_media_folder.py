@@ -289,7 +289,7 @@ def test_a_resumed_run_has_the_files_of_its_groups(
     monkeypatch.setattr(in_snapshot, "PART_BYTES", 1000)
     scene = scene_with_media(retain_batches=1)
     archived, ready = saved(scene, tmp_path / "s")
-    again = Run.resume(
+    again = Run.restore(
         scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new"
     )
     assert again.media is not None
@@ -318,16 +318,16 @@ def test_resume_wants_a_folder_that_nobody_uses(
     saved(scene, tmp_path / "s")
     name = f"{scene.name}-again"
     with pytest.raises(SnapshotError, match="two runs cannot share"):
-        Run.resume(scene.store, tmp_path / "s", name=name)
+        Run.restore(scene.store, tmp_path / "s", name=name)
     with pytest.raises(SnapshotError, match="not empty"):
-        Run.resume(scene.store, tmp_path / "s", name=name, media=tmp_path / "media")
+        Run.restore(scene.store, tmp_path / "s", name=name, media=tmp_path / "media")
     assert not run_keys(scene.raw, name)
     for key in run_keys(scene.raw, scene.name):
         scene.raw.unlink(key)
     with pytest.raises(SnapshotError, match="not empty"):
-        Run.resume(scene.store, tmp_path / "s")
+        Run.restore(scene.store, tmp_path / "s")
     (tmp_path / "media").rename(tmp_path / "aside")
-    resumed = Run.resume(scene.store, tmp_path / "s")
+    resumed = Run.restore(scene.store, tmp_path / "s")
     assert resumed.media is not None
     assert len(list(resumed.media.gids())) == 1
 
@@ -348,7 +348,7 @@ def test_a_resume_that_fails_leaves_no_files(
         with monkeypatch.context() as broken:
             broken.setattr(step, fail)
             with pytest.raises(SnapshotError, match="no"):
-                Run.resume(
+                Run.restore(
                     scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new"
                 )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["media", "s"]
@@ -363,7 +363,7 @@ def test_an_altered_file_is_found_before_anything_is_loaded(
     (file,) = (tmp_path / "s").glob("media-*.msgpack")
     file.write_bytes(file.read_bytes().replace(b"image of", b"image 0f"))
     with pytest.raises(SnapshotError, match="altered"):
-        Run.resume(scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new")
+        Run.restore(scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -371,4 +371,4 @@ def test_a_run_without_files_knows_no_folder(scene: Scene, tmp_path: Path) -> No
     scene.run.save(tmp_path / "s")
     assert scene.run.media is None
     with pytest.raises(SnapshotError, match="no media folder"):
-        Run.resume(scene.store, tmp_path / "s", name="x", media=tmp_path / "new")
+        Run.restore(scene.store, tmp_path / "s", name="x", media=tmp_path / "new")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from buffer.config.learner import LearnerConfig
-from buffer.errors import ConfigError
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
@@ -18,7 +17,6 @@ from buffer.rollouts.wire_schema import Media
 from consumer.learner.batch_filter import BatchFilter
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
-from consumer.training.metric_writers import open_writers
 from tests.consumer.models.tiny import build_model, make_group
 
 
@@ -118,37 +116,3 @@ def test_a_batch_of_which_nothing_is_left_is_a_step_that_moves_nothing(model_dir
     assert controller.fit([without_score()])["filtered/missing_reward"] == 1
     after = controller.state_tensors()
     assert all((tensor == after[name]).all() for name, tensor in before.items())
-
-
-def test_tensorboard_holds_the_steps_of_the_weights_that_exist(tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event
-
-    for first, steps in ((1, (1, 2, 3)), (3, (3, 4))):  # killed after 3, of which no checkpoint is
-        (writer,) = open_writers(["tensorboard"], tmp_path, "demo", first)
-        for step in steps:
-            writer.write(step, {"rewards/mean": step + first / 10})
-        writer.close()
-    seen: list[tuple[int, float]] = []
-    for file in sorted((tmp_path / "tensorboard").iterdir()):
-        data = file.read_bytes()
-        at = 0
-        while at < len(data):
-            # a record: its length (8 bytes) and that one's checksum (4), then itself and its
-            # checksum (4)
-            size = int.from_bytes(data[at : at + 8], "little")
-            event = Event.FromString(data[at + 12 : at + 12 + size])
-            at += 12 + size + 4
-            if event.HasField("session_log"):
-                seen = [pair for pair in seen if pair[0] < event.step]
-            seen += [(event.step, round(value.simple_value, 3)) for value in event.summary.value]
-    assert seen == [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3)]
-
-
-def test_a_writer_that_is_not_installed_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="wandb is not installed"):
-        open_writers(["wandb"], tmp_path, "demo", 1)

@@ -21,8 +21,9 @@ from buffer.rollouts.wire_schema import Media
 from consumer.learner.learner import Learner
 from consumer.models.model_folder import load_model
 from consumer.policy.logprobs import TargetLogits, token_logprobs
+from consumer.policy.micro_batch import MicroBatch
 from consumer.policy.model_checks import keeps_samples_apart
-from consumer.policy.packing import MicroBatch, Packer
+from consumer.policy.packing import Packer
 from tests.consumer.models.tiny import build_model, make_group
 
 SHAPES = st.lists(

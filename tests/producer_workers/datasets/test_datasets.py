@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from buffer.config.dataset import HuggingFaceDataset, ParquetDataset, PythonDataset
+from buffer.config.dataset import FieldName, HuggingFaceDataset, ParquetDataset, PythonDataset
+from buffer.config.dataset import JsonlDataset as JsonlSection
 from buffer.errors import ConfigError, DatasetError
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
@@ -271,3 +272,15 @@ def test_stream_without_a_true_length_is_refused(
     open_it = partial(python, "endless", tmp_path, options={"start": 0}, rows=rows)
     with pytest.raises(DatasetError, match=error):
         asked(open_it(), tokenizer, range(ROWS + 1))
+
+
+def test_fields_may_have_other_names(tmp_path: Path) -> None:
+    path = tmp_path / "math.jsonl"
+    path.write_text('{"problem": "1 + 1", "solution": "2", "answer": "two"}\n', encoding="utf-8")
+    fields: dict[FieldName, str] = {"question": "problem", "answer": "solution"}
+    opened = open_dataset(JsonlSection(kind="jsonl", path=path, fields=fields), tmp_path)
+    problem = opened.row(0)
+    assert problem.messages == [{"role": "user", "content": "1 + 1"}]
+    assert (problem.ground_truth, problem.extra) == ("2", {})
+    with pytest.raises(DatasetError, match='there is no "task", which `fields` names for "prompt"'):
+        open_dataset(JsonlSection(kind="jsonl", path=path, fields={"prompt": "task"}), tmp_path)

@@ -39,7 +39,7 @@ ARGUMENTS = {
     "set": ["max_staleness=2"],
     "fence": ["w1"],
     "save": ["unused"],
-    "resume": ["unused"],
+    "restore": ["unused"],
     "export": ["unused.jsonl"],
     "import": ["unused.jsonl"],
 }
@@ -136,13 +136,14 @@ def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
 def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
-    # a page has nothing to print; models of a fleet, scripts and users ask no server; a server is
+    # a page has nothing to print; configs, models of a fleet, scripts and users ask no server; a server is
     # not at an URL
     lacking = {
         "web": {"--json"},
         "runs": {"--run"},
         "server": {"--redis-url", "--run"},
         "acl": {"--redis-url", "--run-dir"},
+        "check": {"--redis-url", "--run-dir", "--run"},
         "simulate": {"--redis-url", "--run-dir", "--run"},
         "scripts": {"--redis-url", "--run-dir", "--run"},
     }
@@ -159,14 +160,14 @@ def test_every_command_tells_programs_of_an_error_in_the_same_way(
     monkeypatch.setattr(
         "sys.argv", ["rolloutmq", name, *ARGUMENTS.get(name, []), "--json", "--run-dir", "nowhere"]
     )
-    kind, code = ("SnapshotError", 1) if name == "resume" else ("StoreUnavailable", 3)
+    kind, code = ("SnapshotError", 1) if name == "restore" else ("StoreUnavailable", 3)
     with pytest.raises(SystemExit) as left:
         main()
     said = capfd.readouterr()
     told = orjson.loads(said.err)
     assert (said.out, left.value.code) == ("", code)
     assert (told["exit_code"], told["kind"]) == (code, kind)
-    assert "nowhere" in told["error"] or name == "resume"
+    assert "nowhere" in told["error"] or name == "restore"
 
 
 def test_version_is_shown_without_a_server() -> None:

@@ -40,7 +40,7 @@ SERVERLESS = {
     "gpu-check",
     "judge",
     "problems",
-    "resume",
+    "restore",
     "scripts",
     "server",
     "simulate",

@@ -106,7 +106,7 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(
             ("p", "any other key: no pause", Mode.RUN),
             ("x", "not paused", Mode.RUN),
             ("pd", "paused by the operator", Mode.DRAIN),
-            ("c", "continued", Mode.RUN),
+            ("r", "resumed", Mode.RUN),
         ):
             terminal.press(keys)
             terminal.until(words)

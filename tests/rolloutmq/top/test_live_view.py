@@ -17,7 +17,7 @@ from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from rolloutmq.commands.diagnosis import diagnose
+from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
 from tests.rolloutmq.populate import Scene, write_steps

@@ -20,7 +20,7 @@ from tests.rolloutmq.populate import Scene, forge
 from tests.rolloutmq.web.test_page import PATIENCE_S, go
 
 EVIL = "<img src=x onerror=window.owned=1><script>window.owned=1</script><svg onload=window.owned=1>'\"javascript:owned"
-ACTS = ("pause", "continue", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
+ACTS = ("pause", "resume", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
 
 SHOWN = "return document.querySelector('main').textContent"
 
@@ -81,11 +81,12 @@ def test_no_text_of_a_worker_is_read_as_html_on_any_view(
         "groups/math-0000000003",
         "workers",
         "dead",
+        "control",
         "events",
     )
     for view in views:
         go(chromium, address, view)
-        if view not in ("run", "groups"):  # these two show numbers and names of groups alone
+        if view not in ("run", "groups", "control"):  # these show numbers and names of groups alone
             WebDriverWait(chromium, PATIENCE_S).until(
                 lambda browser: "onerror" in browser.execute_script(SHOWN), view
             )
@@ -156,7 +157,7 @@ def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
         "%00",
     ):
         assert ask("GET", f"/static/{name}") in (400, 404), name
-    assert ask("GET", "/static/page.js") == 200
+    assert ask("GET", "/static/frame/frame.js") == 200
     assert ask("GET", "/", Host="evil.example") == 400
     assert ask("POST", "/api/pause", Authorization=f"Bearer {token}") == 200
     assert scene.run.control.state().mode is Mode.ABORT

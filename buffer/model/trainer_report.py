@@ -1,0 +1,86 @@
+"""The newest metrics of a run's trainer, as the trainer reports them to the server.
+
+The trainer's folder has the whole history (`steps.jsonl`). The report has only the last train step
+and the last evaluation of each task, so that a run can be watched without that folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+REPORTED = frozenset(
+    {
+        "rewards/mean", "loss/policy", "policy/entropy", "policy/kl_old", "policy/kl_ref",
+        "policy/clip_fraction", "optim/grad_norm", "response_len/mean", "response_len/tokens",
+        "staleness/mean", "staleness/max", "time/step_s", "time/wait_s", "time/train_s",
+        "time/pause_s", "time/publish_s", "eval/accuracy", "eval/score",
+    }
+)  # fmt: skip
+"""Names of the metrics that are reported. Others are left out, which bounds a report's size."""
+
+REWARD_OF_TASK = "rewards/mean/"
+"""Prefix of the mean score of one task's groups in a batch; reported, too."""
+
+TRAINING = "train"
+EVALUATION = "eval:"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStep:
+    """The reported metrics of one train step, or of an evaluation after it."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, step: int, metrics: Mapping[str, float]) -> ReportedStep:
+        """Return what is reported of `metrics`."""
+        shown = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name in REPORTED or name.startswith(REWARD_OF_TASK)
+        }
+        return cls(step, shown)
+
+    def encode(self) -> str:
+        """Return the report as JSON, with NaN and Infinity as they are."""
+        return json.dumps({"step": self.step, "metrics": self.metrics})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    """The last train step that a trainer reported, and the last evaluation of each task."""
+
+    training: ReportedStep | None = None
+    evaluations: Mapping[str, ReportedStep] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> TrainerReport:
+        """Return the report in the fields of the key `report`; what is no JSON is left out."""
+        steps = {name: step for name, entry in fields.items() if (step := _parsed(entry))}
+        evaluations = {
+            name.removeprefix(EVALUATION): step
+            for name, step in steps.items()
+            if name.startswith(EVALUATION)
+        }
+        return cls(steps.get(TRAINING), evaluations)
+
+    def reward_of(self, task: str, *, is_only: bool) -> float | None:
+        """Return the mean score of a task in the last batch; None: it has none.
+
+        `is_only`: it is the only training task of the run.
+        """
+        metrics = self.training.metrics if self.training else {}
+        return metrics.get(REWARD_OF_TASK + task, metrics.get("rewards/mean") if is_only else None)
+
+
+def _parsed(entry: str) -> ReportedStep | None:
+    try:
+        found: dict[str, Any] = json.loads(entry)
+        return ReportedStep(int(found["step"]), {k: float(v) for k, v in found["metrics"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # written by hand: no reason to refuse the whole view of a run; the next step replaces it
+        return None

@@ -1,0 +1,1 @@
+"""Commands for the server and the account of groups."""

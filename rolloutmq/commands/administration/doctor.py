@@ -1,0 +1,210 @@
+"""`rolloutmq doctor`: check the server, and report what each run waits for.
+
+Beside the snapshot of a run it inspects the judge queue, the weights' folder and the newest dead
+letter. Each of these may be inaccessible (a user without the right, a folder of another machine),
+and is then left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import typer
+from redis.exceptions import NoPermissionError, ResponseError
+from rich.console import Console
+from rich.text import Text
+
+from buffer.errors import RunNotFound, SchemaVersionError, StoreError, StoreUnsafe, WireError
+from buffer.monitoring.console import console
+from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.run import Run
+from buffer.server.check import Finding, check_all
+from buffer.store.store import Store
+from buffer.weights import folder_manifest as weights_manifest
+from rolloutmq.commands.administration.diagnosis import (
+    Symptom,
+    describe,
+    diagnose,
+    last_event_ms,
+    worst_first,
+)
+from rolloutmq.options import (
+    Address,
+    AsJson,
+    RedisUrl,
+    RunDir,
+    RunName,
+    choose_run,
+    open_server,
+)
+from rolloutmq.output import age, emit, plural
+
+
+def inspect(run: Run, snap: Snapshot) -> list[Symptom]:
+    """Return the symptoms of a run that are not visible in its snapshot."""
+    return [*_judges(run, snap), *_weights(snap), *_newest_letter(run, snap)]
+
+
+def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+    """Report rollouts that wait for judges while none is alive.
+
+    These are rq's own keys. They are on the run's server, unless [judges] redis_url names another.
+    """
+    queue = f"rmq-judge:{run.name}"
+    raw = run.store.control
+    try:
+        waiting = raw.llen(f"rq:queue:{queue}")
+        oldest = raw.lindex(f"rq:queue:{queue}", 0)
+        # a judge that was killed stays in the set, but its own key expires
+        alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
+        began: Any = raw.hget(f"rq:job:{oldest.decode()}", "enqueued_at") if oldest else None
+    except (NoPermissionError, ResponseError):
+        return
+    if waiting and not alive:
+        what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
+        since = (
+            snap.now_ms - int(datetime.fromisoformat(began.decode()).timestamp() * 1000)
+            if began
+            else None
+        )
+        yield Symptom("stuck", what, since, "`rolloutmq judge CONFIG`")
+
+
+def _weights(snap: Snapshot) -> Iterator[Symptom]:
+    """Report a weights folder whose files are not those that were published.
+
+    A folder that this machine cannot see is checked by the workers.
+    """
+    folder = Path(snap.control.get("weights_path", ""))
+    checksum = snap.control.get("weights_checksum", "")
+    if not checksum or not folder.is_dir():
+        return
+    try:
+        weights_manifest.check_sizes(folder, checksum)
+    except (OSError, WireError) as error:
+        what = f"the weights {snap.weights} in {folder} are incomplete: {error}"
+        yield Symptom(
+            "stuck",
+            what,
+            None,
+            "start the trainer again: it publishes them from its checkpoint",
+        )
+
+
+def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+    if not snap.dead:
+        return
+    try:
+        letters = list(islice(run.dead_letters.newest(), 1))
+    except StoreError:
+        return
+    for letter in letters:
+        what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
+        yield Symptom(
+            "note",
+            what,
+            letter.age_ms,
+            "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`",
+        )
+
+
+EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
+
+_MARKS = {
+    "ok": ("[ok  ]", "green"),
+    "warning": ("[warn]", "yellow"),
+    "error": ("[BAD ]", "bold red"),
+}
+_LEVELS = {
+    "note": ("[note]", "dim"),
+    "stuck": ("[WAIT]", "yellow"),
+    "fault": ("[BAD ]", "bold red"),
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(doctor)
+
+
+def doctor(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """Check the server, and report what each run waits for.
+
+    Reports since when it waits, and what to do. Exits with 3 if the server could lose data, else
+    with 0.
+    """
+    with open_server(redis_url, run_dir) as (store, address):
+        findings = store.retrying("check", lambda: check_all(store.servers))
+        names = Run.names(store) if run is None else [choose_run(store, run)]
+        diagnoses = {name: _examine(store, name) for name in names}
+    if as_json:
+        runs = {
+            name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()
+        }
+        emit(
+            {
+                "server": str(address),
+                "findings": [asdict(found) for found in findings],
+                "runs": runs,
+            }
+        )
+    else:
+        _show_server(console(), address, findings)
+        for name, (snap, symptoms) in diagnoses.items():
+            _show_run(console(), name, snap, symptoms)
+        if not diagnoses:
+            console().print("\nthere is no run on this server; `rolloutmq run CONFIG` starts one")
+    if bad := [found for found in findings if found.level == "error"]:
+        raise StoreUnsafe(
+            f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"
+        )
+
+
+def _examine(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
+    """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
+    try:
+        run = Run.open(store, name)
+    except (RunNotFound, SchemaVersionError) as error:
+        return None, [
+            Symptom(
+                "fault",
+                error.message,
+                None,
+                error.hint or "inspect it with the version that created it",
+            )
+        ]
+    snap = take_snapshot(run)
+    return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
+
+
+def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:
+    screen.print(Text(f"server {address}", style="bold"))
+    for found in findings:
+        mark, style = _MARKS[found.level]
+        screen.print(
+            Text.assemble(
+                (mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim")
+            )
+        )
+        if found.fix:
+            screen.print(Text(f"       {found.fix}"))
+
+
+def _show_run(screen: Console, name: str, snap: Snapshot | None, symptoms: list[Symptom]) -> None:
+    quiet = last_event_ms(snap) if snap else None
+    screen.print()
+    last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
+    screen.print(Text.assemble((f"run {name}", "bold"), (last_event, "dim")))
+    for symptom in symptoms:
+        mark, style = _LEVELS[symptom.level]
+        screen.print(Text.assemble((mark, style), f" {describe(symptom)}"))
+        if symptom.fix:
+            screen.print(Text(f"       {symptom.fix}"))
+    if not any(symptom.level != "note" for symptom in symptoms):
+        screen.print(Text.assemble(("[ok  ]", "green"), " nothing stops this run"))

@@ -1,0 +1,1 @@
+"""Commands that move runs and groups to files and back."""

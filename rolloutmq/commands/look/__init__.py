@@ -1,0 +1,1 @@
+"""Commands that show what a run does; none of them changes it."""

@@ -1,0 +1,177 @@
+"""`rolloutmq batch STEP`: show the groups of a train step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from buffer.batches.ledger import BatchLedger
+from buffer.errors import ConfigError
+from buffer.model.byte_size import format_size
+from buffer.model.ids import split_group_id
+from buffer.model.manifest import Manifest
+from buffer.monitoring.console import console
+from buffer.monitoring.sample_log import Sample
+from buffer.rollouts.staleness import staleness
+from buffer.run import Run
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.output import count, emit, facts, table
+
+EPILOG = "Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'"
+
+Step = Annotated[
+    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
+]
+IsEval = Annotated[
+    bool, typer.Option("--eval", help="A step of the evaluations, which are counted separately.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(batch)
+
+
+def batch(
+    step: Step = None,
+    is_eval: IsEval = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the groups of a train step.
+
+    They are listed in order, with versions, sizes and rewards. This record is what makes a batch
+    the same after a crash. It is kept until its checkpoint and those before it are no longer
+    needed. Of an older train step, the groups in the sample log of the run's folder are shown
+    ([samples]).
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        ledger = target.run.evaluations if is_eval else target.run.ledger
+        logged = target.samples if step and not is_eval else None
+        try:
+            manifest = _manifest(ledger, step)
+        except FreedStep:
+            samples = logged.read(step) if logged and step else []
+            if not samples:
+                raise
+            _show_samples(samples, as_json)
+            return
+        rewards = _rewards(target.run, manifest)
+    if as_json:
+        emit(_as_json(manifest, rewards))
+    else:
+        _print(manifest, rewards)
+
+
+class FreedStep(ConfigError):
+    """The step was trained, and its record is freed."""
+
+
+def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
+    taken, committed, freed = ledger.steps()
+    wanted = taken if step is None else step
+    if not 0 < wanted <= taken:
+        raise ConfigError(
+            f"step {wanted} has not been taken yet",
+            hint=f"the newest step is {taken}" if taken else "no step has been taken",
+        )
+    manifest = ledger.manifest(wanted)
+    if manifest is None:
+        raise FreedStep(
+            f"the record of step {wanted} has been freed: steps up to {freed} are "
+            f"freed, up to {committed} committed",
+            hint="[retention] batches keeps them longer",
+        )
+    return manifest
+
+
+def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
+    """Return the mean score of each group; None where there is none, or the record is gone."""
+    reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
+    sums = run.store.each("batch", reads)
+    pairs = zip(sums, manifest.entries, strict=True)
+    return [float(total) / entry.samples if total else None for total, entry in pairs]
+
+
+def _show_samples(samples: list[Sample], as_json: bool) -> None:
+    groups = [_sampled(sample) for sample in samples]
+    step = samples[0]["step"]
+    if as_json:
+        emit({"step": step, "is_sample": True, "groups": groups})
+        return
+    screen = console()
+    screen.print(
+        Text(f"the record of step {step} is freed; the sample log has {len(groups)} of its groups")
+    )
+    numbers = ("samples", "version", "staleness", "reward")
+    grid = table("gid", "why", *numbers, right=[*numbers])
+    for group in groups:
+        reward = "-" if group["reward"] is None else f"{group['reward']:.3f}"
+        cells = [group[name] for name in ("gid", "why", "samples", "version", "staleness")]
+        grid.add_row(*("-" if cell is None else str(cell) for cell in cells), reward)
+    screen.print(grid)
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))
+
+
+def _sampled(sample: Sample) -> dict[str, Any]:
+    members = sample["members"]
+    versions = [span["version"] for member in members for span in member["spans"]]
+    scores = [(member["reward"] or {}).get("score") for member in members]
+    known = [score for score in scores if score is not None]
+    return {
+        **{name: sample[name] for name in ("gid", "why", "staleness")},
+        "samples": len(members),
+        "version": min(versions, default=None),
+        "reward": sum(known) / len(members) if known else None,
+    }
+
+
+def _as_json(manifest: Manifest, rewards: list[float | None]) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "header": manifest.header,
+        "archived": manifest.archived,
+        "revision": manifest.revision,
+        "groups": [
+            {
+                "gid": entry.gid,
+                "samples": entry.samples,
+                "version": entry.version,
+                "staleness": None
+                if entry.version is None
+                else staleness(manifest.step, entry.version),
+                "size": entry.payload.size,
+                "crc": entry.payload.crc,
+                "reward": reward,
+            }
+            for entry, reward in zip(manifest.entries, rewards, strict=True)
+        ],
+    }
+
+
+def _print(manifest: Manifest, rewards: list[float | None]) -> None:
+    entries = manifest.entries
+    tasks = Counter(split_group_id(gid)[0] for gid in manifest.gids)
+    screen = console()
+    screen.print(facts([
+        ("step", str(manifest.step) + (" (archived)" if manifest.archived else "")),
+        ("groups", f"{len(entries)}: " + ", ".join(f"{n} of {task}" for task, n in tasks.items())),
+        ("rollouts", count(sum(entry.samples for entry in entries))),
+        ("size", format_size(sum(entry.payload.size for entry in entries))),
+        ("quarantined", count(manifest.revision)),
+    ]))  # fmt: skip
+    grid = table("gid", "rollouts", "version", "staleness", "size", "reward",
+                 right=["rollouts", "version", "staleness", "size", "reward"])  # fmt: skip
+    for entry, reward in zip(entries, rewards, strict=True):
+        version = "-" if entry.version is None else str(entry.version)
+        age = "-" if entry.version is None else str(staleness(manifest.step, entry.version))
+        score = "-" if reward is None else f"{reward:.3f}"
+        grid.add_row(
+            entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score
+        )
+    screen.print(grid)
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))

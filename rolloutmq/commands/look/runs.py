@@ -1,0 +1,160 @@
+"""`rolloutmq runs`: list the runs of a server, or remove one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from buffer.errors import ConfigError, RoleHeld, RunNotFound
+from buffer.maintenance.remove_run import remove_run
+from buffer.model.byte_size import format_size
+from buffer.monitoring.console import console
+from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.run import Run
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+from rolloutmq.options import AsJson, RedisUrl, RunDir, choose_run, open_server
+from rolloutmq.output import age, count, emit, state, table
+
+EPILOG = """
+\b
+Examples: rolloutmq runs
+          rolloutmq runs --delete old-run --yes
+"""
+
+Delete = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Remove this run and all its data from the server."),
+]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One line of the list; `snap` is None while the run is being restored or removed."""
+
+    name: str
+    snap: Snapshot | None
+
+    @property
+    def seen_ms(self) -> int | None:
+        """Return the milliseconds since the newest heartbeat of any process."""
+        if self.snap is None:
+            return None
+        silences = [
+            role.silent_ms
+            for role in (self.snap.trainer, self.snap.producer)
+            if role.silent_ms is not None
+        ]
+        silences += [worker.silent_ms for worker in self.snap.workers]
+        return min(silences, default=None)
+
+    @property
+    def lives(self) -> list[str]:
+        """Return the processes that are alive."""
+        if self.snap is None:
+            return []
+        roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
+        return [name for name, role in roles.items() if role.is_alive] + [
+            worker.id for worker in self.snap.live_workers
+        ]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(runs)
+
+
+def runs(
+    delete: Delete = None,
+    yes: Yes = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of a server, with size and age, or delete one.
+
+    A run with a process that is alive is not deleted. Its folder (weights, checkpoints, logs) is
+    kept.
+    """
+    with open_server(redis_url, run_dir) as (store, address):
+        if delete is not None:
+            _delete(store, choose_run(store, delete), yes, as_json)
+            return
+        lines = [_line_of(store, name) for name in Run.names(store)]
+    if as_json:
+        emit([_as_json(line) for line in lines])
+    elif not lines:
+        console().print(f"There is no run on {address}.")
+    else:
+        _print(lines)
+
+
+def _line_of(store: Store, name: str) -> RunLine:
+    try:
+        return RunLine(name, take_snapshot(Run.open(store, name)))
+    except RunNotFound:
+        return RunLine(name, None)
+
+
+def _delete(store: Store, name: str, yes: bool, as_json: bool) -> None:
+    line = _line_of(store, name)
+    groups = sum(line.snap.places.values()) if line.snap else 0
+    if line.lives:
+        raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
+    if not yes:
+        raise ConfigError(
+            f"this would remove run {name!r} with {count(groups)} groups; nothing was changed",
+            hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
+        )
+    view = store.at(Keys(name).meta)
+    removed = remove_run(view, Keys(name, spread=view.in_cluster))
+    if as_json:
+        emit({"run": name, "keys": removed})
+    else:
+        console().print(f"run {name} removed: {count(removed)} keys")
+
+
+def _as_json(line: RunLine) -> dict[str, Any]:
+    if line.snap is None:
+        return {"run": line.name, "mode": "incomplete"}
+    return {
+        "run": line.name,
+        "mode": line.snap.mode,
+        "step": line.snap.taken,
+        "groups": sum(line.snap.places.values()),
+        "payload_bytes": line.snap.memory.held,
+        "created_ms": int(line.snap.meta.get("created_ms", 0)),
+        "seen_ms_ago": line.seen_ms,
+        "alive": line.lives,
+    }
+
+
+def _print(lines: list[RunLine]) -> None:
+    grid = table(
+        "run",
+        "mode",
+        "step",
+        "groups",
+        "size",
+        "age",
+        "last seen",
+        right=["step", "groups", "size"],
+    )
+    for line in lines:
+        if line.snap is None:
+            grid.add_row(line.name, "incomplete: being restored or removed")
+            continue
+        made_ms = line.snap.now_ms - int(line.snap.meta.get("created_ms", 0))
+        seen = (
+            "now" if line.lives else "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
+        )
+        held = format_size(line.snap.memory.held)
+        groups = count(sum(line.snap.places.values()))
+        grid.add_row(
+            line.name, state(line.snap.mode), str(line.snap.taken), groups, held, age(made_ms), seen
+        )
+    console().print(grid)

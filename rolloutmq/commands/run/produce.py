@@ -1,0 +1,283 @@
+"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config.load import load_config
+from buffer.config.sources import fetch
+from buffer.config.task import is_url
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.server.process import follow_owner, log_json
+from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
+from rolloutmq.presets import find_config
+
+if TYPE_CHECKING:
+    from buffer.config.config import ProducingConfig
+    from buffer.run import Run
+    from producer_workers.engines.base import Engine
+    from producer_workers.worker.worker import Worker
+
+
+log = logging.getLogger("rolloutmq.worker")
+
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
+]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby", help="Wait while another producer is alive; produce once it is gone."
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(
+        "--workers", min=1, help="Number of processes; each judges one rollout at a time."
+    ),
+]
+NoData = Annotated[
+    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
+]
+TakeOverId = Annotated[
+    bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
+]
+WorkerId = Annotated[
+    str | None,
+    typer.Option(
+        "--id", help="Name of this worker. Default: the host's name and random characters."
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
+    app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
+    app.command(epilog="Example: rolloutmq judge configs/mine.toml --workers 8")(judge)
+    app.command(epilog="Example: rolloutmq problems configs/demo.toml")(problems)
+
+
+def worker(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    worker_id: WorkerId = None,
+    take_over: TakeOverId = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Start one rollout worker.
+
+    It runs an inference engine and claims jobs until it is stopped. SIGTERM lets it finish its
+    groups; a second one stops it at once.
+    """
+    settings = _load(config, overrides)
+    name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
+    log_json("worker", settings.run.name, name)
+    follow_owner()
+    asyncio.run(_work(settings, redis_url, name, metrics, take_over))
+
+
+def producer(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    take_over: TakeOver = False,
+    standby: Standby = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Start the producer.
+
+    It draws prompts and keeps the queues filled as far as the staleness limit allows. One producer
+    is active at a time; others may wait with --standby.
+    """
+    if standby and take_over:
+        raise ConfigError(
+            "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
+        )
+    settings = _load(config, overrides)
+    log_json("producer", settings.run.name)
+    follow_owner()
+    from buffer.monitoring.traced_run import trace_run
+    from producer_workers.build import make_producer
+    from producer_workers.producer.standby import stand_by
+
+    run, settings = _open(settings, redis_url, "producer", metrics)
+    trace_run(run, "producer")
+    member = make_producer(settings, run)
+    # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
+    # the process.
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if standby:
+        stand_by(run, member, stop)
+    else:
+        member.produce_loop(stop, take_over=take_over)
+
+
+def judge(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    workers: Workers = 1,
+) -> None:
+    """Judge rollouts of tasks whose judging is of kind rq.
+
+    Starts rq workers for the run's judge queue. Each forks a process for every rollout, with limits
+    of time and memory. SIGTERM lets them finish their rollouts. `rq info` shows queue, workers and
+    failures.
+    """
+    settings = _load(config, overrides)
+    log_json("judge", settings.run.name)
+    follow_owner()
+    from buffer.open_run import open_store, server_url
+    from producer_workers.judges.rq_worker import JudgePool, judge_url
+
+    tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
+    judges = {name for task in tasks for name in task.judges if not is_url(name)}
+    if not judges:
+        raise ConfigError(
+            "no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"'
+        )
+    if not (url := settings.judges.redis_url):
+        store = open_store(
+            settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True
+        )
+        url = judge_url(None, store.servers)
+        store.close()
+    JudgePool(url, settings.run.name, judges, workers).run()
+
+
+def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
+    """Write generated problems to the run's folder, and check what the config names.
+
+    They are problems of reasoning-gym data sets, written once; later calls only print their number.
+    Judges, agent loops and other functions of the config are imported, and data sets opened.
+    """
+    from producer_workers.build import problems_dir
+    from producer_workers.datasets.open import open_dataset
+    from producer_workers.user_functions import check_functions
+
+    settings = _load(config, overrides)
+    if no_data:
+        check_functions(settings, for_judges=True)
+        return
+    settings = fetch(settings)
+    errors: list[RolloutMQError] = []
+    try:
+        check_functions(settings, for_judges=True)
+    except ConfigError as error:
+        errors.append(error)
+    for name, task in settings.tasks.items():
+        try:
+            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        except RolloutMQError as error:
+            errors.append(error)
+        else:
+            typer.echo(f"{name}: {rows} problems")
+    raise_together(errors)
+
+
+def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
+    from buffer.config.config import ProducingConfig
+
+    return load_config(ProducingConfig, find_config(config), overrides or [])
+
+
+def _open(
+    settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None
+) -> tuple[Run, ProducingConfig]:
+    """Return the run, and the config with the commits that the run was made with."""
+    from buffer.config.fingerprint import origin_of
+    from buffer.control.continuation import check_origin, read_origin
+    from buffer.open_run import open_store, server_url, wait_for_run
+
+    store = open_store(
+        settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
+    )
+    if metrics is not None:
+        from buffer.monitoring.process_metrics import serve_process
+
+        serve_process(name, store, metrics)
+    run = wait_for_run(store, settings.run.name)
+    origin = read_origin(run.store, run.keys)
+    settings = fetch(settings, origin, with_data=name == "producer")
+    check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
+    return run, settings
+
+
+async def _work(
+    settings: ProducingConfig,
+    redis_url: str | None,
+    name: str,
+    metrics: str | None,
+    take_over: bool,
+) -> None:
+    from buffer.monitoring.traced_run import trace_run
+    from producer_workers.build import make_worker, start_engine
+    from producer_workers.user_functions import check_functions
+    from producer_workers.worker import engine_restarts
+
+    # before the engine, which takes long to load
+    check_functions(settings, for_judges=False)
+
+    async def start() -> Engine:
+        # While it holds no groups there is nothing to clean up; what the engine started ends
+        # with this process.
+        _on_signals(os._exit, 130)
+        return await start_engine(settings, run)
+
+    async def work(engine: Engine, restarts: int) -> None:
+        member = make_worker(settings, run, engine, name, restarts=restarts, tracer=tracer)
+        _on_signals(_drain, member)
+        await member.run()
+
+    _on_signals(os._exit, 130)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    if not take_over:
+        await asyncio.to_thread(_await_silence, run, name)
+    tracer = trace_run(run, name)
+    await engine_restarts.serve(start, work, settings.engine.restarts)
+
+
+def _await_silence(run: Run, worker: str) -> None:
+    """Wait until no live worker has this id: the last one may have died a moment ago.
+
+    Raises RoleHeld if one still sends heartbeats.
+    """
+    first_ms = None
+    while record := next((found for found in run.fleet.workers() if found.id == worker), None):
+        if not record.is_live(run.limits.lease_ms):
+            return
+        first_ms = record.seen_ms if first_ms is None else first_ms
+        if record.seen_ms != first_ms:
+            raise RoleHeld(
+                f"a worker {worker!r} is alive",
+                hint="choose another --id, or replace that worker with --take-over",
+            )
+        time.sleep(run.limits.heartbeat_ms / 4000)
+
+
+def _on_signals(do: Callable[..., object], *args: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, do, *args)
+
+
+def _drain(member: Worker) -> None:
+    """Drain the worker at the first signal; the second one ends the process at once."""
+    log.info("stopping: finishing the groups that are held")
+    _on_signals(os._exit, 130)
+    member.stop()

@@ -1,0 +1,37 @@
+"""Find the config that a command is given: a file, or one that comes with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from buffer.errors import ConfigError
+
+_PACKAGE = Path(__file__).parent
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+"""In an installed package, and in a copy of the repository."""
+
+
+def presets_folder() -> Path:
+    """Return the folder of the configs that come with the package."""
+    return next(folder for folder in _FOLDERS if folder.is_dir())
+
+
+def preset_names() -> list[str]:
+    """Return the names of the configs that come with the package."""
+    return sorted(path.stem for path in presets_folder().glob("*.toml"))
+
+
+def find_config(path: Path) -> Path:
+    """Return the file at `path`, else the preset that it names, with or without configs/ and .toml.
+
+    Raises ConfigError, which lists the presets.
+    """
+    if path.exists():
+        return path
+    name = path.name.removesuffix(".toml")
+    if name in preset_names() and str(path.parent) in (".", "configs"):
+        return presets_folder() / f"{name}.toml"
+    raise ConfigError(
+        f"{path}: there is no such file, and no preset of that name",
+        hint=f"give the path of a TOML file, or one of {', '.join(preset_names())}",
+    )

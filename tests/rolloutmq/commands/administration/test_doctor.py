@@ -1,0 +1,146 @@
+"""doctor names what a run waits for, since when, and what to do: runs that are broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rq import Worker
+from rq.serializers import JSONSerializer
+from safetensors.numpy import save_file
+
+from buffer.control.control import Mode
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.store.store import Store
+from buffer.weights import folder_manifest as weights_manifest
+from producer_workers.judges.rq_worker import FUNCTION, open_queue
+from rolloutmq.commands.administration import diagnosis
+from tests.rolloutmq.conftest import Command, json_of
+from tests.rolloutmq.populate import Scene, populate
+
+
+def judge_queue_without_judges(scene: Scene, _: Path) -> None:
+    open_queue(scene.run.store.bulk, "demo").enqueue(FUNCTION, "judge", [], 1.0, 0)
+
+
+def torn_weights(scene: Scene, folder: Path) -> None:
+    save_file({"w": np.ones(8, np.float32)}, folder / "model.safetensors")
+    checksum = weights_manifest.write(folder, "l1:2")
+    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), str(folder), checksum)
+    (folder / "model.safetensors").write_bytes(b"half")
+
+
+def weights_that_nobody_has(scene: Scene, _: Path) -> None:
+    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/elsewhere/2", "abc")
+
+
+def idle_workers(scene: Scene, _: Path) -> None:
+    scene.run.jobs.release("w0", scene.running, "handback", "")
+
+
+def a_letter(_: Scene, __: Path) -> None:
+    """As it is."""
+
+
+BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
+    judge_queue_without_judges: (
+        "1 rollout waiting to be judged, and no judge is alive",
+        "rolloutmq judge",
+    ),
+    torn_weights: (
+        "incomplete: model.safetensors has 4 bytes, expected ",
+        "publishes them from its checkpoint",
+    ),
+    weights_that_nobody_has: (
+        "w0 has l0:0, w1 has l0:0; they claim nothing",
+        "check that they can read /elsewhere/2",
+    ),
+    idle_workers: (
+        "5 groups waiting, and no worker claims them: w0 (idle), w1 (idle)",
+        "[worker] tasks, lanes",
+    ),
+    a_letter: (
+        "the newest dead letter is math-0000000005: ValueError: the judge said no",
+        "rolloutmq requeue",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda damage: damage.__name__)
+def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
+    damage: Callable[[Scene, Path], None],
+    scene: Scene,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diagnosis, "PATIENCE_MS", -1)
+    what, fix = BROKEN[damage]
+    assert what not in command("doctor", "--json").stdout or damage is a_letter
+    damage(scene, tmp_path)
+    (found,) = [symptom for symptom in symptoms(command) if what in symptom["what"]]
+    assert fix in found["fix"]
+    assert found["since_ms"] is not None or damage is torn_weights
+
+
+def symptoms(command: Command) -> list[dict[str, Any]]:
+    return list(json_of(command("doctor", "--json"))["runs"]["demo"])
+
+
+def test_a_judge_that_is_alive_is_waited_for(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
+    judge_queue_without_judges(scene, tmp_path)
+    queue = open_queue(scene.run.store.bulk, "demo")
+    judge = Worker([queue], connection=scene.run.store.bulk, serializer=JSONSerializer)
+    judge.register_birth()  # type: ignore[no-untyped-call]
+    assert not any("judged" in symptom["what"] for symptom in symptoms(command))
+    scene.run.store.bulk.delete(judge.key)  # as it runs out, when a judge is killed
+    assert any("judged" in symptom["what"] for symptom in symptoms(command))
+
+
+def test_who_was_never_there_is_missed_since_the_run_was_made(
+    store: Store, command: Command
+) -> None:
+    Scene(store, "demo")
+    missed = {symptom["what"]: symptom for symptom in symptoms(command)}
+    assert {"no trainer has been started", "no producer has been started"} <= set(missed)
+    assert all(symptom["since_ms"] is not None and symptom["fix"] for symptom in missed.values())
+
+
+@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
+def test_in_a_pause_only_the_pause_stops_the_run(
+    scene: Scene, command: Command, mode: Mode
+) -> None:
+    for waiting in scene.run.groups.find({"stage": "waiting"}):
+        scene.run.jobs.drop(waiting.gid)
+    scene.run.jobs.drop(scene.running.gid, revoke="w0")
+    weights_that_nobody_has(scene, Path())
+    scene.run.control.set_mode("operator", mode)
+    found = json_of(command("doctor", "--json"))["runs"]["demo"]
+    stuck = [symptom["what"] for symptom in found if symptom["level"] != "note"]
+    assert stuck == [f"paused by an operator ({mode})"]
+
+
+def test_a_run_of_another_version_does_not_hide_the_others(scene: Scene, command: Command) -> None:
+    populate(scene.run.store, "older").run.store.control.hset("rmq:{older}:meta", "schema", "0")
+    runs = json_of(command("doctor", "--json"))["runs"]
+    assert [symptom["level"] for symptom in runs["older"]] == ["fault"]
+    assert "has schema 0" in runs["older"][0]["what"]
+    assert {symptom["level"] for symptom in runs["demo"]} == {"note"}
+    assert "run older" in command("doctor").stdout
+
+
+def test_a_full_server_is_named(scene: Scene, command: Command) -> None:
+    client = scene.run.store.control
+    client.config_set("maxmemory", 1)
+    try:
+        findings = json_of(command("doctor", "--json"))["findings"]
+    finally:
+        client.config_set("maxmemory", 0)
+    (found,) = [finding for finding in findings if "the server is full" in finding["what"]]
+    assert found["level"] == "warning"
+    assert "commit" in found["fix"]

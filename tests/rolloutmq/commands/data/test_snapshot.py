@@ -1,0 +1,65 @@
+"""`save` and `restore` from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from buffer.control.control import Mode
+from buffer.run import Run
+from buffer.store.store import Store
+from tests.rolloutmq.conftest import Command, json_of
+from tests.rolloutmq.populate import Scene
+
+
+def test_save_and_restore_under_another_name(
+    scene: Scene, store: Store, command: Command, tmp_path: Path
+) -> None:
+    done = command("save", str(tmp_path / "s"))
+    assert done.returncode == 0, done.stderr
+    assert "run demo: 9 groups" in done.stdout
+    assert "1 running group saved as waiting" in done.stdout
+    done = command("restore", str(tmp_path / "s"), "--run", "again")
+    assert done.stdout.startswith("run again: 9 groups restored")
+    assert json_of(command("fsck", "--run", "again", "--json"))["clean"]
+
+
+def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
+    saved = json_of(command("save", str(tmp_path / "s"), "--json"))
+    assert (saved["run"], saved["groups"], saved["was_running"]) == ("demo", 9, 1)
+    assert "meta" not in saved
+    restored = json_of(command("restore", str(tmp_path / "s"), "--run", "again", "--json"))
+    assert (restored["run"], restored["groups"], restored["mode"]) == ("again", 9, "run")
+
+
+def test_pause_ends_with_the_command_and_comes_back_with_the_run(
+    scene: Scene, store: Store, command: Command, tmp_path: Path
+) -> None:
+    for worker in scene.workers:
+        scene.run.fleet.fence(worker)
+    assert command("save", str(tmp_path / "s"), "--pause").returncode == 0
+    assert scene.run.control.state().mode is Mode.RUN
+    done = command("restore", str(tmp_path / "s"), "--run", "again")
+    assert "paused (keep)" in done.stdout
+    assert Run.open(store, "again").control.state().mode is Mode.KEEP
+
+
+def test_pause_of_somebody_else_is_left_alone(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
+    scene.run.control.set_mode("operator", Mode.DRAIN)
+    assert command("save", str(tmp_path / "s"), "--pause").returncode == 0
+    assert scene.run.control.state().mode is Mode.DRAIN
+
+
+def test_refusals_are_one_clear_error(scene: Scene, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    done = command("save", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "not an empty folder" in done.stderr
+    done = command("restore", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is not a snapshot" in done.stderr
+    command("save", str(tmp_path / "s"))
+    done = command("restore", str(tmp_path / "s"))
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "there is a run 'demo'" in done.stderr

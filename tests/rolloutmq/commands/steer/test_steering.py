@@ -1,0 +1,164 @@
+"""Pause, resume, fence: what they change, and that repeating them changes nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from buffer.control.control import Mode
+from buffer.control.worker_record import WorkerState
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.store import Store
+from tests.rolloutmq.conftest import Command, json_of
+from tests.rolloutmq.populate import Scene
+
+
+def test_pause_closes_the_lanes_and_continue_opens_them(scene: Scene, command: Command) -> None:
+    assert json_of(command("pause", "--mode", "keep", "--json"))["mode"] == "keep"
+    assert scene.claim("w1", 1) == []
+    status = command("status")
+    assert "paused by the operator" in status.stdout
+    assert json_of(command("resume", "--json"))["mode"] == "run"
+    assert len(scene.claim("w1", 1)) == 1
+
+
+def test_pause_twice_is_a_clear_no_op(scene: Scene, command: Command) -> None:
+    first = json_of(command("pause", "--json"))
+    again = json_of(command("pause", "--json"))
+    assert (first["changed"], again["changed"]) == (True, False)
+    assert again["epoch"] == first["epoch"]
+    assert "was already paused" in command("pause").stdout
+
+
+def test_pause_in_another_mode_changes_it(scene: Scene, command: Command) -> None:
+    command("pause", "--mode", "drain")
+    assert json_of(command("pause", "--mode", "abort", "--json"))["changed"]
+    assert scene.run.control.state().mode is Mode.ABORT
+
+
+def test_resume_while_running_is_a_clear_no_op(scene: Scene, command: Command) -> None:
+    epoch = scene.run.control.state().epoch
+    done = command("resume")
+    assert done.returncode == 0
+    assert "was not paused" in done.stdout
+    assert scene.run.control.state().epoch == epoch
+
+
+def test_resume_leaves_the_trainers_pause(scene: Scene, command: Command) -> None:
+    scene.run.control.set_mode("trainer", Mode.KEEP, nonce=scene.trainer)
+    command("pause")
+    done = command("resume")
+    assert "the trainer itself has paused it (keep)" in done.stdout
+    assert scene.run.control.state().mode is Mode.KEEP
+
+
+def test_resume_ends_the_pause_of_a_trainer_that_died_in_it(scene: Scene, command: Command) -> None:
+    scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
+    scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
+    assert "that trainer is gone: run `rolloutmq resume`" in " ".join(
+        command("status").stdout.split()
+    )
+    symptoms = json_of(command("doctor", "--json"))["runs"][scene.run.name]
+    (told,) = [symptom for symptom in symptoms if "that trainer is gone" in symptom["what"]]
+    assert told["level"] == "stuck"
+    assert "rolloutmq resume" in told["fix"]
+    done = command("resume")
+    assert "its trainer paused it (abort) and is gone" in done.stdout
+    assert scene.run.control.state().mode is Mode.RUN
+    assert len(scene.claim("w1", 1)) == 1
+
+
+def test_pause_waits_for_receipts_and_names_who_confirmed(scene: Scene, command: Command) -> None:
+    stop = threading.Event()
+
+    def confirm() -> None:
+        while not stop.is_set():
+            for worker in ("w0", "w1"):
+                scene.beat(worker, ack=scene.run.control.state().epoch, state=WorkerState.PAUSED)
+            time.sleep(0.05)
+
+    beating = threading.Thread(target=confirm)
+    beating.start()
+    try:
+        done = command("pause", "--mode", "keep", "--wait")
+    finally:
+        stop.set()
+        beating.join()
+    assert done.returncode == 0, done.stderr
+    assert "w0 confirmed after" in done.stdout
+    assert "all 2 live workers have confirmed" in done.stdout
+
+
+def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Command) -> None:
+    done = command("pause", "--wait", "--timeout", "0.2")
+    assert done.returncode == 1
+    assert "w0, w1" in done.stderr
+    assert "rolloutmq fence" in done.stderr
+
+
+def test_resume_takes_one_thing_at_a_time(command: Command) -> None:
+    done = command("resume", "--task", "math", "--worker", "w0")
+    assert done.returncode == 2
+    assert "pass either --task or --worker" in done.stderr
+
+
+def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Command) -> None:
+    done = command("fence", "w0")
+    assert done.returncode == 2
+    assert "would revoke 1 group of w0" in done.stderr
+    assert "--yes" in done.stderr
+    assert {worker.id for worker in scene.run.fleet.workers()} == {"w0", "w1"}
+
+
+def test_fence_gives_the_groups_back(store: Store, command: Command) -> None:
+    scene = Scene(store, "demo", max_tries=3)
+    scene.enqueue(2)
+    scene.join("w0")
+    scene.claim("w0", 2)
+    assert json_of(command("fence", "w0", "--yes", "--json")) == {"worker": "w0", "revoked": 2}
+    assert scene.run.account.totals().tasks[0].waiting == 2
+    assert scene.run.fleet.workers() == []
+
+
+def test_server_of_an_ended_run_starts_with_its_data_and_stops(
+    tmp_path: Path, command: Command
+) -> None:
+    folder = tmp_path / "runs" / "old"
+    with EmbeddedServer(folder / "server") as embedded:
+        store = Store(embedded.url, deadline_s=10)
+        Scene(store, "old").enqueue(3)
+        store.close()
+    assert json_of(command("server", "--json", cwd=tmp_path))["running"]
+    try:
+        assert (
+            json_of(command("status", "--json", cwd=tmp_path))["tasks"]["math"]["places"]["waiting"]
+            == 3
+        )
+    finally:
+        assert not json_of(command("server", "--stop", "--json", cwd=tmp_path))["running"]
+
+
+def test_set_changes_a_run_that_goes_on_and_says_what(scene: Scene, command: Command) -> None:
+    done = json_of(command("set", "max_staleness=4", "concurrency=3", "--json"))
+    assert done["changed"]["concurrency"] == {"before": None, "after": 3}
+    assert scene.run.refresh_limits()
+    assert scene.run.limits.concurrency == 3
+    assert "nothing to change" in command("set", "concurrency=3").stdout
+
+
+def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:
+    wrong = command("set", "max_stalenes=4")
+    assert wrong.returncode == 2
+    assert "did you mean `max_staleness`?" in wrong.stderr
+
+
+def test_the_former_names_of_resume_and_restore_still_lead_there(
+    scene: Scene, command: Command
+) -> None:
+    command("pause")
+    done = command("resume", "backups/my demo")
+    assert done.returncode == 2
+    assert "`rolloutmq restore 'backups/my demo'` brings a saved run" in done.stderr
+    assert scene.run.control.state().mode is Mode.ABORT
+    assert json_of(command("continue", "--json"))["mode"] == "run"

@@ -1,0 +1,122 @@
+"""A run whose model and data are on the Hub, over its life: made, continued after main has moved,
+joined by a worker of another machine, and made again without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from buffer.model.origin import Origin
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+from tests.consumer.models.tiny import build_model
+from tests.fake_hub import FakeHub, fake_hub
+from tests.rolloutmq.conftest import ROOT, rolloutmq
+
+CONFIG = """
+run.name = "far"
+policy.model = "qwen/tiny"
+plan = { steps = 2, batch_size = 2 }
+engine.kind = "simulated"
+launch.workers = 1
+
+[tasks.sums]
+judge = "exact_match"
+sample.max_tokens = 8
+dataset = { kind = "hugging_face", path = "openai/sums", subset = "main", split = "train", fields = { question = "problem" } }
+"""
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: train.jsonl
+---
+"""
+
+
+def push(hub: FakeHub, models: Path, seed: int) -> str:
+    rows = b"".join(
+        orjson.dumps({"problem": f"{n} + {seed}", "answer": str(n + seed)}) + b"\n"
+        for n in range(8)
+    )
+    hub.push("datasets/openai/sums", {"train.jsonl": rows, "README.md": CARD})
+    return hub.push_folder("qwen/tiny", build_model(models, seed=seed))
+
+
+def test_a_run_from_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "far.toml").write_text(CONFIG, encoding="utf-8")
+    with fake_hub() as hub, EmbeddedServer(tmp_path / "server") as server:
+        here = hub.env(tmp_path / "home") | {"REDIS_URL": server.url}
+        old = push(hub, tmp_path, seed=0)
+        done = rolloutmq("create", "far.toml", cwd=tmp_path, **here)
+        assert done.returncode == 0, done.stderr
+        assert old in done.stdout
+        new = push(hub, tmp_path, seed=1)
+        assert new != old
+
+        # another revision is refused; the same command keeps the commit, also without a network
+        done = rolloutmq(
+            "create", "far.toml", "--set", f"policy.revision={new}", cwd=tmp_path, **here
+        )
+        assert done.returncode == 2
+        assert f"[policy] model is qwen/tiny@{new}, the run was made with qwen/tiny@{old}" in (
+            done.stderr
+        )
+        offline = here | {"HF_HUB_OFFLINE": "1"}
+        done = rolloutmq("create", "far.toml", cwd=tmp_path, **offline)
+        assert (done.returncode, old in done.stdout) == (0, True), done.stderr
+
+        # a machine with nothing but the config learns the commits from the run
+        there = tmp_path / "there"
+        there.mkdir()
+        (there / "far.toml").write_text(CONFIG, encoding="utf-8")
+        elsewhere = hub.env(there / "home") | {"REDIS_URL": server.url}
+        work_until_registered(there, elsewhere, server)
+        (snapshot,) = (there / "home/hub/models--qwen--tiny/snapshots").iterdir()
+        assert snapshot.name == old
+        store = Store(server.url)
+        origin = Origin.from_meta(
+            {k.decode(): v.decode() for k, v in store.control.hgetall(Keys("far").meta).items()}
+        )
+        store.close()
+        assert origin is not None
+        assert origin.source == f"qwen/tiny@{old}"
+
+
+def work_until_registered(folder: Path, env: dict[str, str], server: EmbeddedServer) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "rolloutmq", "worker", "far.toml", "--id", "late"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    store = Store(server.url)
+    try:
+        while not store.control.zcard(Keys("far").workers):
+            assert worker.poll() is None, worker.stderr and worker.stderr.read()
+            time.sleep(0.1)
+    finally:
+        worker.kill()
+        worker.communicate()
+        store.close()
+
+
+@pytest.mark.parametrize("words", [["run"], ["train"]], ids=" ".join)
+def test_without_a_network_one_line_says_what_to_run(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "far.toml").write_text(CONFIG, encoding="utf-8")
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = rolloutmq(*words, "far.toml", cwd=tmp_path, **env)
+    assert done.returncode == 2
+    error, hint = done.stderr.strip().splitlines()
+    assert error.startswith("error: there is no folder openai/sums here")
+    assert "`hf download openai/sums --repo-type dataset`" in hint
