@@ -29,6 +29,7 @@
     │   └── NoBatch                     1  no group of the step is ready or running
     ├── StepFailed                      1  a rank of the trainer cannot read its share of a batch
     ├── RankLost                        7  another rank of the trainer ended; its log has the reason
+    ├── PublicationFailed               1  new weights could not be published beside a step
     ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  bytes of another schema version
@@ -45,6 +46,8 @@ ready" and "paused" are results, not errors.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class RolloutMQError(Exception):
@@ -70,6 +73,19 @@ class ConfigError(RolloutMQError):
     """A config file or a flag is wrong: what, where, and what would be right."""
 
     exit_code = 2
+
+
+_NEXT = "\n  "
+
+
+def raise_together(errors: Sequence[RolloutMQError]) -> None:
+    """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    # one of them may be several already
+    lines = [line for error in errors for line in str(error).split(_NEXT)[_NEXT in str(error) :]]
+    if distinct := list(dict.fromkeys(lines)):
+        raise ConfigError(_NEXT.join([f"{len(distinct)} problems", *distinct]))
 
 
 class DatasetError(ConfigError):
@@ -187,6 +203,10 @@ class RankLost(RolloutMQError):
     """Another rank of the trainer ended, so no step can be completed; its log has the reason."""
 
     exit_code = 7
+
+
+class PublicationFailed(RolloutMQError):
+    """Weights could not be published beside a train step; the old ones stay announced."""
 
 
 class PauseTimeout(RolloutMQError):

@@ -1,18 +1,41 @@
-"""Publishing weights: written or sent, announced to the workers in a pause, and pruned."""
+"""Publishing weights: written or sent, announced to the workers in a pause, and pruned.
+
+    thread        owns                                     until
+    trainer's     the weights                              a snapshot of them is taken
+    publication   the snapshot, the sender, the            the workers continue; then the trainer
+                  unfinished folder, the pause             may take the next snapshot
+
+One version at a time: a step that ends before the last version is announced waits for it. None is
+skipped, since the staleness of every group counts published versions.
+
+    the trainer dies                       what stays, until the next trainer publishes
+      before the announcement              unfinished files, deleted at the next start
+      after it, in the pause               the version is announced, the run paused
+    a rank dies                            as the trainer: all ranks end
+    a worker dies                          nothing: it is not waited for (receipts.py)
+    the server is away                     the publication waits for it, training does not
+
+One script announces (publish_weights.lua): no worker knows of a version before it is whole.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from buffer.config.config import TrainingConfig
+from buffer.errors import PublicationFailed, RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
-from consumer.rollout_consumer import PauseMode, RolloutConsumer
+from consumer.rollout_consumer import PauseMode, RolloutConsumer, Stopped
+
+log = logging.getLogger("rolloutmq.trainer")
 
 
 class PublicationTimes(NamedTuple):
@@ -32,6 +55,7 @@ def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
         policy.weights_folder(config.run),
         keep=config.trainer.keep_weights,
         host=policy.weights_host,
+        algorithm=policy.weights_checksum,
     )
 
 
@@ -45,6 +69,78 @@ def publish(
     """
     with published(consumer, sender, step, save, pause=pause) as times:
         return times
+
+
+class Publisher:
+    """Publishes versions beside the trainer's steps, one after the other.
+
+    Usage:
+
+        publisher = Publisher(consumer, sender, "keep")
+        publisher.begin(step, save)      # `save` writes a snapshot, in another thread
+        publisher.check()                # in every step: raises what went wrong
+        publisher.finish()               # before anything that needs the version announced
+        publisher.close()
+    """
+
+    def __init__(self, consumer: RolloutConsumer, sender: WeightsSender, pause: PauseMode) -> None:
+        self._consumer = consumer
+        self._sender = sender
+        self._pause: PauseMode = pause
+        self.announced = 0
+        """the step of the newest weights that workers may know"""
+        self._thread = ThreadPoolExecutor(1, "publication")
+        self._pending: Future[None] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether a version may still be unannounced."""
+        return self._pending is not None
+
+    def begin(self, step: int, save: Save) -> None:
+        """Publish the weights after train step `step`, once the version before is announced."""
+        self.finish()
+        self._pending = self._thread.submit(self._publish, step, save)
+
+    def _publish(self, step: int, save: Save) -> None:
+        publish(self._consumer, self._sender, step, save, pause=self._pause)
+        self.announced = step
+
+    def is_done(self, wait_s: float) -> bool:
+        """Return whether nothing is in progress; wait up to `wait_s` seconds for that."""
+        return self._pending is None or bool(wait([self._pending], wait_s).done)
+
+    def check(self) -> None:
+        """Raise what ended the publication, if it failed; see `finish`."""
+        if self._pending and self._pending.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the version that was begun is announced, and the run continues.
+
+        Raises PublicationFailed, Fenced, Stopped.
+        """
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except (RolloutMQError, Stopped):
+            raise
+        except Exception as error:  # of the disk, of torch: the trainer ends with a reason
+            raise PublicationFailed(
+                f"weights could not be published: {error!r}",
+                hint="the trainer continues from the newest checkpoint when it is started again",
+            ) from error
+
+    def close(self) -> None:
+        """End. A trainer that fails does not wait for the workers of a version in progress."""
+        if self._pending and not self._pending.done():
+            self._consumer.stop()
+        self._thread.shutdown()
+        if self._pending and (error := self._pending.exception()):
+            log.warning("the weights in progress were not published: %r", error)
 
 
 @contextmanager

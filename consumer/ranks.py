@@ -13,7 +13,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from buffer.errors import ConfigError, RankLost
@@ -74,13 +74,25 @@ def select_device(name: str, ranks: Ranks) -> str:
 class Ranks:
     """Exchanges small values between the ranks of a gloo `group`; without one, there is one rank.
 
-    All ranks call the same methods in the same order. They raise RankLost if a rank is gone.
+    All ranks call the same methods in the same order, but for `post` and `posted`. They raise
+    RankLost if a rank is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
+        self._store: Any = PrefixStore("rolloutmq", _get_default_store()) if group else None
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a JSON value for other ranks, once for each name. Waits for nobody."""
+        with self._connected():
+            self._store.set(name, orjson.dumps(value).decode())
+
+    def posted(self, name: str) -> Any:
+        """Return the value that a rank has left under `name`; None if none has yet."""
+        with self._connected():
+            return orjson.loads(self._store.get(name)) if self._store.check([name]) else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the ranks."""

@@ -6,6 +6,7 @@ that the run continues and nothing is forgotten.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from buffer.store.store import Store
 
 _SLICE = 500
 """Letters that one round trip reads."""
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
+_LONGEST_CAUSE = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,12 @@ class DeadLetter:
     @property
     def task(self) -> str:
         return split_group_id(self.gid)[0]
+
+    @property
+    def cause(self) -> str:
+        """The first line of the reason without its numbers: letters with one cause share it."""
+        line = self.reason.strip().partition("\n")[0]
+        return _NUMBER.sub("…", line)[:_LONGEST_CAUSE] or "no reason was given"
 
 
 class DeadLetters:

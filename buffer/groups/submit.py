@@ -7,11 +7,10 @@ refused group does not hold up the others (I2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
@@ -151,18 +150,18 @@ class Submission:
     def _arguments(self, result: Result, ref: PayloadRef) -> dict[str, str | int]:
         group = result.group
         status = _final_status(result)
-        scores = group.scores
-        counted = scores[np.isfinite(scores)] if status is not Status.ABORTED else scores[:0]
+        scores = group.scores.tolist() if status is not Status.ABORTED else ()
+        counted = [score for score in scores if math.isfinite(score)]
         return {
             "gid": group.gid,
             "token": ref.token,
             "status": status.value,
             "samples": len(group),
             "tokens": result.new_tokens,
-            "length": int(group.lengths.sum(dtype=np.int64)),
+            "length": sum(group.lengths.tolist()),
             "size": ref.size,
             "crc": ref.crc,
-            "reward_sum": f"{float(counted.sum()):.6g}",
+            "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "order": "" if status is Status.FILTERED else self._order(group),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),

@@ -1,11 +1,11 @@
 """What the live views remember of a run: rates, trained steps, and which process waited for which.
 
 Trained steps come from the trainer's own log, `steps.jsonl` in the run's folder, with one JSON
-line for each train step: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics":
-{"rewards/mean": 0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on
-the same groups, in a new lineage of weights. Its line for a step therefore replaces every earlier
-line of that step and of all later ones. What remains is the history of the weights that exist; no
-group may occur twice in it (I6).
+line for each train step: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
+1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A trainer that restarts from a checkpoint trains
+later steps again, on the same groups, in a new lineage of weights. Its line for a step therefore
+replaces every earlier line of that step and of all later ones. What remains is the history of the
+weights that exist; no group may occur twice in it (I6).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class TrainedStep:
     lineage: str
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
+    ended_s: float | None = None
+    """seconds since 1970; None in a log without them"""
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
@@ -39,6 +41,7 @@ class TrainedStep:
             lineage=str(line.get("lineage", "")),
             gids=tuple(line.get("gids") or ()),
             metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
+            ended_s=float(line["ended_s"]) if "ended_s" in line else None,
         )
 
 

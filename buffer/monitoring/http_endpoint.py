@@ -1,4 +1,4 @@
-"""Serve metrics over HTTP: `/metrics` for Prometheus, and pages of JSON.
+"""Serve metrics over HTTP: `/metrics` for Prometheus, `/healthz` for probes, and pages of JSON.
 
 It listens on loopback by default, where every process of this machine may read it. On any other
 address it requires a token, since metrics show what a run does. The browser view follows the same
@@ -110,6 +110,8 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
+        if request["PATH_INFO"] == "/healthz":  # shows nothing of a run, so it needs no token
+            return _respond(start, "200 OK", b"ok\n")
         if self._token and not carries(self._token, request.get("HTTP_AUTHORIZATION", "")):
             return _respond(
                 start, "401 Unauthorized", b"a token is required: Authorization: Bearer TOKEN\n"

@@ -1,14 +1,12 @@
 """Checks the columns of groups against each other, before anything uses them.
 
-Long columns are checked where they lie; short ones of many groups are joined first, because numpy
-takes as long for eight values as for a thousand.
+Numpy takes as long for eight values as for a thousand: what is short is checked in Python.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +16,9 @@ from buffer.errors import WireError
 from buffer.rollouts.rollout import expert_rows
 from buffer.rollouts.table import NO_FINISH, STATUSES, Table
 from buffer.rollouts.wire_columns import Columns
+
+BIGGEST = 2**53 - 1
+"""The largest integer that is exact in every language."""
 
 _LARGEST = float(np.finfo("<f4").max)
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
@@ -62,8 +63,8 @@ def check_columns(tables: Sequence[Table]) -> list[Bounds]:
         _check_optional(table)
         _check_teachers(table)
         _check_experts(table)
+        _check_spans(table)
     _check_rewards(tables)
-    _check_spans(tables)
     return found
 
 
@@ -135,62 +136,45 @@ def _check_rewards(tables: Sequence[Table]) -> None:
         raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
 
 
-def _check_spans(tables: Sequence[Table]) -> None:
-    for table in tables:
-        if "spans" not in table.columns:
-            if table.lineages:
-                raise WireError("at lineages: there are no spans")
-        else:
-            shape = table.columns["spans"].shape
-            if shape[1] != 5 or not shape[0]:
-                raise WireError(f"at columns.spans: shape {list(shape)}, expected [n, 5]")
-    given = [table for table in tables if "spans" in table.columns]
-    if given:
-        _check_rows(given)
+def _check_spans(table: Table) -> None:
+    spans = table.columns.get("spans")
+    if spans is None:
+        if table.lineages:
+            raise WireError("at lineages: there are no spans")
+        return
+    if spans.shape[1] != 5 or not len(spans):
+        raise WireError(f"at columns.spans: shape {list(spans.shape)}, expected [n, 5]")
+    lengths = table.columns["lengths"].tolist()
+    members = len(lengths)
+    lineages = len(table.lineages)
+    last = 0
+    # a loop: a rollout has one span or a few, and every call of numpy costs as much as five of them
+    for n, (rollout, start, length, version, lineage) in enumerate(spans.tolist()):
+        if not (
+            last <= rollout < members
+            and start >= 0
+            and 0 <= length <= lengths[rollout] - start
+            and 0 <= version <= BIGGEST
+            and 0 <= lineage < lineages
+        ):
+            raise _wrong_span(table, n, last)
+        last = rollout
 
 
-def _check_rows(tables: Sequence[Table]) -> None:
-    """Check the spans of groups that have some."""
-    spans = _joined(tables, "spans")
-    rows = [len(table.columns["spans"]) for table in tables]
-    members = [len(table.responses) for table in tables]
-    lineages = [len(table.lineages) for table in tables]
-    highest = np.maximum.reduce(spans).tolist()
-    if np.minimum.reduce(spans, axis=None) < 0 or max(highest) >= 2**53:
-        raise WireError("at columns.spans: a value below 0 or from 2^53 on")
-    rollout = spans[:, 0]
-    if _reaches(rollout, highest[0], members, rows):
-        raise WireError(f"at columns.spans: a rollout that is none of {members[0]}")
-    if _reaches(spans[:, 4], highest[4], lineages, rows):
-        raise WireError(f"at columns.spans: a lineage that is none of {lineages[0]}")
-    if len(tables) > 1:
-        rollout = rollout + np.repeat([0, *accumulate(members[:-1])], rows)
-    order = rollout.tolist()
-    if sorted(order) != order:
-        raise WireError("at columns.spans: rollouts are not in order")
-    lengths = _joined(tables, "lengths").take(rollout)
-    outside = spans[:, 1] + spans[:, 2] > lengths
-    if outside.any():
-        n = int(outside.argmax())
-        raise WireError(
-            f"at columns.spans.{n}: {spans[n].tolist()} is outside of {int(lengths[n])} tokens"
-        )
-
-
-def _reaches(
-    column: NDArray[np.int64], highest: int, limits: Sequence[int], rows: Sequence[int]
-) -> bool:
-    """Return whether a value of a group is not below the limit of its group.
-
-    `highest`: the largest value of the column. `rows`: of each group.
-    """
-    if len(limits) == 1:
-        return highest >= limits[0]
-    return bool((column >= np.repeat(limits, rows)).any())
-
-
-def _joined(tables: Sequence[Table], name: str) -> NDArray[Any]:
-    return _concatenate([table.columns[name] for table in tables])
+def _wrong_span(table: Table, n: int, last: int) -> WireError:
+    """Return what is wrong with span n; `last`: the rollout of the span before."""
+    span = table.columns["spans"][n].tolist()
+    where = f"at columns.spans.{n}: {span}"
+    lengths = table.columns["lengths"].tolist()
+    if min(span) < 0 or max(span) > BIGGEST:
+        return WireError(f"{where} has a value below 0 or from 2^53 on")
+    if span[0] >= len(lengths):
+        return WireError(f"{where} has a rollout that is none of {len(lengths)}")
+    if span[4] >= len(table.lineages):
+        return WireError(f"{where} has a lineage that is none of {len(table.lineages)}")
+    if span[0] < last:
+        return WireError(f"{where}: rollouts are not in order")
+    return WireError(f"{where} is outside of {lengths[span[0]]} tokens")
 
 
 def _concatenate(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -112,8 +112,9 @@ def _name_text(table: Table) -> None:
 def _untyped(texts: Shared | Own) -> list[Any]:
     """Return the values that have no schema, or are not set."""
     values = [texts.messages, texts.tools, texts.tool_choice, texts.extra, texts.ground_truth]
-    if texts.sample and texts.sample.structured:
-        values.append(texts.sample.structured.json_schema)
+    sample = texts.sample
+    if sample and (structured := sample.structured):
+        values.append(structured.json_schema)
     if type(texts) is Own and texts.tool_calls:
         values += [call.arguments for call in texts.tool_calls]
     return values
@@ -127,9 +128,9 @@ def check_plain(where: str, *values: Any) -> None:
     for level in _levels(where, values):
         for kind in set(map(type, level)) - _PLAIN:
             raise WireError(f"at {where}: {kind.__name__} is not part of the format")
-        maps = [item for item in level if type(item) is dict]
-        if any(set(map(type, item)) - _TEXT for item in maps):
-            raise WireError(f"at {where}: a key that is not a text")
+        for item in level:
+            if type(item) is dict and item and set(map(type, item)) != _TEXT:
+                raise WireError(f"at {where}: a key that is not a text")
 
 
 def check_nesting(where: str, *values: Any) -> None:

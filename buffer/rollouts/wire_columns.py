@@ -44,7 +44,10 @@ NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statu
 
 ALIGNMENT = 8
 
-_DTYPES = {name: (np.dtype(dtype), ndim) for name, (dtype, ndim) in LAYOUT.items()}
+_DTYPES = {
+    name: (np.dtype(dtype), ndim, np.dtype(dtype).itemsize)
+    for name, (dtype, ndim) in LAYOUT.items()
+}
 _COPIED_BYTES = 4096
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
@@ -60,7 +63,7 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
     small = b""
     size = 0
     for name, column in columns.items():
-        dtype, ndim = _DTYPES[name]
+        dtype, ndim, _ = _DTYPES[name]
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
@@ -78,23 +81,24 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
     """Return the columns as views of `data`. Raises WireError for another layout."""
     columns = {}
     end = 0
-    for name, (offset, *shape) in _by_offset(directory):
+    for name, entry in _by_offset(directory):
         if name not in _DTYPES:
             raise WireError(f"at columns: unknown column {reprlib.repr(name)}")
-        dtype, ndim = _DTYPES[name]
-        if len(shape) != ndim:
-            raise WireError(f"at columns.{name}: {len(shape)} dimensions, expected {ndim}")
+        dtype, ndim, size = _DTYPES[name]
+        offset = entry[0]
+        if len(entry) != 1 + ndim:
+            raise WireError(f"at columns.{name}: {len(entry) - 1} dimensions, expected {ndim}")
         if offset < end or offset % ALIGNMENT:
             raise WireError(
                 f"at columns.{name}: offset {offset}, expected a multiple of {ALIGNMENT} that is "
                 f"not below {end}"
             )
-        count = math.prod(shape)
-        end = offset + count * dtype.itemsize
+        count = entry[1] if ndim == 1 else math.prod(entry[1:])
+        end = offset + count * size
         if end > len(data):
             raise WireError(f"at columns.{name}: it ends at {end}, the data has {len(data)} bytes")
         column = np.frombuffer(data, dtype, count, offset)
-        columns[name] = column if ndim == 1 else column.reshape(shape)
+        columns[name] = column if ndim == 1 else column.reshape(entry[1:])
     for name in NEEDED:
         if name not in columns:
             raise WireError(f"at columns: {name} is missing")

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
 from buffer.errors import WireError
-
-
-class FileFacts(NamedTuple):
-    """Size and BLAKE2b (16 bytes in hex) of a file."""
-
-    bytes: int
-    blake2b: str
+from buffer.weights.checksums import FileFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class Announcement:
     def to_json(self) -> bytes:
         """Return the record for `VersionStore`; its empty "files" means that it has no chunks."""
         offer = asdict(self)
-        offer["files"] = {name: facts._asdict() for name, facts in self.files.items()}
+        offer["files"] = {name: facts.to_json() for name, facts in self.files.items()}
         return orjson.dumps({"weights": self.label, "files": {}, "offer": offer})
 
     @classmethod
@@ -51,10 +45,7 @@ class Announcement:
         """Parse what `to_json` returned. Raises WireError."""
         try:
             offer: dict[str, Any] = orjson.loads(data)["offer"]
-            files = {
-                name: FileFacts(int(facts["bytes"]), str(facts["blake2b"]))
-                for name, facts in offer["files"].items()
-            }
+            files = {name: FileFacts.parse(facts) for name, facts in offer["files"].items()}
             tensors = {
                 name: tuple(int(n) for n in shape) for name, shape in offer["tensors"].items()
             }

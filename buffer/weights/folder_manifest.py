@@ -1,44 +1,63 @@
 """The manifest of a folder of weights: its files, their sizes and their checksums.
 
 The publisher writes it last and every worker reads it. Control carries the checksum of the manifest
-itself, so a folder that was replaced, torn or half copied is noticed wherever it is read.
+itself (BLAKE2b, however the files are hashed), so a folder that was replaced, torn or half copied
+is noticed wherever it is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from buffer.errors import WireError
+from buffer.weights.checksums import Algorithm, FileFacts, WrittenFiles, check_file, hash_files
 from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
 
 
-def write(folder: Path, label: str) -> str:
+def write(
+    folder: Path,
+    label: str,
+    *,
+    algorithm: Algorithm = "xxh3",
+    saved: object = None,
+) -> str:
     """Write the manifest of all files in `folder` and return its checksum.
 
-    `label` names the weights for human readers.
+    `label` names the weights for human readers. `saved`: what the writer of the files returned; the
+    `WrittenFiles` among them are not read again, the others are hashed by `algorithm`.
     """
-    files = {
-        file.name: {"bytes": file.stat().st_size, "blake2b": _file_digest(file)}
-        for file in sorted(folder.iterdir())
-    }
-    data = orjson.dumps({"weights": label, "files": files}, option=orjson.OPT_INDENT_2)
+    known = saved if isinstance(saved, WrittenFiles) else WrittenFiles()
+    others = [file for file in sorted(folder.iterdir()) if file.name not in known]
+    files = known | hash_files(others, algorithm)
+    listed = {name: files[name].to_json() for name in sorted(files)}
+    data = orjson.dumps({"weights": label, "files": listed})
     (folder / NAME).write_bytes(data)
     return digest(data)
+
+
+def files_of(data: bytes | str) -> dict[str, FileFacts]:
+    """Return the files that a manifest lists. Raises WireError, also for names with a folder."""
+    try:
+        listed = {str(n): FileFacts.parse(f) for n, f in orjson.loads(data)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WireError(f"not a manifest of weights: {error!r}") from error
+    for name in listed:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise WireError(f"the manifest of weights has an invalid file name: {name!r}")
+    return listed
 
 
 def verify(folder: Path, checksum: str) -> None:
     """Raise WireError or OSError unless `folder` is complete and `checksum` its manifest's."""
     data = (folder / NAME).read_bytes()
     check(data, checksum)
-    for name, facts in orjson.loads(data)["files"].items():
-        if _file_digest(folder / name) != facts["blake2b"]:
-            raise WireError(f"{name} differs from its checksum in the manifest")
+    for name, facts in files_of(data).items():
+        check_file(folder / name, facts)
 
 
 def check_sizes(folder: Path, checksum: str) -> list[str]:
@@ -48,11 +67,11 @@ def check_sizes(folder: Path, checksum: str) -> list[str]:
     """
     data = (folder / NAME).read_bytes()
     check(data, checksum)
-    files: dict[str, dict[str, Any]] = orjson.loads(data)["files"]
+    files = files_of(data)
     for name, facts in files.items():
         size = (folder / name).stat().st_size
-        if size != facts["bytes"]:
-            raise WireError(f"{name} has {size} bytes, expected {facts['bytes']}")
+        if size != facts.bytes:
+            raise WireError(f"{name} has {size} bytes, expected {facts.bytes}")
     return list(files)
 
 
@@ -86,8 +105,3 @@ def check(manifest: bytes, checksum: str) -> None:
     found = digest(manifest)
     if found != checksum:
         raise WireError(f"the manifest has checksum {found}, {checksum} was published")
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-import orjson
-
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.announcement import FileFacts
+from buffer.weights.checksums import Algorithm, FileFacts
 from buffer.weights.safetensors_files import parse_tensors
 from buffer.weights.transport import Save
 
@@ -40,25 +38,28 @@ class MemorySnapshot:
         self.checksum = manifest.digest(manifest_data)
 
     @classmethod
-    def take(cls, label: str, save: Save, prefix: str) -> MemorySnapshot:
+    def take(
+        cls, label: str, save: Save, prefix: str, algorithm: Algorithm = "xxh3"
+    ) -> MemorySnapshot:
         """Take what `save` writes. `prefix`: of the name of the temporary folder."""
         try:
             folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(gettempdir())
-            return cls._take(label, save, prefix, folder)
+            return cls._take(label, save, prefix, algorithm, folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             log.warning(
                 "%s is too small for the weights; writing them to %s", MEMORY_FOLDER, gettempdir()
             )
-            return cls._take(label, save, prefix, Path(gettempdir()))
+            return cls._take(label, save, prefix, algorithm, Path(gettempdir()))
 
     @classmethod
-    def _take(cls, label: str, save: Save, prefix: str, parent: Path) -> MemorySnapshot:
+    def _take(
+        cls, label: str, save: Save, prefix: str, algorithm: Algorithm, parent: Path
+    ) -> MemorySnapshot:
         with TemporaryDirectory(prefix=prefix, dir=parent) as name:
             folder = Path(name)
-            save(folder)
-            manifest.write(folder, label)
+            manifest.write(folder, label, algorithm=algorithm, saved=save(folder))
             manifest_data = (folder / manifest.NAME).read_bytes()
             paths = [path for path in sorted(folder.iterdir()) if path.name != manifest.NAME]
             files = {path.name: _map(path) for path in paths}
@@ -75,8 +76,8 @@ class MemorySnapshot:
 
     def facts(self) -> dict[str, FileFacts]:
         """Return size and checksum of each file that is sent."""
-        listed = orjson.loads(self._manifest)["files"]
-        return {name: FileFacts(**listed[name]) for name in self.weights}
+        listed = manifest.files_of(self._manifest)
+        return {name: listed[name] for name in self.weights}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by name."""

@@ -15,14 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-import orjson
-
 from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
+from buffer.weights.checksums import Algorithm
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
 SCHEME = "redis:"
@@ -135,17 +134,20 @@ class VersionStore:
 class RedisSender:
     """Stores versions on the server. The newest `keep` stay, and one more while it is published."""
 
-    def __init__(self, store: Store, keys: Keys, *, keep: int = 3) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, *, keep: int = 3, algorithm: Algorithm = "xxh3"
+    ) -> None:
         self._versions = VersionStore(store, keys)
         self._keep = keep
+        self._algorithm = algorithm
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         """Store one version, whose files `save` writes."""
         label = str(weights)
         with TemporaryDirectory(prefix="rolloutmq-weights-") as name:
             folder = Path(name)
-            save(folder)
-            checksum = manifest.write(folder, label)
+            saved = save(folder)
+            checksum = manifest.write(folder, label, algorithm=self._algorithm, saved=saved)
             self._versions.write(label, folder)
         return PublishedWeights(SCHEME + label, checksum)
 
@@ -217,8 +219,4 @@ def _read_chunks(stream: IO[bytes]) -> list[bytes]:
 
 def _files(record: bytes) -> list[tuple[str, int]]:
     """Return (name, bytes) of each file. Raises WireError for a name that leaves the folder."""
-    files = [(name, int(facts["bytes"])) for name, facts in orjson.loads(record)["files"].items()]
-    for name, _ in files:
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise WireError(f"the manifest of weights has an invalid file name: {name!r}")
-    return files
+    return [(name, facts.bytes) for name, facts in manifest.files_of(record).items()]

@@ -10,6 +10,7 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import redis_chunks, shared_folder, transfer
 from buffer.weights.announcement import Announcement
+from buffer.weights.checksums import Algorithm
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transfer import TransferReceiver, TransferSender
@@ -34,6 +35,7 @@ def open_sender(
     *,
     keep: int,
     host: str | None = None,
+    algorithm: Algorithm = "xxh3",
 ) -> WeightsSender:
     """Open the trainer's side of a transport that keeps the newest `keep` versions.
 
@@ -41,11 +43,11 @@ def open_sender(
     """
     match name:
         case "folder":
-            return FolderSender(folder, keep=keep)
+            return FolderSender(folder, keep=keep, algorithm=algorithm)
         case "redis":
-            return RedisSender(store, keys, keep=keep)
+            return RedisSender(store, keys, keep=keep, algorithm=algorithm)
         case "gloo" | "nccl":
-            copies = FolderSender(folder, keep=keep)
+            copies = FolderSender(folder, keep=keep, algorithm=algorithm)
             return TransferSender(store, keys, copies, name, host=host, keep=keep)
 
 

@@ -22,6 +22,22 @@ CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
 tensor is read as a whole."""
 
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names of types: safetensors -> torch."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """The two files of a LoRA adapter, as PEFT writes them and vLLM reads them."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
+from buffer.weights.checksums import Algorithm
 from buffer.weights.new_folder import new_folder
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
@@ -27,8 +28,9 @@ VERSION = re.compile(r"\w+-\d{6,}")
 class FolderSender:
     """Versions of weights in `folder`. The newest `keep` stay; other contents are left alone."""
 
-    def __init__(self, folder: Path, *, keep: int = 3) -> None:
+    def __init__(self, folder: Path, *, keep: int = 3, algorithm: Algorithm = "xxh3") -> None:
         self.folder = folder.resolve()
+        self.algorithm = algorithm
         self._keep = keep
         self._newest: Path | None = None
 
@@ -43,11 +45,11 @@ class FolderSender:
         """
         path = self.path(weights)
         with self._replaced(path) as folder:
-            save(folder)
-            checksum = manifest.write(folder, str(weights))
+            label = str(weights)
+            checksum = manifest.write(folder, label, algorithm=self.algorithm, saved=save(folder))
         return PublishedWeights(str(path), checksum)
 
-    def copy(self, weights: PolicyVersion, save: Save) -> None:
+    def copy(self, weights: PolicyVersion, save: Callable[[Path], None]) -> None:
         """Write one version whose manifest `save` writes, too."""
         with self._replaced(self.path(weights)) as folder:
             save(folder)

@@ -26,7 +26,6 @@ in host memory per process until they are loaded.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import socket
@@ -37,10 +36,11 @@ from typing import TYPE_CHECKING
 
 from buffer.errors import ConfigError, WireError
 from buffer.weights.announcement import Announcement
+from buffer.weights.checksums import CheckedStream
 from buffer.weights.memory_snapshot import MemorySnapshot
 from buffer.weights.process_group import ENGINE, TRAINER, ProcessGroup, load_torch
 from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
-from buffer.weights.safetensors_files import TensorSpan, parse_tensors
+from buffer.weights.safetensors_files import DTYPES, TensorSpan, parse_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,22 +60,6 @@ ACCEPT_RETRY_S = 1.0
 
 VERDICT_S = 600.0
 """Time limit for the worker's check of what it received."""
-
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Names of types: safetensors -> torch."""
 
 
 class TensorServer:
@@ -229,10 +213,8 @@ class TensorReceiver:
     def _receive_file(self, group: ProcessGroup, name: str) -> tuple[Tensor, dict[str, TensorSpan]]:
         facts = self._announced.files[name]
         data = self._torch.empty(facts.bytes, dtype=self._torch.uint8)
-        digest = hashlib.blake2b(digest_size=16)
-        group.receive(data, lambda chunk: digest.update(chunk.numpy().data))
-        if digest.hexdigest() != facts.blake2b:
-            raise WireError(f"{name} differs from the announced checksum")
+        checked = CheckedStream(name, facts)
+        group.receive(data, lambda chunk: checked.update(chunk.numpy().data))
         spans = parse_tensors(memoryview(data.numpy().data))
         unknown = sorted({span.dtype for span in spans.values()} - DTYPES.keys())
         if unknown:

@@ -71,7 +71,7 @@ class TransferSender:
         """Take what `save` writes into memory, and announce it."""
         if self._server is None:
             self._server = TensorServer(self._host, self._backend, stall_s=self._stall_s)
-        snapshot = MemorySnapshot.take(str(weights), save, self._prefix)
+        snapshot = MemorySnapshot.take(str(weights), save, self._prefix, self._folder.algorithm)
         self._server.offer(snapshot)
         published = self._announce(weights, snapshot, self._server)
         # one copy at a time: a disk slower than training slows it down, but memory stays free

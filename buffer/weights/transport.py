@@ -14,8 +14,10 @@ from typing import NamedTuple, Protocol
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 
-Save = Callable[[Path], None]
-"""Writes the files of a version of weights into an existing folder."""
+Save = Callable[[Path], object]
+"""Writes the files of a version of weights into an existing folder. Files for which it returns
+checksums, as `WrittenFiles`, are not read again; anything else that it returns is ignored.
+"""
 
 
 class PublishedWeights(NamedTuple):

@@ -49,7 +49,8 @@ from consumer.weights.learner_state import capture, restore, shard_rows
 from consumer.weights.optimizers import make_optimizer
 from consumer.weights.saved_state import Rows
 from consumer.weights.sharding import average_gradients, set_gradient_sync
-from consumer.weights.weights_folder import write_weights
+from consumer.weights.weights_folder import take_snapshot
+from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -86,6 +87,7 @@ class Learner:
         """newest optimizer steps that were skipped, because their gradient was not finite"""
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._host = HostBuffers()
         self._policy = load_policy(
             model_dir, config, self.device, ranks, bf16=self.bf16, dtype=frozen
         )
@@ -251,20 +253,22 @@ class Learner:
         modules = dict.fromkeys((self._policy, self.reference))
         return [module for module in modules if module is not None], self._optimizer
 
-    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
-        """Write the weights into `folder`.
+    def snapshot(self, *, to_publish: bool = False) -> WeightsSnapshot:
+        """Copy the weights to host memory, where they stay until the next snapshot.
 
-        The files are config.json and safetensors, as Hugging Face and vLLM read them.
-        With a LoRA adapter, write the adapter's files as PEFT and vLLM read them. `to_publish`:
-        write the precision of the forward pass. With `bf16` this halves the bytes, and an engine in
-        bfloat16 would round to the same values. With several ranks each writes its share: all of
-        them must call it.
+        The files that it writes are config.json and safetensors, as Hugging Face and vLLM read
+        them; with a LoRA adapter, those of the adapter. `to_publish`: copy the precision of the
+        forward pass. With `bf16` this halves the bytes, and an engine in bfloat16 would round to
+        the same values. With several ranks each copies its share: all of them must call it.
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
-            write_weights(self.model, folder, self.ranks, dtype=dtype)
-        elif self.ranks.rank == 0:
-            self._adapter.save(folder, dtype=dtype)
+            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype)
+        return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
+
+    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
+        """Write the files of a snapshot into `folder`."""
+        self.snapshot(to_publish=to_publish).write(folder)
 
     def peak_memory_bytes(self) -> int | None:
         """Return the largest memory that this process has allocated on its GPU; None on a CPU."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +26,7 @@ from buffer.weights.safetensors_files import (
     BASE_CHECKSUM,
     PEFT_PREFIX,
 )
+from consumer.weights.weights_snapshot import WeightsSnapshot
 
 BASE = "adapter/base"
 ALPHA = "adapter/alpha"
@@ -43,7 +43,7 @@ class Adapter:
         optimizer = AdamW(adapter.parameters().values())
         with adapter.disabled():
             reference = model(...)
-        adapter.save(folder)
+        adapter.snapshot().write(folder)
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
@@ -83,8 +83,10 @@ class Adapter:
             self._enable(True)
             self._model.train(was_training)
 
-    def save(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the adapter into an existing folder.
+    def snapshot(
+        self, *, dtype: torch.dtype | None = None, is_writer: bool = True
+    ) -> WeightsSnapshot:
+        """Copy the adapter to host memory; only its rank that writes has files.
 
         `dtype`: round the weights to it; default: float32.
         """
@@ -92,11 +94,18 @@ class Adapter:
             PEFT_PREFIX + name: value.detach().to("cpu", dtype, copy=True).contiguous()
             for name, value in self._peft.get_peft_model_state_dict(self._model).items()
         }
-        save_file(tensors, folder / ADAPTER_TENSORS, {"format": "pt", BASE_CHECKSUM: self._base})
         config = self._config.to_dict() | {"inference_mode": True}
         # sorted: some values are sets of names
         data = orjson.dumps(config, default=sorted, option=orjson.OPT_INDENT_2)
-        (folder / ADAPTER_CONFIG).write_bytes(data)
+
+        def write_config(folder: Path) -> None:
+            if is_writer:
+                (folder / ADAPTER_CONFIG).write_bytes(data)
+
+        metadata = {"format": "pt", BASE_CHECKSUM: self._base}
+        return WeightsSnapshot(
+            ADAPTER_TENSORS if is_writer else "", tensors, metadata, write_config
+        )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return what identifies the adapter: the checksum of its model, and alpha."""

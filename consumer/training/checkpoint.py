@@ -8,6 +8,7 @@ Invariant: a folder under its final name is complete.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
+
+log = logging.getLogger("rolloutmq.trainer")
 
 POSITION = "trainer.json"
 
@@ -62,6 +65,26 @@ class CheckpointFolder:
                 f"{file} is not a checkpoint: {error}",
                 hint="remove its folder to use an older checkpoint",
             ) from error
+
+    def newest_whole(self) -> Position | None:
+        """Return the newest position whose files are whole, passing over those after it.
+
+        None where there is no checkpoint. Raises ModelError where none is whole.
+        """
+        # here, because it imports torch, which the launcher does without
+        from consumer.weights.saved_state import check_state
+
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                check_state(self.path(step))
+                return self.read(step)
+            except ModelError as error:
+                log.warning("passing over the checkpoint of step %s: %s", step, error)
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return None
 
     def write(self, position: Position, save: Callable[[Path], None]) -> Path:
         """Write a checkpoint and return its folder; `save` writes all parts but the position."""

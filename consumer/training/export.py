@@ -49,7 +49,7 @@ def export_model(
             parameter.copy_(state[f"model/{name}"])
     with new_folder(folder) as unfinished:
         if adapter:
-            adapter.save(unfinished, dtype=kind)
+            adapter.snapshot(dtype=kind).write(unfinished)
         else:
             save_model(model, unfinished)
         copy_tokenizer(model_dir, unfinished)

@@ -1,18 +1,18 @@
 """The metrics of one train step except those of the learner: the batch, production, and timing.
 
-rewards/mean min max           scores of the batch
+rewards/mean min max std       scores of the batch
 rewards/mean/<task>            of each task, in runs of several
 rewards/solved                 share of groups with a score above 0
 raw_rewards/mean               scores of everything completed since the last step, before filtering
-advantages/mean min max        as passed to the loss
+advantages/mean min max std    as passed to the loss
 response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
 staleness/mean max             train steps, of the groups when they were taken
 task/n mean_s p50_s p99_s      seconds that workers spent on the groups; task/p99_p50_ratio
 async/*                        groups left in the pools; since the last step: failed, filtered, ...
 throughput/*                   samples and tokens per second and GPU: of training since the start;
                                of this step; of its training alone; of the rollouts
-time/*                         seconds: step, wait (for the batch), train, pause, publish; pause/*:
-                               see consumer/batches/timing.py
+time/*                         seconds: step, wait (for the batch), read (it), train, pause,
+                               publish; pause/*: see consumer/batches/timing.py
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Timing:
     """
 
     wait: float = 0.0
+    read: float = 0.0
     train: float = 0.0
     pause: float = 0.0
     publish: float = 0.0
@@ -140,7 +141,6 @@ class BatchColumns:
         if self.lengths:
             metrics |= {
                 "rewards/solved": float(np.mean(self.solved)),
-                "response_len/std": float(np.std(self.lengths)),
                 "prompt_len/mean": float(np.mean(self.prompts)),
             }
         return metrics
@@ -235,6 +235,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}/mean": float(np.mean(values)),
         f"{name}/min": float(min(values)),
         f"{name}/max": float(max(values)),
+        f"{name}/std": float(np.std(values)),
     }
 
 

@@ -8,6 +8,7 @@ the last one counts.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class StepWriter:
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         """Append one train step; it is on disk when the call returns."""
-        entry = {"step": step, "lineage": lineage, "gids": gids, "metrics": metrics}
+        entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
+        entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
         _append(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:

@@ -1,27 +1,29 @@
 """The reference trainer: asynchronous GRPO on one rank or many, restartable at any line.
 
-Per step: take the batch, train, write a checkpoint where one is due and commit it, publish the new
-weights in a pause. The position is in the checkpoint; Redis delivers again what follows it (I5,
-I6). With several ranks (`trainer_rank.py`), rank 0 runs the code of this file.
+Per step: take the batch, train, copy the new weights, which are published beside the next step,
+write a checkpoint where one is due and commit it. The position is in the checkpoint; Redis delivers
+again what follows it (I5, I6). With several ranks (`trainer_rank.py`), rank 0 runs the code of this
+file.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
-from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import ExpiredBatch, LostRun, ModelError
+from buffer.errors import ExpiredBatch, LostRun
 from buffer.model.manifest import Manifest
 from buffer.monitoring.token_texts import TokenTexts
+from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from buffer.weights.transport import Save
 from consumer.batches.batch import Batch, Stopped
-from consumer.publication import open_sender, published
+from consumer.publication import Publisher, open_sender, published
 from consumer.ranks import ALONE, Ranks
 from consumer.rollout_consumer import PREFETCH_BYTES, RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
@@ -38,7 +40,6 @@ from consumer.training.reporter import ChosenGroup, Reporter
 from consumer.training.sample_writer import SampleWriter, choose
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
-from consumer.weights.saved_state import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -71,6 +72,9 @@ class Trainer:
         ahead = PREFETCH_BYTES if ranks.size == 1 else 0
         self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
+        self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
+        self._newest_weights = 0
+        """the step of the newest weights that are published, or begun"""
         self._throughput = Throughput(ranks.size, len(config.launch.worker_gpus or [0]))
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
@@ -101,8 +105,10 @@ class Trainer:
         try:
             self._resume()
             self._publish(Timing())
+            self._await_publication()
             self._evaluate()
             self._train()
+            self._await_publication()
             self._evaluations.finish()
             self._commit()
             self.consumer.finish()
@@ -112,6 +118,8 @@ class Trainer:
             return False
         finally:
             self._reporter.close()
+            self.rank.parts.close()
+            self._publisher.close()
             self._weights.close()
             self.consumer.close()
         return True
@@ -144,10 +152,9 @@ class Trainer:
         return writers
 
     def _newest_position(self, regenerate: bool) -> Position:
-        steps = self._checkpoints.steps()
-        if not steps:
+        position = self._checkpoints.newest_whole()
+        if position is None:
             return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
-        position = self._newest_whole(steps)
         if position.run_nonce != self._run.nonce and not regenerate:
             raise LostRun(
                 f"the checkpoint {self._checkpoints.path(position.step)} "
@@ -156,18 +163,6 @@ class Trainer:
             )
         log.info("resuming", extra={"step": position.step})
         return position
-
-    def _newest_whole(self, steps: list[int]) -> Position:
-        """Return the newest position whose files are whole; those after it are passed over."""
-        problems = []
-        for step in reversed(steps):
-            try:
-                check_state(self._checkpoints.path(step))
-                return self._checkpoints.read(step)
-            except ModelError as error:
-                log.warning("passing over the checkpoint of step %s: %s", step, error)
-                problems.append(error)
-        raise problems[0]
 
     # -- one step ------------------------------------------------------------------------
 
@@ -183,13 +178,14 @@ class Trainer:
         started = time.monotonic()
         self._run.refresh_limits()
         self._commit_if_written()
+        self._publisher.check()
         batch = self._take(step, timing)
         self._position.add(batch.manifest)
         with self._devices(timing):
             train_started = time.monotonic()
             metrics, columns = self.rank.fit()
             timing.train = time.monotonic() - train_started
-            if self._is_sync_due(batch):
+            if self._is_sync_due(step):
                 self._publish(timing, is_paused=self._is_colocated)
         timing.step = time.monotonic() - started
         metrics |= self._step_metrics(batch.manifest, columns, timing)
@@ -204,7 +200,7 @@ class Trainer:
             self._checkpoint()
         self._evaluations.poll()
         self._commit_if_written()
-        if self._is_sync_due(batch):
+        if self._newest_weights == step:
             self._evaluate()
 
     def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
@@ -219,30 +215,41 @@ class Trainer:
     def _take(self, step: int, timing: Timing) -> Batch:
         """Take the batch of a step. Where the newest weights are too old for it, publish first."""
         counts = self._run.limits.mix().shares(step)
+        if self._is_too_old(self._publisher.announced, step):
+            self._await_publication()
         while True:
+            started = time.monotonic()
             try:
                 batch = self.consumer.take_batch(
                     step, counts, waiting=log_wait_reason, checkpoint=self._free_memory
                 )
             except ExpiredBatch as error:
+                if self._publisher.is_pending:
+                    self._await_publication()
+                    continue
                 log.warning("publishing weights before they are due: %s", error)
                 self._publish(timing)
             else:
                 timing.wait = batch.waited_s
+                timing.read = max(0.0, time.monotonic() - started - batch.waited_s)
                 return batch
 
     def _is_last(self, step: int) -> bool:
         return step == self._run.limits.steps
 
-    def _is_sync_due(self, batch: Batch) -> bool:
+    def _is_sync_due(self, step: int) -> bool:
         """Return whether weights are published after this step.
 
-        True at the configured interval, after the last step, and where the newest published weights
-        are too old for any further step.
+        True at the configured interval, after the last step, and where the newest weights are too
+        old for the next step.
         """
-        is_expired = batch.status is ProduceBatchStatus.EXPIRED_BATCH
-        is_interval = batch.step % self._config.policy.sync_weights_interval == 0
-        return is_interval or is_expired or self._is_last(batch.step)
+        is_interval = step % self._config.policy.sync_weights_interval == 0
+        is_expired = self._is_too_old(self._newest_weights, step + 1)
+        return is_interval or is_expired or self._is_last(step)
+
+    def _is_too_old(self, version: int, step: int) -> bool:
+        """Return whether groups of these weights are too old for the step."""
+        return staleness(step, version) >= self._run.limits.horizon_of(step)
 
     @contextmanager
     def _devices(self, timing: Timing) -> Iterator[None]:
@@ -283,31 +290,52 @@ class Trainer:
     # -- weights and evaluation ----------------------------------------------------------
 
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
-        """Publish the weights, and evaluate them in the same pause where evaluations are exclusive.
+        """Copy the weights, and begin to publish the copy beside what follows.
 
-        After `consumer.stop` it publishes or evaluates no further: the step in progress still ends,
-        so that it is logged. The next trainer publishes first.
+        It is waited for where the run is paused for it, or exclusive evaluations are due. After
+        `consumer.stop` nothing is published or evaluated: the step in progress still ends, so that
+        it is logged. The next trainer publishes first.
         """
+        started = time.monotonic()
         step = self._position.step
+        with suppress(Stopped):
+            self._await_publication()
+            save = self.rank.snapshot()
+            self._newest_weights = step
+            if is_paused or self._is_evaluated_in_pause(step):
+                self._publish_now(step, save, timing, is_paused=is_paused)
+            else:
+                self._publisher.begin(step, save)
+        timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
+
+    def _await_publication(self) -> None:
+        """Wait until the newest weights are announced."""
+        while not self._publisher.is_done(wait_s=1.0):
+            self.rank.meet()
+        self._publisher.finish()
+
+    def _publish_now(self, step: int, save: Save, timing: Timing, *, is_paused: bool) -> None:
+        """Publish, and evaluate in the same pause where evaluations are exclusive."""
         pause = None if is_paused else self._config.policy.pause_mode
-        with (
-            suppress(Stopped),
-            published(
-                self.consumer, self._weights, step, _part(self.rank.save_published), pause=pause
-            ) as times,
-        ):
-            timing.publish = times.write_s
+        with published(self.consumer, self._weights, step, save, pause=pause) as times:
             timing.pause = timing.pause if is_paused else times.pause_s
-            last = self._run.limits.steps
-            if self._evaluations.is_exclusive and self._evaluations.tasks(step, last):
+            if self._is_evaluated_in_pause(step):
                 if self._is_colocated:
                     self.rank.sleep()
                 self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
                 self._evaluate()
 
+    def _is_evaluated_in_pause(self, step: int) -> bool:
+        last = self._run.limits.steps
+        return self._evaluations.is_exclusive and bool(self._evaluations.tasks(step, last))
+
     def _evaluate(self) -> None:
         """Evaluate the newest weights, where this is due and was not done in the pause."""
-        self._evaluations.measure(self._position.step, self._run.limits.steps)
+        step = self._position.step
+        last = self._run.limits.steps
+        if self._evaluations.tasks(step, last):
+            self._await_publication()
+            self._evaluations.measure(step, last)
 
     # -- checkpoints ---------------------------------------------------------------------
 
@@ -372,8 +400,3 @@ class Trainer:
             return self._begun[0].step
         steps = self._checkpoints.steps()
         return steps[-1] if steps else 0
-
-
-def _part(save: Callable[[str], None]) -> Callable[[Path], None]:
-    """Return an order to write into a folder, as a function of its path."""
-    return lambda folder: save(str(folder))

@@ -7,7 +7,8 @@
     load(step)        loads the model, its optimizer, and the state of a checkpoint
     read(batch)       reads its share of the batch
     fit()             trains one step, with the gradients of all ranks
-    save_*(folder)    writes its part of a folder that rank 0 creates
+    snapshot()        copies its part of the weights; a thread writes it into a folder of rank 0
+    begin_state(...)  copies its part of a checkpoint; a thread writes it into a folder of rank 0
     sleep(), wake()   frees its device for engines, uses it again
 
 Each order ends with an exchange. A rank that dies or fails breaks it for all others (RankLost, or
@@ -32,6 +33,8 @@ from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.weights.checksums import WrittenFiles
+from buffer.weights.transport import Save
 from consumer.batches.reader import NOTHING, Known, Problems
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
@@ -42,6 +45,7 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
 from consumer.training.metrics import BatchColumns
 from consumer.weights.saved_state import SavedState, write_state
+from consumer.weights.weight_parts import WeightParts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,6 +93,7 @@ class TrainerRank:
         self._shares = BatchShares(run, ranks)
         self._in_order = False
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self.parts = WeightParts(ranks, config.policy.weights_checksum)
 
     @property
     def vocabulary(self) -> int | None:
@@ -122,11 +127,14 @@ class TrainerRank:
 
     def follow(self) -> None:
         """Execute the orders of rank 0 until it ends. Raises RankLost if it is gone."""
-        while True:
-            name, args = self.ranks.share()
-            if name == END:
-                return
-            _orders[name](self, *args)
+        try:
+            while True:
+                name, args = self.ranks.share()
+                if name == END:
+                    return
+                _orders[name](self, *args)
+        finally:
+            self.parts.close()
 
     def end(self) -> None:
         """Let the other ranks end; those in an order that failed notice the end of this process."""
@@ -192,11 +200,22 @@ class TrainerRank:
         return metrics, BatchColumns.join(self.ranks.gather(own.lists()))
 
     @order
-    def save_published(self, folder: str) -> None:
-        """Write this rank's part of the weights, as workers load them."""
-        self._controller.learner.save_weights(Path(folder), to_publish=True)
-        if self.ranks.rank == 0:
-            copy_tokenizer(self._model_dir, Path(folder))
+    def snapshot(self) -> Save:
+        """Copy the weights, as workers load them, to host memory.
+
+        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread, until
+        the next snapshot.
+        """
+        self.parts.begin(self._controller.learner.snapshot(to_publish=True))
+        return self._write_parts
+
+    def _write_parts(self, folder: Path) -> WrittenFiles:
+        copy_tokenizer(self._model_dir, folder)
+        return self.parts.write(folder)
+
+    @order
+    def meet(self) -> None:
+        """Raise RankLost if a rank is gone."""
 
     @order
     def begin_state(self, folder: str) -> None:

@@ -1,36 +1,36 @@
 """Weights as `save_pretrained` writes them, by any number of ranks, none of which holds all.
 
 Parameters inside transformers differ from those of a model folder: the experts of a mixture are
-fused, and some are renamed. Each layer is gathered on all ranks, one after the other, and kept,
+fused, and some are renamed. Each layer is gathered on all ranks, one after the other, and copied,
 under the names of the folder, by the rank that writes it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import orjson
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from consumer.ranks import Ranks, balanced_shares
 from consumer.weights.sharding import gather
+from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 INDEX = "model.safetensors.index.json"
 
 
-def write_weights(
-    model: PreTrainedModel, folder: Path, ranks: Ranks, *, dtype: torch.dtype | None = None
-) -> None:
-    """Write config.json and safetensors weights into an existing folder; all ranks must call it.
+def take_snapshot(
+    model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, *, dtype: torch.dtype | None = None
+) -> WeightsSnapshot:
+    """Copy config.json and this rank's share of the weights; all ranks must call it.
 
-    `dtype`: round the weights to it; default: write them as they are. Tied weights are written
-    once. A rank needs host memory for its share of the model and one layer.
+    `dtype`: round the weights to it; default: copy them as they are. Tied weights are copied once.
+    A rank needs host memory for its share of the model, in `buffers`.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
@@ -39,15 +39,14 @@ def write_weights(
     own: dict[str, Tensor] = {}
     share = set(balanced_shares(sizes, ranks.size)[ranks.rank])
     for index, group in enumerate(groups):
-        whole = {name: _gathered(tensors[name], dtype, index in share) for name in group}
+        whole = {name: gather(tensors[name].detach()) for name in group}
         if index in share:
-            own |= revert_weight_conversion(model, whole)
-    own = {name: _alone(tensor) for name, tensor in own.items()}
-    file = _file_name(ranks.rank, ranks.size)
-    save_file(own, folder / file, metadata={"format": "pt"})
-    _write_index(own, folder, ranks)
-    if ranks.rank == 0:
-        _write_config(model, folder, dtype)
+            converted = revert_weight_conversion(model, whole)
+            own |= {name: buffers.copy(name, part, dtype) for name, part in converted.items()}
+    buffers.wait()
+    return WeightsSnapshot(
+        _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)
+    )
 
 
 def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:
@@ -61,45 +60,38 @@ def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _gathered(tensor: Tensor, dtype: torch.dtype | None, is_own: bool) -> Tensor:
-    """Return the whole tensor in host memory; only its shape where another rank writes it."""
-    detached = tensor.detach()
-    rounded = detached.to(dtype) if dtype and detached.is_floating_point() else detached
-    whole = gather(rounded)
-    return whole.to("cpu" if is_own else "meta")
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor with memory of its own, as safetensors ask."""
-    contiguous = tensor.contiguous()
-    is_part = contiguous.untyped_storage().nbytes() != contiguous.nbytes
-    return contiguous.clone() if is_part else contiguous
-
-
 def _file_name(rank: int, size: int) -> str:
     return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
-def _write_index(own: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    if ranks.size == 1:
-        return
+def _others(
+    model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
+) -> Callable[[Path], None]:
+    """Return what writes the configuration and, of several ranks, the index of their files."""
     parts = ranks.gather([list(own), sum(tensor.nbytes for tensor in own.values())])
-    if ranks.rank == 0:
-        index = {
-            "metadata": {"total_size": sum(size for _, size in parts)},
-            "weight_map": {
-                name: _file_name(rank, ranks.size)
-                for rank, (names, _) in enumerate(parts)
-                for name in names
-            },
-        }
-        (folder / INDEX).write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
-
-
-def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype or model.dtype
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+
+    def write(folder: Path) -> None:
+        if ranks.rank:
+            return
+        if ranks.size > 1:
+            (folder / INDEX).write_bytes(_index(parts))
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+    return write
+
+
+def _index(parts: Sequence[tuple[list[str], int]]) -> bytes:
+    index = {
+        "metadata": {"total_size": sum(size for _, size in parts)},
+        "weight_map": {
+            name: _file_name(rank, len(parts))
+            for rank, (names, _) in enumerate(parts)
+            for name in names
+        },
+    }
+    return orjson.dumps(index, option=orjson.OPT_INDENT_2)

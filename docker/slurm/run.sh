@@ -3,27 +3,69 @@
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --signal=B:TERM@300
-# One job: the first node holds server, producer and trainer, the others a worker per GPU. Submit it again after a
-# time limit: the same run goes on. The folder and the environment (`python3 bootstrap.py`) are on a shared disk.
+# One job: the first node has the server, the producer, the trainer on its first TRAINER_GPUS GPUs, and workers on its
+# other ones; every further node has a worker for each GPU. After a time limit, submit it again: the same run continues
+# (`sbatch --dependency=singleton` twice queues that in advance). The folder and the environment (`python3 bootstrap.py`)
+# are on a shared disk. `REDIS_URL=$(cat runs/server/url) rolloutmq top`, on any node, shows the run.
 set -euo pipefail
 CONFIG=${CONFIG:-configs/my_run.toml}
+TRAINER_GPUS=${TRAINER_GPUS:-1}
+GPUS=${SLURM_GPUS_ON_NODE:-8}
 PATH=$PWD/.venv/bin:$PATH
-head=$(hostname -f)
-folder=runs/server; mkdir -p "$folder"
-[ -s "$folder/password" ] || (umask 077; openssl rand -hex 16 > "$folder/password")
-export REDIS_URL="redis://:$(cat "$folder/password")@$head:6379/0"
+umask 077
 
-# the password is read from a file, so that it is on no command line
-(umask 077; printf 'include %s\nrequirepass %s\nbind 0.0.0.0\ndir %s\n' \
-    "$PWD/docker/redis.conf" "$(cat "$folder/password")" "$PWD/$folder" > "$folder/own.conf")
+# the server, on a port that is free on this node; its password is in files that only you can read
+folder=runs/server
+mkdir -p "$folder"
+[ -s "$folder/password" ] || python -c 'import secrets; print(secrets.token_hex(16))' > "$folder/password"
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+printf 'include %s\nrequirepass %s\nbind 0.0.0.0\nport %s\ndir %s\n' \
+    "$PWD/docker/redis.conf" "$(cat "$folder/password")" "$port" "$PWD/$folder" > "$folder/own.conf"
+printf 'redis://:%s@%s:%s/0\n' "$(cat "$folder/password")" "$(hostname -f)" "$port" > "$folder/url"
+REDIS_URL=$(cat "$folder/url")
+export REDIS_URL
 "$(python -c 'from buffer.server.embedded import valkey_binary; print(valkey_binary())')" "$folder/own.conf" &
 server=$!
-trap 'kill $(jobs -p | grep -v "^$server$") 2>/dev/null; wait $trainer; kill $server; wait' TERM EXIT
+clients=()
 
-rolloutmq producer "$CONFIG" &
-srun --exact --exclude="$head" --nodes=$((SLURM_NNODES - 1)) --ntasks-per-node=8 --gpus-per-task=1 \
-    rolloutmq worker "$CONFIG" &
-CUDA_VISIBLE_DEVICES=0 rolloutmq train "$CONFIG" &
+# SIGTERM lets workers finish what runs, and the trainer write a checkpoint; the server ends last
+stop() {
+    trap - TERM EXIT
+    kill -TERM "${clients[@]}" 2>/dev/null || true
+    wait "${clients[@]}" || true
+    kill "$server"
+    wait "$server" || true
+}
+trap 'stop; exit 143' TERM
+trap stop EXIT
+
+train() {
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((TRAINER_GPUS - 1)))
+    export CUDA_VISIBLE_DEVICES
+    if ((TRAINER_GPUS > 1)); then
+        exec torchrun --nproc-per-node="$TRAINER_GPUS" -m rolloutmq train "$CONFIG"
+    fi
+    exec rolloutmq train "$CONFIG"
+}
+train &
 trainer=$!
-wait $trainer
+clients+=("$trainer")
+rolloutmq producer "$CONFIG" &
+clients+=($!)
+for ((gpu = TRAINER_GPUS; gpu < GPUS; gpu++)); do
+    CUDA_VISIBLE_DEVICES=$gpu rolloutmq worker "$CONFIG" &
+    clients+=($!)
+done
+if ((SLURM_NNODES > 1)); then
+    # every count is given: srun would take the missing ones from this job's own (a task for each node)
+    unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK
+    others=$((SLURM_NNODES - 1))
+    srun --exact --exclude="$SLURMD_NODENAME" --nodes="$others" --ntasks=$((others * GPUS)) --ntasks-per-node="$GPUS" \
+        --gpus-per-task=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / GPUS)) --mem=0 --kill-on-bad-exit=0 \
+        rolloutmq worker "$CONFIG" &
+    clients+=($!)
+fi
+wait "$trainer"

@@ -18,9 +18,12 @@ from consumer.models.warm_start import Problem, WarmStartProgress, read_problems
 
 
 def make_model(config: TrainingConfig) -> None:
-    """Write `<run folder>/model`, unless it exists."""
+    """Write `<run folder>/model`, unless it exists or the config names another model."""
     folder = config.run.folder / "model"
     console = open_console()
+    if config.policy.model is not None:
+        console.print(f"nothing to build: [policy] model = {config.policy.model}")
+        return
     if folder.exists():
         console.print(f"the model exists already: {folder}")
         return

@@ -40,6 +40,11 @@ class Access:
         if self.read_only:
             raise ReadOnly
 
+    def may_act(self, request: Request) -> bool:
+        """Return whether requests with this header may act: the page shows buttons then."""
+        is_known = carries(self.token, request.headers.get("authorization", ""))
+        return is_known and not self.read_only
+
     def _require_token(self, request: Request) -> None:
         if not carries(self.token, request.headers.get("authorization", "")):
             raise NoToken

@@ -43,7 +43,7 @@ def json_in(text: str) -> Any:
 def number_in(text: str, most: int) -> int:
     """Return the number of a parameter, from 1 to `most`."""
     if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(f"limit {text[:20]!r} is not a number from 1 to {most}")
+        raise ConfigError(f"{text[:20]!r} is not a number from 1 to {most}")
     return int(text)
 
 

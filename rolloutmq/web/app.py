@@ -1,14 +1,16 @@
 """Serve a run to browsers (Starlette): a page without a build step, JSON, and server-sent events.
 
     GET  /                     the page; /static/… its scripts and styles
-    /api/…                     run_routes.py, group_routes.py, control_routes.py
+    /api/…                     see the modules whose names end with _routes
 
 A request for an unknown `Host` is refused, so no page elsewhere can read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from buffer.run import Run
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import ERRORS
 from rolloutmq.web.control_routes import ControlRoutes
+from rolloutmq.web.dead_routes import DeadRoutes
 from rolloutmq.web.group_routes import GroupRoutes
 from rolloutmq.web.run_routes import RunRoutes
 from rolloutmq.web.watcher import Watcher
@@ -59,12 +62,23 @@ def make_app(
     routes = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
-        *RunRoutes(watcher, access).all(),
+        *RunRoutes(watcher, run_dir, access).all(),
         *GroupRoutes(run, texts, access).all(),
         *ControlRoutes(run, access).all(),
+        *DeadRoutes(run, access).all(),
     ]
+
+    @asynccontextmanager
+    async def recording(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(watcher.keep_record())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
     return Starlette(
         routes=routes,
+        lifespan=recording,
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
             Middleware(_SafeHeaders),

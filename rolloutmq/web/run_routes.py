@@ -1,38 +1,100 @@
-"""What browsers read of the run as a whole.
+"""What browsers read of the run as a whole, and of runs beside it.
 
-GET /api/stream    server-sent events: a snapshot per second (rolloutmq/web/watcher.py)
+GET /api/runs      the runs whose curves can be shown
+GET /api/stream    ?runs=a,b: server-sent events, one per second, with a snapshot of the run
+                   (rolloutmq/web/watcher.py) and what was added to the curves of the named runs
+GET /api/steps     ?run=a&first=100&last=200: the curves of these steps in detail
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from buffer.errors import ConfigError
 from rolloutmq.web.access import Access
-from rolloutmq.web.answers import encoded
+from rolloutmq.web.answers import answer, encoded, number_in
+from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
+
+MOST_STEPS = 1_000_000_000
 
 
 class RunRoutes:
     """Answers what the charts and the headline show."""
 
-    def __init__(self, watcher: Watcher, access: Access) -> None:
+    def __init__(self, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
         self._watcher = watcher
+        self._run_dir = run_dir
         self._access = access
+        self._series: dict[str, RunSeries] = {}
+        self._lock = asyncio.Lock()
 
     def all(self) -> list[Route]:
         """Return the routes."""
-        return [Route("/api/stream", self._stream)]
+        return [
+            Route("/api/runs", self._runs),
+            Route("/api/stream", self._stream),
+            Route("/api/steps", self._steps),
+        ]
+
+    def _runs(self, request: Request) -> Response:
+        self._access.to_read(request)
+        own = self._run_dir.resolve().name if self._run_dir else None
+        return answer({"own": own, "runs": list(run_folders(self._run_dir))})
 
     async def _stream(self, request: Request) -> Response:
         self._access.to_read(request)
-        return StreamingResponse(self._events(request), media_type="text/event-stream")
+        names = [name for name in request.query_params.get("runs", "").split(",") if name]
+        for name in names:
+            self._series_of(name)
+        return StreamingResponse(self._events(request, names), media_type="text/event-stream")
 
-    async def _events(self, request: Request) -> AsyncIterator[bytes]:
+    async def _events(self, request: Request, names: list[str]) -> AsyncIterator[bytes]:
+        marks = dict.fromkeys(names, Mark())
+        seen_ms = 0
+        may_act = self._access.may_act(request)
         async for snapshot in self._watcher.snapshots():
             if await request.is_disconnected():
                 return
-            yield b"data: " + encoded(snapshot) + b"\n\n"
+            live = self._watcher.live.since(seen_ms)
+            seen_ms = self._watcher.live.newest_ms
+            added = await self._added(marks)
+            event = {**snapshot, "may_act": may_act, "live": live, "series": added}
+            yield b"data: " + encoded(event) + b"\n\n"
+
+    async def _added(self, marks: dict[str, Mark]) -> dict[str, Any]:
+        """Return what was added to the curves since `marks`, by run, and advance these."""
+        found = {}
+        async with self._lock:
+            for name, mark in marks.items():
+                series = self._series_of(name)
+                await asyncio.to_thread(series.refresh)
+                added, marks[name] = series.since(mark)
+                if added:
+                    found[name] = added
+        return found
+
+    async def _steps(self, request: Request) -> Response:
+        self._access.to_read(request)
+        query: Mapping[str, str] = request.query_params
+        series = self._series_of(query.get("run", ""))
+        first, last = (number_in(query.get(name, ""), MOST_STEPS) for name in ("first", "last"))
+        async with self._lock:
+            return answer(await asyncio.to_thread(series.window, first, last))
+
+    def _series_of(self, name: str) -> RunSeries:
+        """Return the curves of a run, by the name of its folder. Raises ConfigError."""
+        folders = run_folders(self._run_dir)
+        if name not in folders:
+            raise ConfigError(
+                f"there is no run {name[:80]!r} beside this one",
+                hint=f"one of {', '.join(folders)}",
+            )
+        return self._series.setdefault(name, RunSeries(folders[name]))

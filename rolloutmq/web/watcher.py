@@ -1,10 +1,11 @@
-"""Take one snapshot of a run per second for all browsers, and none while there is no browser."""
+"""Take snapshots of a run for all browsers: each second while there is one, else rarely."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from buffer.errors import RolloutMQError
@@ -12,23 +13,31 @@ from buffer.monitoring.history import History
 from buffer.monitoring.json_views import describe
 from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
+from rolloutmq.commands.administration.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.commands.administration.doctor import inspect
+from rolloutmq.web.live_record import LiveRecord, numbers_of
 
 EVERY_S = 1.0
-EVENTS = 12
-CURVE = 200
-"""The number of newest points of a curve that are sent."""
+QUIET_S = 5.0
+"""Seconds between snapshots while no browser watches: charts over time have no gaps then."""
+INSPECT_EVERY_S = 10.0
+"""Seconds between looks at the judge queue and the weights' folder."""
+EVENTS = 60
 
 
 class Watcher:
     """Takes snapshots at most every EVERY_S seconds, however many browsers ask."""
 
     def __init__(self, run: Run, history: History, is_over: Callable[[], bool]) -> None:
+        self.live = LiveRecord()
         self._run = run
         self._history = history
         self._is_over = is_over
         self._lock = asyncio.Lock()
         self._newest: dict[str, Any] = {}
         self._taken_at = float("-inf")
+        self._inspected: list[Symptom] = []
+        self._inspected_at = float("-inf")
 
     async def snapshots(self) -> AsyncIterator[dict[str, Any]]:
         """Yield a snapshot now, and one every second, until `is_over` returns True."""
@@ -36,13 +45,19 @@ class Watcher:
             yield await self.snapshot()
             await asyncio.sleep(EVERY_S)
 
-    async def snapshot(self) -> dict[str, Any]:
-        """Return the newest snapshot, taking a new one where that is older than EVERY_S.
+    async def keep_record(self) -> None:
+        """Take snapshots for the live record while no browser asks for any, until cancelled."""
+        while True:
+            await self.snapshot(QUIET_S)
+            await asyncio.sleep(QUIET_S)
+
+    async def snapshot(self, every_s: float = EVERY_S) -> dict[str, Any]:
+        """Return the newest snapshot, taking a new one where that is older than `every_s`.
 
         While the server is unreachable, `trouble` holds the error, beside the last known state.
         """
         async with self._lock:
-            if time.monotonic() - self._taken_at >= 0.9 * EVERY_S:
+            if time.monotonic() - self._taken_at >= 0.9 * every_s:
                 self._newest = await asyncio.to_thread(self._take)
                 self._taken_at = time.monotonic()
             return self._newest
@@ -50,29 +65,43 @@ class Watcher:
     def _take(self) -> dict[str, Any]:
         try:
             snap = take_snapshot(self._run, events=EVENTS)
+            findings = worst_first([*diagnose(snap), *self._inspect(snap)])
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)
+        self.live.add(snap.now_ms, numbers_of(snap, self._history.waits))
         return {
             "trouble": "",
             "now_ms": snap.now_ms,
             "status": describe(snap),
-            **self._describe_history(snap),
-        }
-
-    def _describe_history(self, snap: Snapshot) -> dict[str, Any]:
-        history = self._history
-        curves = {
-            name: history.metric(name)[-CURVE:]
-            for name in ("rewards/mean", "staleness/mean", "time/step_s")
-        }
-        return {
+            "control": _control(snap),
+            "findings": [asdict(finding) for finding in findings],
             "waits": {
-                wait: {"now": now, "share": history.share(wait)}
-                for wait, now in history.waits.items()
+                wait: {"now": now, "share": self._history.share(wait)}
+                for wait, now in self._history.waits.items()
             },
-            "curves": curves | {"tokens_per_s": list(history.token_rates)[-CURVE:]},
             "events": [
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
             ],
         }
+
+    def _inspect(self, snap: Snapshot) -> list[Symptom]:
+        if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
+            self._inspected = inspect(self._run, snap)
+            self._inspected_at = time.monotonic()
+        return self._inspected
+
+
+def _control(snap: Snapshot) -> dict[str, Any]:
+    """Return who wants what of the run, and what an operator may decide now."""
+    return {
+        "operator_mode": snap.control.get("operator_mode", "run"),
+        "trainer_mode": snap.control.get("trainer_mode", "run"),
+        "is_orphaned": snap.is_orphaned,
+        "live_workers": [worker.id for worker in snap.live_workers],
+        "last_step": snap.last_step,
+        "producer_name": snap.producer.name,
+        "stopped_tasks": {
+            task.account.task: task.stop_reason for task in snap.tasks if task.stop_reason
+        },
+    }

@@ -17,6 +17,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,6 +80,10 @@ FILES = {
         "consumer/rollout_consumer.py",
         "consumer/batches/taker.py",
         "consumer/publication.py",
+        "consumer/weights/weight_parts.py",
+        "consumer/weights/weights_snapshot.py",
+        "buffer/weights/checksums.py",
+        "buffer/weights/tensor_file.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
         "buffer/weights/transfer.py",
@@ -175,7 +180,9 @@ class Lives:
         )
         ranks = join()
         if at:
-            sys.settrace(dying_at(at, self.folder / "place"))
+            trace = dying_at(at, self.folder / "place")
+            sys.settrace(trace)
+            threading.settrace(trace)  # weights are published by another thread
         if ranks.rank:
             TrainerRank(run, self.config, self.model, ranks).follow()
             return
@@ -314,7 +321,7 @@ def make_config(folder: Path, model: Path, transport: str) -> TrainingConfig:
 
 
 def dying_at(line: int, note: Path) -> Any:
-    """For `sys.settrace`: SIGKILL before the `line`-th line of FILES that this thread comes to."""
+    """For `sys.settrace`: SIGKILL before the `line`-th line of FILES that any thread comes to."""
     seen = 0
 
     def count(frame: FrameType, event: str, _: Any) -> Any:

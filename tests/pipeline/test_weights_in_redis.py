@@ -77,7 +77,7 @@ def test_a_version_is_refused_that_is_not_what_was_published(
     else:
         (evil := tmp_path / "evil").mkdir()
         (evil / weights_manifest.NAME).write_bytes(
-            orjson.dumps({"files": {"../out": {"bytes": 1, "blake2b": ""}}})
+            orjson.dumps({"files": {"../out": {"bytes": 0, "algorithm": "xxh3", "parts": []}}})
         )
         raw.set(part(LABEL), (evil / weights_manifest.NAME).read_bytes())
         checksum = weights_manifest.digest((evil / weights_manifest.NAME).read_bytes())

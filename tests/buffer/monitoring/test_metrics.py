@@ -202,6 +202,7 @@ def test_others_than_loopback_want_a_token(scene: Scene) -> None:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(f"{served.url}/metrics", given)
     assert "rolloutmq_up" in fetch(f"{served.url}/metrics", "s3cret")
+    assert fetch(f"{served.url}/healthz") == "ok\n"
     served.close()
 
 

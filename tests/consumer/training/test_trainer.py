@@ -254,7 +254,8 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
             patch.setattr(Learner, "train", stop_after)
             assert not trainer.fit()
         state = run.control.state()
-        assert (state.mode, state.weights.version) == ("run", 2)
+        assert state.mode == "run"
+        assert state.weights.version in (1, 2)  # 2 is published beside step 3
         assert [step.step for step in history(config).steps] == [1, 2, 3]
         assert run.ledger.steps()[1] == 3
         crew.silent = False
@@ -361,19 +362,19 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Lower max_staleness: the `status` of the batch before is then no longer true."""
+    """Lower max_staleness between two steps: the decision after the first is no longer right."""
     run = make_run(stale_threshold=4)
     config = config.model_copy(
         update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})}
     )
-    original = Learner.train
+    original = StepWriter.add_step
 
-    def lower(self: Learner, *args: Any) -> dict[str, float]:
-        if self.step == 1:
+    def lower(self: StepWriter, step: int, *args: Any) -> None:
+        if step == 2:
             run.set(parse_settings(LiveSettings, ["max_staleness=0"]))
-        return original(self, *args)
+        original(self, step, *args)
 
-    monkeypatch.setattr(Learner, "train", lower)
+    monkeypatch.setattr(StepWriter, "add_step", lower)
     with at_work(run, math=DRAWS), caplog.at_level("WARNING", "rolloutmq.trainer"):
         assert train(run, config, model_dir)
     assert (

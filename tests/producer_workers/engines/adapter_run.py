@@ -30,6 +30,7 @@ from buffer.run import Run
 from buffer.store.store import Store
 from consumer.learner.learner import Learner
 from consumer.training.trainer import Trainer
+from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
@@ -144,20 +145,21 @@ class AdapterRun:
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
         learner_train = Learner.train
-        save_weights = Learner.save_weights
+        snapshot = Learner.snapshot
 
         def train(learner: Learner, batch: Any) -> dict[str, float]:
             self.groups.append(batch.groups)
             return learner_train(learner, batch)
 
-        def save(learner: Learner, folder: Path, *, to_publish: bool = False) -> None:
-            save_weights(learner, folder, to_publish=to_publish)
+        def take(learner: Learner, *, to_publish: bool = False) -> WeightsSnapshot:
+            taken = snapshot(learner, to_publish=to_publish)
             if to_publish:
                 (kept := self.adapter(learner.step)).mkdir(parents=True, exist_ok=True)
-                save_weights(learner, kept, to_publish=True)
+                taken.write(kept)
+            return taken
 
         patch.setattr(Learner, "train", train)
-        patch.setattr(Learner, "save_weights", save)
+        patch.setattr(Learner, "snapshot", take)
 
 
 def stamped(state: RolloutState) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,15 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 @pytest.fixture
 def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
     """Where the page is, with its token."""
-    command = [
-        sys.executable,
-        "-m",
-        "rolloutmq",
-        "web",
-        "--port",
-        "0",
-        "--run-dir",
-        str(server.folder),
-    ]
+    with serving(server.folder) as where:
+        yield where
+
+
+@contextmanager
+def serving(run_dir: Path, *options: str) -> Iterator[str]:
+    """`rolloutmq web` in a process of its own; its address, with the token."""
+    command = [sys.executable, "-m", "rolloutmq", "web", "--port", "0", "--run-dir", str(run_dir)]
+    command += options
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     process = subprocess.Popen(
         command,
@@ -68,6 +68,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chr
             )
         pytest.skip("no chromium and chromedriver on this machine")
     options = Options()
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     options.binary_location = browser
     for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(flag)

@@ -74,11 +74,11 @@ def test_a_group_offers_what_may_be_done_with_it(
     places = scene.run.account.places_of(gids)
     go(chromium, address, "groups")
     for stage, words, buttons in (
-        ("waiting", "", ["Drop"]),
+        ("waiting", "", ["Drop…"]),
         ("running", "", []),
         ("taken", "", []),
-        ("pool", "", ["Requeue", "Drop"]),
-        ("dead", "the judge said no", ["Requeue", "Drop"]),
+        ("pool", "", ["Requeue…", "Drop…"]),
+        ("dead", "the judge said no", ["Requeue…", "Drop…"]),
         ("archived", "trained and committed; its payload is freed", []),
     ):
         gid = next(gid for gid, place in zip(gids, places, strict=True) if place == [stage])
@@ -124,27 +124,13 @@ def test_what_a_model_wrote_is_only_text(chromium: Chrome, address: str, scene: 
     assert not chromium.find_elements(By.CSS_SELECTOR, "main img, main script")
 
 
-def test_acting_wants_the_token(chromium: Chrome, address: str, scene: Scene) -> None:
-    go(chromium, address, "dead")
-    until(chromium, "the judge said no")
-    chromium.find_element(By.XPATH, "//button[text()='Requeue']").click()
-    until(chromium, "no dead letter")
-    assert scene.run.record("math-0000000005")["stage"] == "waiting"
-    chromium.find_element(By.CSS_SELECTOR, "[data-act='pause?mode=drain']").click()
-    until(chromium, "paused by the operator", "#headline")
-    assert scene.run.control.state().mode == "drain"
-    chromium.execute_script("sessionStorage.clear()")
-    go(chromium, address.partition("#")[0], "dead")
-    assert not chromium.find_element(By.ID, "acts").is_displayed()
-    assert chromium.find_elements(By.XPATH, "//button[text()='Requeue']") == []
-
-
 def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
     go(chromium, address, "run")
     body = chromium.find_element(By.TAG_NAME, "body")
     for key, words in (
         ("3", "worker"),
-        ("5", "event"),
+        ("6", "event"),
+        ("5", "Settings of the run"),
         ("4", "the judge said no"),
         ("2", "math-0000000003"),
     ):

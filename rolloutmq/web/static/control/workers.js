@@ -1,18 +1,74 @@
-// The workers of the run.
+// The workers of the run: now, and since they registered.
 
-import { age, el, number, table } from "../frame/draw.js";
+import { age, el, number, patch, table } from "../frame/draw.js";
+import { data } from "../frame/data.js";
+import { ask } from "../frame/server.js";
+import { Chart } from "../run/chart.js";
+import { act } from "./acts.js";
 
-const place = el("div");
+const places = { now: el("div"), one: el("div") };
+let thePage = null, one = null, rate = null;
 
 export const workers = {
-  open: () => [place],
+  async open(route, page) {
+    thePage = page;
+    one = route.id ?? null;
+    patch(places.now, []);
+    places.one.replaceChildren(...(one ? [await history(one)] : []));
+    return [places.now, places.one];
+  },
+  close() {
+    rate?.close();
+    rate = null;
+  },
   update({ status }) {
-    const newest = `${status.weights.lineage}:${status.weights.version}`;
-    const columns = [
-      ["worker", (w) => w.id], ["engine", (w) => w.engine], ["state", (w) => w.state],
-      ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
-      ["seen", (w) => `${age(w.silent_ms)} ago`, true], ["holds", (w) => w.holds, true], ["judging", (w) => number(w.judging), true], ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
-    ];
-    place.replaceChildren(status.workers.length ? table(columns, status.workers) : el("p", { class: "near" }, "no worker has registered"));
+    const found = status.workers;
+    patch(places.now, [found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
+    const worker = found.find(({ id }) => id === one);
+    
+    if (!one) return;
+    if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
+    const values = data.live.columns[`worker_tokens_per_s/${one}`];
+    if (values) rate.show([{ label: one, x: data.live.x, values, colour: "--s0" }], 0, false);
   },
 };
+
+function columns(status) {
+  const newest = `${status.weights.lineage}:${status.weights.version}`;
+  const kind = { idle: "dim", paused: "near", draining: "near", starting: "near" };
+  return [
+    ["worker", (w) => el("a", { href: `#/workers/${encodeURIComponent(w.id)}` }, w.id)], ["engine", (w) => w.engine],
+    ["state", (w) => el("span", { class: w.barred_for_ms !== null ? "bad" : kind[w.state] ?? "" }, w.barred_for_ms !== null ? "barred" : w.state)],
+    ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
+    ["heartbeat", (w) => `${age(w.silent_ms)} ago`, true], ["registered", (w) => (w.registered_ms === null ? "–" : `${age(w.registered_ms)} ago`), true],
+    ["holds", (w) => `${w.holds}${w.concurrency ? ` / ${w.concurrency}` : ""}`, true], ["judging", (w) => number(w.judging), true],
+    ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
+    ["per hour", (w) => number(perHour(w)), true], ["failed", (w) => el("span", { class: w.failed ? "near" : "dim" }, number(w.failed)), true],
+  ];
+}
+
+const perHour = (w) => (w.registered_ms > 0 ? (3_600_000 * w.done) / w.registered_ms : null);
+
+function details(w) {
+  const tries = w.done + w.failed;
+  const facts = [
+    ["Groups", `${number(w.done)} done, ${number(w.failed)} failed${tries ? ` (${number((100 * w.failed) / tries, 1)} %)` : ""}, ${number(w.quarantined)} refused by the trainer`],
+    ["Judges", `${number(w.judged)} answers, ${number(w.judge_failures)} failures`],
+    ["Engine", `${w.engine}${w.requests === null ? "" : `, ${number(w.requests)} requests in it`}`],
+    w.refusal && ["Refused weights", w.refusal],
+    ...Object.entries(w.facts).map(([name, value]) => [name, value]),
+  ].filter(Boolean);
+  const list = el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  const barred = w.barred_for_ms !== null && thePage.mayAct() ? act(`workers/${encodeURIComponent(w.id)}/admit`, "Let it claim again…", thePage, {
+    title: `Let ${w.id} claim again?`, text: `It was barred ${age(w.barred_for_ms)} ago for ${number(w.bad_groups)} groups that the trainer cannot use. Its dead letters give the reason.`, yes: "Let it claim" }) : null;
+  return el("div", {}, list, barred);
+}
+
+async function history(id) {
+  const events = await ask(`workers/${encodeURIComponent(id)}/events`);
+  const said = ({ at_ms, event, worker, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
+  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said]];
+  rate = new Chart({ key: "worker", title: "Tokens per second", unit: "of this worker" }, "time");
+  return el("section", { class: "panel worker" }, el("h2", {}, `Worker ${id}`), el("div", { id: "worker-now" }), rate.node,
+    el("h3", {}, "Its newest events"), events.length ? table(rows, events) : el("p", { class: "dim" }, "none is kept"));
+}

@@ -1,9 +1,11 @@
 // Make elements from plain data. Text stays text: what a model wrote is never parsed as HTML.
 
+const HANDLERS = ["onclick", "onsubmit", "onchange", "oninput", "onkeydown", "ontoggle"];
+
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "onclick" || name === "onsubmit" || name === "onchange") made[name] = value;
+    if (HANDLERS.includes(name)) made[name] = value;
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== undefined && value !== null) made.setAttribute(name, value);
   }
@@ -34,31 +36,14 @@ export function panel(title, note, ...content) {
   return el("section", { class: "panel" }, el("h2", {}, title, note ? el("small", {}, ` ${note}`) : null), ...content);
 }
 
-// A curve, scaled from its lowest to its highest value; its label holds both ends for screen readers.
-export function curve(name, values) {
-  const label = values.length ? `${name}: ${number(values[0], 3)} at first, ${number(values.at(-1), 3)} now` : `${name}: no values yet`;
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("class", "curve");
-  svg.setAttribute("viewBox", "0 0 100 40");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", label);
-  if (values.length > 1) {
-    const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
-    const points = values.map((value, i) => `${((100 * i) / (values.length - 1)).toFixed(2)},${(38 - (36 * (value - low)) / span).toFixed(2)}`);
-    for (const [kind, d] of [["area", `M0,40 L${points.join(" L")} L100,40 Z`], ["", `M${points.join(" L")}`]]) {
-      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      path.setAttribute("d", d);
-      if (kind) path.setAttribute("class", kind);
-      svg.append(path);
-    }
-  }
-  return svg;
-}
-
 export function bar(label, value, most, shown, kind = "") {
   return el("div", { class: "bar" }, el("span", {}, label),
     el("progress", { max: Math.max(most, 1e-9), value, "aria-label": label }), el("span", { class: kind }, shown));
+}
+
+// Words between `…` are commands and names.
+export function code(text) {
+  return text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part));
 }
 
 // columns: [title, how to show a row, is it a number]
@@ -66,4 +51,34 @@ export function table(columns, rows) {
   const head = el("tr", {}, columns.map(([title, , isNumber]) => el("th", { scope: "col", class: isNumber ? "n" : "" }, title)));
   const body = rows.map((row) => el("tr", {}, columns.map(([, show, isNumber]) => el("td", { class: isNumber ? "n" : "" }, show(row)))));
   return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+}
+
+// Make the children of a place equal to some nodes, and change only what differs, so that the
+// focus, a selection and an opened <details> stay while numbers change each second.
+export function patch(place, nodes) {
+  const wanted = nodes.flat().filter((node) => node !== null && node !== undefined && node !== false);
+  wanted.forEach((node, at) => {
+    const had = place.childNodes[at];
+    if (!had) place.append(node);
+    else if (!isAlike(had, node)) had.replaceWith(node);
+    else if (had !== node) update(had, node);
+  });
+  while (place.childNodes.length > wanted.length) place.lastChild.remove();
+}
+
+const isAlike = (had, node) => had.nodeName === node.nodeName && had.dataset?.key === node.dataset?.key;
+
+function update(had, node) {
+  if (had.nodeType === Node.TEXT_NODE) {
+    if (had.data !== node.data) had.data = node.data;
+    return;
+  }
+  for (const { name } of [...had.attributes]) {
+    if (!node.hasAttribute(name) && !(name === "open" && had.tagName === "DETAILS")) had.removeAttribute(name);
+  }
+  for (const { name, value } of node.attributes) {
+    if (had.getAttribute(name) !== value) had.setAttribute(name, value);
+  }
+  for (const name of HANDLERS) had[name] = node[name];
+  if (!("keep" in had.dataset)) patch(had, [...node.childNodes]);
 }

@@ -3,22 +3,24 @@
 // A view is a module of its own that exports an object:
 //   open(route, page)    returns what the view shows, an array of nodes or a promise of one;
 //                        route = {id, query: URLSearchParams}
-//   update(snapshot)     optional: called for each snapshot of the stream while the view is open
+//   update(snapshot, hasSteps)  optional: called for each event of the stream while the view is
+//                        open; hasSteps: curves by train step have changed
 //   close()              optional
-// page = {snapshot(): the newest or null, trouble(words), reopen()}
+// page = {snapshot(): the newest or null, trouble(words), reopen(), watchRuns(names), mayAct()}
 
-import { age, el, number } from "./draw.js";
-import { follow } from "./server.js";
-import { acts } from "../control/acts.js";
+import { age, el, number, patch } from "./draw.js";
+import { data, watch } from "./data.js";
+import { ask, keepToken } from "./server.js";
+import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
 import { rollouts } from "../rollouts/rollouts.js";
 import { events } from "../run/events.js";
 import { overview } from "../run/overview.js";
 
-const VIEWS = { run: overview, groups: rollouts, workers, dead, events };
+const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events };
 const main = document.getElementById("view");
-let snapshot = null, opened = null, opening = 0;
+let opened = null, opening = 0;
 
 function trouble(words) {
   const line = document.getElementById("trouble");
@@ -26,7 +28,13 @@ function trouble(words) {
   line.hidden = !words;
 }
 
-const page = { snapshot: () => snapshot, trouble, reopen: () => open() };
+const page = {
+  snapshot: () => data.snapshot,
+  mayAct: () => data.mayAct,
+  trouble,
+  reopen: () => open(),
+  watchRuns: (names) => watch(names, onEvent, onTrouble),
+};
 
 async function open() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -48,35 +56,91 @@ async function open() {
   if (mine !== opening) return;
   main.replaceChildren(...parts.filter(Boolean));
   opened = view;
-  if (snapshot) view.update?.(snapshot);
+  if (data.snapshot) view.update?.(data.snapshot, true);
 }
 
-function headline() {
-  const { status } = snapshot;
+function onEvent(event, hasSteps) {
+  trouble(event.trouble || "");
+  if (!data.snapshot) return;
+  headline(data.snapshot);
+  opened?.update?.(data.snapshot, hasSteps);
+}
+
+function onTrouble(error) {
+  if (error.status === 401) return login(error);
+  trouble(error.status ? error.message : `no connection to rolloutmq web: ${error.message}`);
+}
+
+function login(error) {
+  const form = el("form", { class: "login", onsubmit: (event) => {
+    event.preventDefault();
+    keepToken(form.elements.token.value.trim());
+    start();
+  } }, el("p", {}, error.message),
+  el("label", {}, "Token ", el("input", { name: "token", type: "password", required: true, autocomplete: "off" })),
+  el("button", {}, "Open"));
+  opened = null;
+  main.replaceChildren(form);
+  form.elements.token.focus();
+}
+
+export const STATES = {
+  run: ["running", "good"], drain: ["paused: running groups are finished", "near"],
+  abort: ["paused: running groups were returned", "near"], keep: ["paused: running groups are frozen", "near"],
+  finish: ["finished", "dim"],
+};
+
+function headline({ status, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const running = `${number(status.leases)} running` + (status.judging ? `, of which ${number(status.judging)} ${status.judging === 1 ? "is" : "are"} being judged` : "");
-  const paused = status.paused_by ? `${status.mode}, paused by the ${status.paused_by} ${age(status.mode_age_ms)} ago` : status.mode;
-  document.getElementById("headline").textContent =
-    `${paused} · step ${status.steps.taken} · weights ${status.weights.version} · trainer ${status.trainer.state} · producer ${status.producer.state} · ${running} · ${number(status.tokens_per_s)} tokens/s`;
+  const [words, kind] = STATES[status.mode] ?? [status.mode, "near"];
+  const by = status.paused_by ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
+  const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
+  const role = (state) => (state === "alive" ? "" : "near");
+  patch(document.getElementById("headline"), [
+    el("span", { class: `state ${kind}` }, words + by),
+    fact("step", `${number(status.steps.taken)} / ${number(last)}`),
+    fact("weights", status.weights.version),
+    fact("trainer", status.trainer.state, role(status.trainer.state)),
+    fact("producer", status.producer.state, role(status.producer.state)),
+    fact("running", number(status.leases) + judged),
+    fact("tokens/s", number(status.tokens_per_s)),
+  ]);
   const account = document.getElementById("account");
+  const line = status.adds_up ? "every group is accounted for" : `the account does not add up: ${status.faults.join("; ")}`;
   account.className = status.adds_up ? "good" : "bad";
-  account.textContent = status.adds_up ? "every group is accounted for" : `the account does not add up: ${status.faults.join("; ")}`;
+  if (account.textContent !== line) account.textContent = line; // a status is read aloud when it changes
   document.getElementById("dead-count").textContent = status.dead_letters ? `(${status.dead_letters})` : "";
 }
 
-addEventListener("hashchange", () => { open(); main.focus({ preventScroll: true }); });
+addEventListener("hashchange", () => {
+  if (!location.hash.startsWith("#/")) return;
+  open();
+  main.focus({ preventScroll: true });
+});
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+  if (document.querySelector("dialog[open]")) return;
   const link = document.querySelector(`nav a[accesskey="${CSS.escape(event.key)}"]`);
   if (link) location.hash = link.getAttribute("href");
 });
-acts(page);
-open();
-follow((newest) => {
-  snapshot = newest.status ? newest : snapshot;
-  trouble(newest.trouble || "");
-  if (!snapshot) return;
-  headline();
-  opened?.update?.(snapshot);
-}, trouble);
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the view
+  main.focus();
+});
+
+async function start() {
+  try {
+    const { own } = await ask("runs");
+    page.watchRuns(own ? [own] : []);
+  } catch (error) {
+    onTrouble(error);
+    if (error.status !== 401) setTimeout(start, 2000);
+    return;
+  }
+  open();
+}
+
+start();

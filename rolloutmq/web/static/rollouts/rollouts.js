@@ -1,8 +1,8 @@
 // The rollouts page: groups found by a query, or the one group that the address names.
 
 import { el, number, table } from "../frame/draw.js";
-import { ask, hasToken } from "../frame/server.js";
-import { act } from "../control/acts.js";
+import { ask } from "../frame/server.js";
+import { groupActs } from "../control/acts.js";
 import { showGroup } from "./rollout.js";
 
 const GID = /^[\w.-]+-\d{10}$/;
@@ -38,5 +38,5 @@ async function showGroups(query) {
 async function showOneGroup(gid, page) {
   const group = await ask(`groups/${encodeURIComponent(gid)}`);
   const choose = (wanted) => { colour = wanted; page.reopen(); };
-  return showGroup(group, colour, choose, hasToken() && group.may.length ? el("p", {}, group.may.flatMap((verb) => [act(`groups/${gid}/${verb}`, verb === "drop" ? "Drop" : "Requeue", page), " "])) : null);
+  return showGroup(group, colour, choose, groupActs(gid, group.may, page));
 }

@@ -1,32 +1,191 @@
-// The run at one glance: curves, who waits, memory, and the groups of each task by stage.
+// The run at one glance: what stops it, curves by train step (of several runs, if wanted), what
+// happens now, and the groups of each task.
 
-import { bar, bytes, curve, el, number, panel, table } from "../frame/draw.js";
+import { bar, bytes, el, number, panel, patch, table } from "../frame/draw.js";
+import { data } from "../frame/data.js";
+import { ask } from "../frame/server.js";
+import { band } from "./curves.js";
+import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
+import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
+import { findings } from "./findings.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
-const place = el("div", { class: "panels" });
+const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
+const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
+const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
+let charts = [], others = [], places = null;
 
 export const overview = {
-  open: () => [place],
-  update({ status, waits, curves }) {
-    const tasks = Object.entries(status.tasks);
-    place.replaceChildren(groupsByStage(tasks), ...charts(curves), waiting(waits), memory(status), ...tasks.map(task));
+  async open(route, page) {
+    const { own, runs } = await ask("runs");
+    choice.own = own;
+    choice.all = runs;
+    choice.runs ??= own ? [own] : [];
+    places = {
+      findings: el("div"), runs: el("div", { class: "runs" }), steps: el("div", { class: "charts" }), noSteps: el("p", { class: "dim" }),
+      time: el("div", { class: "charts" }), tasks: el("div", { class: "panels" }), others: el("div", { class: "charts" }),
+    };
+    charts = [...BY_STEP.map((spec) => new Chart(spec, "step")), ...BY_TIME.map((spec) => new Chart(spec, "time", spec.key === "stages" ? ["taken"] : []))];
+    places.steps.append(...charts.filter(({ axis }) => axis === "step").map(({ node }) => node));
+    places.time.append(...charts.filter(({ axis }) => axis === "time").map(({ node }) => node));
+    onZoom.add(readDetail);
+    addEventListener("themechange", redraw);
+    const more = el("details", { class: "more", ontoggle: () => { if (more.open) drawOthers(); } }, el("summary", {}, "All other metrics"), places.others);
+    return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, more,
+      heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks];
+  },
+  update(snapshot, hasSteps) {
+    patch(places.findings, findings(snapshot));
+    drawTasks(snapshot);
+    drawTime();
+    if (hasSteps) drawSteps();
+  },
+  close() {
+    for (const chart of [...charts, ...others]) chart.close();
+    charts = [];
+    others = [];
+    onZoom.delete(readDetail);
+    removeEventListener("themechange", redraw);
   },
 };
 
-function charts(curves) {
-  return [["Reward", "rewards/mean", 3], ["Tokens per second", "tokens_per_s", 0], ["Seconds per train step", "time/step_s", 2], ["Mean staleness", "staleness/mean", 2]]
-    .filter(([, name]) => curves[name].length)
-    .map(([title, name, digits]) => panel(title, number(curves[name].at(-1), digits), curve(title, curves[name])));
+const heading = (words, ...tools) => el("div", { class: "heading" }, el("h2", {}, words), ...tools);
+
+function toolbar(page) {
+  const shown = el("output", {}, "off");
+  const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(choice.smoothing), "aria-label": "Smoothing", oninput: () => {
+    choice.smoothing = Number(slider.value);
+    shown.textContent = choice.smoothing ? choice.smoothing.toFixed(2) : "off";
+    drawSteps();
+  } });
+  const axis = el("select", { "aria-label": "Horizontal axis", onchange: () => { choice.x = axis.value; zoom("step", null); drawSteps(); } },
+    el("option", { value: "step" }, "train step"), el("option", { value: "minutes" }, "minutes since the start"));
+  axis.value = choice.x;
+  const compare = choice.all.length > 1 ? el("details", { class: "menu" }, el("summary", {}, "Compare runs"), el("div", { class: "sheet" },
+    choice.all.map((name) => el("label", {}, el("input", { type: "checkbox", checked: choice.runs.includes(name), onchange: (event) => {
+      choice.runs = choice.all.filter((each) => (each === name ? event.target.checked : choice.runs.includes(each)));
+      page.watchRuns(choice.runs);
+      drawSteps();
+    } }), ` ${name}`)))) : null;
+  const reset = el("button", { type: "button", id: "reset-zoom", hidden: true, onclick: () => { zoom("step", null); zoom("time", null); } }, "Show all");
+  return el("div", { class: "tools" }, compare, el("label", {}, "smoothing ", slider, " ", shown), el("label", {}, "by ", axis), reset);
 }
 
-function waiting(waits) {
-  return panel("Waiting", "share of the observed time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : "")));
+function taskChoice() {
+  const tasks = Object.keys(data.snapshot?.status.tasks ?? {});
+  if (tasks.length < 2) return null;
+  const select = el("select", { "aria-label": "Task", onchange: () => { choice.task = select.value; drawTime(); } },
+    el("option", { value: "" }, "all tasks"), tasks.map((name) => el("option", { value: name }, name)));
+  select.value = choice.task;
+  return el("div", { class: "tools" }, el("label", {}, "groups of ", select));
 }
 
-function memory({ memory: { held_bytes, low_bytes, high_bytes } }) {
-  return panel("Memory", null, ...(high_bytes
-    ? [bar("payloads", held_bytes, high_bytes, bytes(held_bytes)), el("p", { class: "dim" }, `new prompts wait above ${bytes(low_bytes)}`)]
-    : [el("p", {}, `payloads hold ${bytes(held_bytes)}`), el("p", { class: "dim" }, "no limit is set")]));
+function redraw() {
+  for (const chart of [...charts, ...others]) chart.rebuild();
+}
+
+// -- curves by train step ----------------------------------------------------------------------
+
+function tableOf(run, spec) {
+  const kept = data.runs.get(run);
+  if (!kept) return null;
+  const table = spec.table === "evaluations" ? kept.evaluations : detail.get(run) ?? kept.steps;
+  if (!table?.x?.length) return null;
+  return choice.x === "step" ? table : byMinutes(table, kept.steps);
+}
+
+// The same table by minutes since the first step of its run; evaluations have the time of their step.
+function byMinutes(table, steps) {
+  const begin = steps.ended_s.find((at) => at !== null);
+  if (begin === undefined) return null;
+  const ended = new Map(steps.x.map((step, row) => [step, steps.ended_s[row]]));
+  const x = table.x.map((step) => (ended.get(step) ?? begin) - begin).map((seconds) => seconds / 60);
+  return { x, columns: table.columns };
+}
+
+function curvesOf(spec) {
+  const runs = spec.stacked ? choice.runs.slice(0, 1) : choice.runs;
+  const many = runs.length > 1;
+  return runs.flatMap((run, place) => {
+    const table = tableOf(run, spec);
+    if (!table) return [];
+    return linesOf(spec, table.columns).map((wanted, at) => {
+      const values = valuesOf(spec, wanted, table.columns);
+      if (!values) return null;
+      return {
+        label: many ? (linesOf(spec, table.columns).length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
+        x: table.x, values, colour: COLOURS[(many ? colourPlace(run) : at) % COLOURS.length], dash: many && at > 0,
+        band: wanted.band && choice.smoothing === 0 && runs.length < 3 ? band(table.columns, wanted.name, wanted.band) : null,
+        points: spec.table === "evaluations",
+      };
+    }).filter(Boolean);
+  });
+}
+
+const colourPlace = (run) => choice.all.indexOf(run);
+
+function drawSteps() {
+  const has = choice.runs.some((run) => data.runs.get(run)?.steps.x.length);
+  places.noSteps.hidden = has;
+  places.noSteps.textContent = choice.own
+    ? "No step has been trained yet: curves begin with the first one."
+    : "The folder of this run is not known here, so its curves are not: start `rolloutmq web` with --run-dir.";
+  for (const chart of charts) if (chart.axis === "step") chart.show(curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
+  if (others.length) drawOthers();
+  patch(places.runs, choice.runs.length > 1 ? choice.runs.map(runKey) : []);
+}
+
+function runKey(run) {
+  const swatch = el("span", { class: `swatch ${COLOURS[colourPlace(run) % COLOURS.length].slice(2)}` });
+  const steps = data.runs.get(run)?.steps.x;
+  return el("span", { "data-key": run, class: "entry" }, swatch, run, el("span", { class: "dim" }, ` step ${steps?.at(-1) ?? "–"}`));
+}
+
+function drawOthers() {
+  const columns = Object.assign({}, ...choice.runs.map((run) => data.runs.get(run)?.steps.columns ?? {}));
+  for (const spec of otherCharts(columns)) {
+    if (others.some((chart) => chart.spec.key === spec.key)) continue;
+    const chart = new Chart(spec, "step");
+    others.push(chart);
+    places.others.append(chart.node);
+  }
+  for (const chart of others) chart.show(curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
+}
+
+// Where a long run was thinned out, read the zoomed steps in detail.
+async function readDetail(axis, range) {
+  document.getElementById("reset-zoom").hidden = !zoomOf("step") && !zoomOf("time");
+  if (axis !== "step") return;
+  detail.clear();
+  if (range && choice.x === "step") {
+    const [first, last] = [Math.max(1, Math.floor(range[0])), Math.max(1, Math.ceil(range[1]))];
+    for (const run of choice.runs.filter((name) => data.runs.get(name)?.thinned)) {
+      detail.set(run, (await ask(`steps?${new URLSearchParams({ run, first, last })}`)).steps);
+    }
+  }
+  drawSteps();
+}
+
+// -- what happens now --------------------------------------------------------------------------
+
+function drawTime() {
+  for (const chart of charts) {
+    if (chart.axis !== "time") continue;
+    const { x, columns } = data.live;
+    chart.show(linesOf(chart.spec, columns, choice.task).map((wanted, at) => {
+      const values = valuesOf(chart.spec, wanted, columns);
+      return values && { label: wanted.label, x, values, colour: COLOURS[at % COLOURS.length], dash: false, band: null };
+    }).filter(Boolean), 0, false);
+  }
+}
+
+function drawTasks({ status, waits }) {
+  const tasks = Object.entries(status.tasks);
+  const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
+  const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
+  const groups = panel("Groups by stage", null, table(columns, STAGES));
+  groups.classList.add(tasks.length > 3 ? "wide" : "tall");
+  patch(places.tasks, [groups, ...tasks.map(task), waiting(waits), memory(status)]);
 }
 
 function task([name, task]) {
@@ -39,10 +198,12 @@ function task([name, task]) {
     task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
 }
 
-function groupsByStage(tasks) {
-  const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
-  const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
-  const groups = panel("Groups by stage", null, table(columns, STAGES));
-  groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  return groups;
+function waiting(waits) {
+  return panel("Waiting", "share of the observed time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : "")));
+}
+
+function memory({ memory: { held_bytes, low_bytes, high_bytes } }) {
+  return panel("Memory", null, ...(high_bytes
+    ? [bar("payloads", held_bytes, high_bytes, bytes(held_bytes)), el("p", { class: "dim" }, `new prompts wait above ${bytes(low_bytes)}`)]
+    : [el("p", {}, `payloads hold ${bytes(held_bytes)}`), el("p", { class: "dim" }, "no limit is set")]));
 }

@@ -1,0 +1,171 @@
+"""Checksums of the files of weights, part by part: in parallel, and while the bytes are at hand.
+
+A safetensors file has a part for its header and one for each tensor; any other file is one part.
+xxh3 (128 bits) finds every accident and hashes many times faster than memory copies; blake2b also
+withstands somebody who alters a file on purpose, at 0.7 GB/s for each core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import xxhash
+
+from buffer.errors import WireError
+from buffer.weights.safetensors_files import read_header
+
+Algorithm = Literal["xxh3", "blake2b"]
+"""Values of [policy] weights_checksum."""
+
+BLOCK_BYTES = 1 << 20
+"""Read, hashed and written at a time: it stays in the processor's cache."""
+
+THREADS = min(8, os.cpu_count() or 1)
+
+
+class Hash(Protocol):
+    """The interface of `hashlib`."""
+
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+_HASHES: dict[str, Callable[[], Hash]] = {
+    "xxh3": xxhash.xxh3_128,
+    "blake2b": lambda: hashlib.blake2b(digest_size=16),
+}
+
+
+class Part(NamedTuple):
+    """A part of a file: its size, and its checksum in hex. The parts of a file have no gaps."""
+
+    bytes: int
+    checksum: str
+
+
+class FileFacts(NamedTuple):
+    """Size and checksums of a file."""
+
+    bytes: int
+    algorithm: str
+    parts: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `parse` reads, as a JSON object."""
+        return self._asdict() | {"parts": [list(part) for part in self.parts]}
+
+    @classmethod
+    def parse(cls, facts: Mapping[str, Any]) -> FileFacts:
+        """Return the facts in a decoded JSON object. Raises WireError."""
+        try:
+            parts = tuple(Part(int(size), str(checksum)) for size, checksum in facts["parts"])
+            found = cls(int(facts["bytes"]), str(facts["algorithm"]), parts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"not the facts of a file of weights: {error!r}") from error
+        if found.algorithm not in _HASHES:
+            hint = "update this process: the publisher runs a newer version"
+            raise WireError(f"unknown checksum algorithm {found.algorithm!r}", hint=hint)
+        if min([0, *(part.bytes for part in parts)]) < 0 or found.bytes != sum(
+            part.bytes for part in parts
+        ):
+            raise WireError(f"the parts of a file of weights do not add up to {found.bytes} bytes")
+        return found
+
+
+class WrittenFiles(dict[str, FileFacts]):
+    """The facts, by name, of files that were hashed while they were written."""
+
+
+def new_hash(algorithm: str) -> Hash:
+    """Return an empty hash."""
+    return _HASHES[algorithm]()
+
+
+def hash_files(files: Iterable[Path], algorithm: Algorithm) -> dict[str, FileFacts]:
+    """Return the facts of files by name."""
+    return {file.name: _hash_file(file, algorithm, _part_sizes(file)) for file in files}
+
+
+def check_file(file: Path, facts: FileFacts) -> None:
+    """Raise WireError or OSError unless the bytes of `file` are those that `facts` describe."""
+    size = file.stat().st_size
+    if size != facts.bytes:
+        raise WireError(f"{file.name} has {size} bytes, expected {facts.bytes}")
+    if _hash_file(file, facts.algorithm, [part.bytes for part in facts.parts]) != facts:
+        raise WireError(f"{file.name} differs from its checksum in the manifest")
+
+
+class CheckedStream:
+    """Checks the bytes of a file as they arrive, in order."""
+
+    def __init__(self, name: str, facts: FileFacts) -> None:
+        self._name = name
+        self._algorithm = facts.algorithm
+        self._parts = iter([part for part in facts.parts if part.bytes])
+        self._begin()
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes. Raises WireError at the end of a part that is not the right one."""
+        while data.nbytes:
+            if self._part is None:
+                raise WireError(f"{self._name} has more bytes than announced")
+            taken = data[: self._part.bytes - self._count]
+            self._found.update(taken)
+            self._count += taken.nbytes
+            data = data[taken.nbytes :]
+            if self._count == self._part.bytes:
+                self._check(self._part)
+
+    def _begin(self) -> None:
+        self._part = next(self._parts, None)
+        self._found = new_hash(self._algorithm)
+        self._count = 0
+
+    def _check(self, part: Part) -> None:
+        if self._found.hexdigest() != part.checksum:
+            raise WireError(f"{self._name} differs from the announced checksum")
+        self._begin()
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Return where each part begins."""
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def _part_sizes(file: Path) -> list[int]:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            ends = {span.end for span in read_header(stream).tensors.values()}
+            ends.add(stream.tell())
+    except ValueError:  # not a safetensors file
+        return [size]
+    edges = [0, *sorted(end for end in ends if 0 < end < size), size]
+    return [end - start for start, end in pairwise(edges)]
+
+
+def _hash_file(file: Path, algorithm: str, sizes: Sequence[int]) -> FileFacts:
+    with file.open("rb") as stream, ThreadPoolExecutor(THREADS) as pool:
+        hash_part = partial(_hash_part, stream.fileno(), algorithm)
+        parts = tuple(pool.map(hash_part, starts_of(sizes), sizes))
+    return FileFacts(sum(sizes), algorithm, parts)
+
+
+def _hash_part(descriptor: int, algorithm: str, start: int, size: int) -> Part:
+    found = new_hash(algorithm)
+    block = memoryview(bytearray(min(size, BLOCK_BYTES)))
+    end = start + size
+    while start < end:
+        count = os.preadv(descriptor, [block[: end - start]], start)
+        if not count:
+            raise WireError(f"a file of weights became shorter while it was read, at byte {start}")
+        found.update(block[:count])
+        start += count
+    return Part(size, found.hexdigest())

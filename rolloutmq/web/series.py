@@ -1,0 +1,158 @@
+"""Columns of a run's trained steps and evaluations for charts: all of them, or what was added.
+
+They are read from the run's folder, so runs that have ended are read as those that continue. A
+table is {"x": [step, …], "ended_s": [...], "columns": {metric: [value or None, …]}}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from buffer.monitoring.history import StepLog, TrainedStep
+from consumer.training.step_log import EVALUATIONS_FILE, STEPS_FILE, read_evaluations
+
+MOST_ROWS = 2000
+"""Rows of a table at most; of more steps, the extremes of each range of steps are sent."""
+
+Table = dict[str, Any]
+
+
+class Mark(NamedTuple):
+    """What a reader has: steps of a history, and the size of the evaluations' file."""
+
+    history: int = -1
+    steps: int = 0
+    evaluations: int = -1
+
+
+class RunSeries:
+    """Reads the metrics of one run as they grow; many readers share one.
+
+    Usage:
+        series = RunSeries(Path("runs/demo"))
+        series.refresh()
+        added, mark = series.since(Mark())
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = StepLog(folder / STEPS_FILE)
+        self._replaced = 0
+        self._history = 0
+        self._evaluations: Table = {}
+        self._evaluations_size = 0
+
+    def refresh(self) -> None:
+        """Read what was written since the last call."""
+        had = len(self._log.steps)
+        self._log.read_new()
+        if self._log.replaced != self._replaced or len(self._log.steps) < had:
+            # a trainer restarted from a checkpoint: readers start again
+            self._replaced = self._log.replaced
+            self._history += 1
+        file = self._folder / EVALUATIONS_FILE
+        size = file.stat().st_size if file.is_file() else 0
+        if size != self._evaluations_size:
+            self._evaluations_size = size
+            self._evaluations = _evaluation_table(self._folder)
+
+    def since(self, mark: Mark) -> tuple[dict[str, Any], Mark]:
+        """Return what was added since `mark`, and the new mark; nothing if nothing was.
+
+        `whole` says that the steps replace those that were sent before.
+        """
+        added: dict[str, Any] = {}
+        steps = self._log.steps
+        is_whole = mark.history != self._history
+        if is_whole or len(steps) > mark.steps:
+            rows = steps if is_whole else steps[mark.steps :]
+            added = {"whole": is_whole, **self._described(rows)}
+        if self._evaluations_size != mark.evaluations:
+            added["evaluations"] = self._evaluations
+        return added, Mark(self._history, len(steps), self._evaluations_size)
+
+    def window(self, first: int, last: int) -> dict[str, Any]:
+        """Return the steps from `first` to `last`: fewer steps, so closer to one row for each."""
+        rows = [step for step in self._log.steps if first <= step.step <= last]
+        return self._described(rows)
+
+    @staticmethod
+    def _described(rows: Sequence[TrainedStep]) -> dict[str, Any]:
+        table = step_table(rows)
+        return {"thinned": len(rows) > MOST_ROWS, "steps": thinned(table, MOST_ROWS)}
+
+
+def step_table(steps: Sequence[TrainedStep]) -> Table:
+    """Return steps as columns; a metric that a step lacks is None there."""
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    return {
+        "x": [step.step for step in steps],
+        "ended_s": [step.ended_s for step in steps],
+        "columns": {name: [step.metrics.get(name) for step in steps] for name in names},
+    }
+
+
+def _evaluation_table(folder: Path) -> Table:
+    found = read_evaluations(folder)
+    steps = sorted({step for _, step in found})
+    place = {step: row for row, step in enumerate(steps)}
+    columns: dict[str, list[float | None]] = {}
+    for (task, step), metrics in found.items():
+        for name, value in metrics.items():
+            column = columns.setdefault(f"{name}/{task}", [None] * len(steps))
+            column[place[step]] = value
+    return {"x": steps, "columns": columns}
+
+
+def thinned(table: Table, most: int) -> Table:
+    """Return a table of `most` rows at most.
+
+    Of each range of rows, the lowest and the highest value of every column are kept in their
+    order, so that no spike is lost; both stand at steps within the range.
+    """
+    rows = len(table["x"])
+    if rows <= most:
+        return table
+    width = -(-rows // max(1, most // 2))
+    ranges = [slice(first, min(first + width, rows)) for first in range(0, rows, width)]
+    kept = [row for each in ranges for row in _places(each)]
+    return {
+        "x": [table["x"][row] for row in kept],
+        "ended_s": [table["ended_s"][row] for row in kept],
+        "columns": {
+            name: [value for each in ranges for value in _extremes(column[each])]
+            for name, column in table["columns"].items()
+        },
+    }
+
+
+def _places(rows: slice) -> list[int]:
+    """Return the rows whose steps stand for a range: its first and middle one."""
+    if rows.stop - rows.start == 1:
+        return [rows.start]
+    return [rows.start, (rows.start + rows.stop) // 2]
+
+
+def _extremes(values: Sequence[float | None]) -> Sequence[float | None]:
+    """Return the lowest and the highest value in their order; what there is of a single row."""
+    if len(values) == 1:
+        return values
+    known = [(value, row) for row, value in enumerate(values) if value is not None]
+    if not known:
+        return [None, None]
+    ends = sorted((min(known), max(known)), key=lambda pair: pair[1])
+    return [value for value, _ in ends]
+
+
+def run_folders(run_dir: Path | None) -> dict[str, Path]:
+    """Return the folders of runs that can be compared, by name: those beside the run's own.
+
+    A folder counts if a trainer has logged steps there.
+    """
+    if run_dir is None:
+        return {}
+    beside = run_dir.resolve().parent
+    found = {path.parent.name: path.parent for path in beside.glob(f"*/{STEPS_FILE}")}
+    return {run_dir.resolve().name: run_dir, **dict(sorted(found.items()))}

@@ -1,0 +1,79 @@
+"""List the settings that `rolloutmq set` can change, with their values, effects and ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
+
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.model.limits import RunLimits, TaskSettings
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSetting:
+    """One setting; `inherited`: the task has no value of its own, and follows the run's."""
+
+    name: str
+    value: Any
+    doc: str
+    range: str
+    inherited: bool = False
+
+
+def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
+    """Yield the settings of the run, then those of each training task."""
+    fields = {name: field for name, field in LiveSettings.model_fields.items() if name != "tasks"}
+    for name in sorted(fields, key=TaskSettings.model_fields.__contains__):
+        field = fields[name]
+        yield LiveSetting(name, _value(limits, name), _doc(field), _range(field))
+    for task in limits.training_tasks:
+        if not limits.tasks[task].is_gone:
+            yield from _of_task(limits, task)
+
+
+def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
+    own = limits.tasks[task]
+    for name, field in LiveTaskSettings.model_fields.items():
+        if name == "weight":
+            value: Any = limits.newest_weights()[task]
+            inherited = False
+        elif name == "max_staleness":
+            value = _max_staleness(int(limits.threshold(task)), limits)
+            inherited = own.stale_threshold is None
+        else:
+            value = getattr(limits.of(task), name)
+            inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
+        yield LiveSetting(f"tasks.{task}.{name}", value, _doc(field), _range(field), inherited)
+
+
+def _value(limits: RunLimits, name: str) -> Any:
+    if name == "max_staleness":
+        return _max_staleness(limits.stale_threshold, limits)
+    return getattr(limits, name)
+
+
+def _max_staleness(threshold: int, limits: RunLimits) -> int:
+    """Return the inverse of `stale_threshold` (buffer/rollouts/staleness.py)."""
+    return threshold // limits.sync_weights_interval - 1
+
+
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = [
+        f"{word} {limit:,}"
+        for each in field.metadata
+        for word, limit in (
+            ("from", getattr(each, "ge", None) if isinstance(each, Ge) else None),
+            ("above", getattr(each, "gt", None) if isinstance(each, Gt) else None),
+            ("to", getattr(each, "le", None) if isinstance(each, Le) else None),
+        )
+        if limit is not None
+    ]
+    return " ".join(bounds)

@@ -1,0 +1,246 @@
+"""Charts in a browser: they grow as the trainer logs, of several runs, in both themes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import orjson
+import pytest
+from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from buffer.server.embedded import EmbeddedServer
+from tests.rolloutmq.populate import Scene
+from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, until
+
+VIEWS = (
+    "run",
+    "groups",
+    "groups/math-0000000003",
+    "workers",
+    "workers/w0",
+    "dead",
+    "control",
+    "events",
+)
+
+
+def log_steps(folder: Path, rewards: list[float], first: int = 1, lineage: str = "l1") -> None:
+    """Append train steps to the log of a run."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "steps.jsonl").open("ab") as log:
+        for step, reward in enumerate(rewards, first):
+            metrics = {
+                "rewards/mean": reward,
+                "rewards/std": 0.1,
+                "time/step_s": 2.0,
+                "time/wait_s": 0.5,
+                "own/metric": reward,
+            }
+            line = {
+                "step": step,
+                "lineage": lineage,
+                "gids": [],
+                "ended_s": 1.8e9 + 60 * step,
+                "metrics": metrics,
+            }
+            log.write(orjson.dumps(line) + b"\n")
+
+
+@pytest.fixture
+def steps(chromium: Chrome, server: EmbeddedServer) -> Path:
+    """The run's folder, with three train steps and an evaluation."""
+    chromium.set_window_size(*DESK)
+    for name in ("steps.jsonl", "evaluations.jsonl"):
+        (server.folder / name).unlink(missing_ok=True)
+    log_steps(server.folder, [0.1, 0.2, 0.3])
+    line = {"step": 0, "task": "exam", "metrics": {"eval/accuracy": 0.25}}
+    (server.folder / "evaluations.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    return server.folder
+
+
+def legend(chromium: Chrome, chart: str) -> str:
+    return chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}] .legend").text.replace(
+        "\n", " "
+    )
+
+
+def until_legend(chromium: Chrome, chart: str, words: str) -> None:
+    until(chromium, "Training")
+    WebDriverWait(chromium, PATIENCE_S).until(lambda b: words in legend(b, chart), f"no {words!r}")
+
+
+def drag(chromium: Chrome, chart: str) -> None:
+    """Select the middle of a chart with the mouse."""
+    plot = chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}] .u-over")
+    quarter = plot.size["width"] // 4
+    moves = ActionChains(chromium).move_to_element_with_offset(plot, -quarter, 0)
+    moves.click_and_hold().move_by_offset(2 * quarter, 0).release().perform()
+
+
+def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
+    chromium: Chrome, address: str, steps: Path
+) -> None:
+    go(chromium, address, "run")
+    until_legend(chromium, "reward", "mean 0.3")
+    assert "exam 0.25" in legend(chromium, "evaluation")
+    log_steps(steps, [0.45], first=4)
+    until_legend(chromium, "reward", "mean 0.45")
+    # a trainer that restarts from step 2 trains later steps again: its history is the one shown
+    log_steps(steps, [0.7], first=3, lineage="l2")
+    until_legend(chromium, "reward", "mean 0.7")
+    plot = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot")
+    assert "0.1 at first, 0.7 now, from 0.1 to 0.7" in str(plot.get_attribute("aria-label"))
+    # the parts of a step and what is left of it
+    assert "wait 0.5" in legend(chromium, "parts")
+    assert "other 1.5" in legend(chromium, "parts")
+    # a metric that no chart knows is among the others
+    chromium.find_element(By.XPATH, "//summary[text()='All other metrics']").click()
+    until(chromium, "own/metric")
+
+
+def test_several_runs_are_overlaid_smoothed_and_hidden(
+    chromium: Chrome, address: str, steps: Path, shots: Path
+) -> None:
+    log_steps(steps.parent / "other", [0.9, 0.8, 0.6, 0.5])
+    go(chromium, address, "run")
+    until_legend(chromium, "reward", "mean 0.3")
+    chromium.find_element(By.XPATH, "//summary[text()='Compare runs']").click()
+    chromium.find_element(By.XPATH, "//label[contains(., 'other')]/input").click()
+    until_legend(chromium, "reward", "other 0.5")
+    assert f"{steps.name} 0.3" in legend(chromium, "reward")
+    entry = chromium.find_element(
+        By.XPATH, "//figure[@data-chart='reward']//button[contains(., 'other')]"
+    )
+    entry.send_keys(Keys.ENTER)
+    assert entry.get_attribute("aria-pressed") == "false"
+    label = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot").get_attribute(
+        "aria-label"
+    )
+    assert "other" not in str(label)
+    slider = chromium.find_element(By.CSS_SELECTOR, "[aria-label=Smoothing]")
+    slider.send_keys(Keys.END)
+    # nearly the mean of all three values
+    until_legend(chromium, "reward", f"{steps.name} 0.201")
+    Select(
+        chromium.find_element(By.CSS_SELECTOR, "[aria-label='Horizontal axis']")
+    ).select_by_value("minutes")
+    chromium.save_screenshot(str(shots / "compare.png"))
+
+
+def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
+    chromium: Chrome, address: str, steps: Path
+) -> None:
+    log_steps(steps, [0.5] * 200, first=4)
+    go(chromium, address, "run")
+    until_legend(chromium, "reward", "mean 0.5")
+    reset = chromium.find_element(By.ID, "reset-zoom")
+    assert not reset.is_displayed()
+    drag(chromium, "reward")
+    WebDriverWait(chromium, PATIENCE_S).until(lambda _: reset.is_displayed())
+    plot = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot")
+    plot.send_keys(Keys.ARROW_RIGHT)
+    # the cursor is at the same step in every chart
+    where = {
+        legend(chromium, chart).partition(" mean")[0].partition(" wait")[0]
+        for chart in ("reward", "parts")
+    }
+    assert len(where) == 1
+    assert re.fullmatch(r"step \d+", where.pop())
+    reset.click()
+    assert not reset.is_displayed()
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(
+    chromium: Chrome, address: str, steps: Path
+) -> None:
+    features = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+    go(chromium, address, "run")
+    back = "return getComputedStyle(document.documentElement).backgroundColor"
+    assert chromium.execute_script(back) == "rgb(15, 17, 21)"
+    chromium.find_element(By.ID, "theme").click()
+    assert chromium.execute_script(back) == "rgb(255, 255, 255)"
+    go(chromium, address, "run")
+    assert chromium.execute_script(back) == "rgb(255, 255, 255)"
+    chromium.execute_script("localStorage.clear()")
+
+
+COLOURS = """
+const probe = document.body.appendChild(document.createElement("span"));
+const colours = Object.fromEntries(arguments[0].map((name) => {
+  probe.style.color = `var(--${name})`;
+  return [name, getComputedStyle(probe).color];
+}));
+probe.remove();
+return colours;
+"""
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_curves_have_enough_contrast(
+    chromium: Chrome, address: str, steps: Path, scheme: str
+) -> None:
+    """WCAG AA: 4.5 for text, 3 for curves."""
+    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+    go(chromium, address, "run")
+    texts = ["ink", "dim", "good", "near", "bad", "link", *(f"v{n}" for n in range(6))]
+    curves = [f"s{n}" for n in range(8)]
+    colours = chromium.execute_script(COLOURS, [*texts, *curves, "back", "panel"])
+    for behind in ("back", "panel"):
+        for name in [*texts, *curves]:
+            one, two = sorted((luminance(colours[name]), luminance(colours[behind])))
+            assert (two + 0.05) / (one + 0.05) >= (4.5 if name in texts else 3), (name, behind)
+
+
+def errors(chromium: Chrome) -> list[str]:
+    """What the browser complained about since the last call: scripts, styles, answers."""
+    return [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+
+
+def named(element: WebElement) -> bool:
+    return bool(element.accessible_name.strip())
+
+
+def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
+    chromium: Chrome, address: str, steps: Path
+) -> None:
+    chromium.get("about:blank")
+    errors(chromium)  # those of earlier tests
+    for view in VIEWS:
+        go(chromium, address, view)
+        WebDriverWait(chromium, PATIENCE_S).until(
+            lambda b: b.find_elements(By.CSS_SELECTOR, "main *")
+        )
+        for element in chromium.find_elements(
+            By.CSS_SELECTOR, "button, a, input, select, summary, .plot"
+        ):
+            if element.is_displayed():
+                assert named(element), (view, element.get_attribute("outerHTML"))
+        assert len(chromium.find_elements(By.CSS_SELECTOR, "h1, main, nav")) == 3
+        assert errors(chromium) == [], view
+
+
+def test_what_is_focused_and_open_stays_while_numbers_change(
+    chromium: Chrome, address: str, steps: Path, scene: Scene
+) -> None:
+    go(chromium, address, "workers")
+    until(chromium, "w0")
+    link = chromium.find_element(By.LINK_TEXT, "w0")
+    chromium.execute_script("arguments[0].focus()", link)
+    scene.beat("w0", ack=1, judging=3)
+    row = "//tr[contains(., 'w0')]/td[8]"
+    WebDriverWait(chromium, PATIENCE_S).until(lambda b: b.find_element(By.XPATH, row).text == "3")
+    assert chromium.switch_to.active_element == link

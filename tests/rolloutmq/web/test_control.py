@@ -1,0 +1,142 @@
+"""What an operator does in a browser: pause with a question, settings, dead letters by cause."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from buffer.control.control import Mode
+from buffer.server.embedded import EmbeddedServer
+from tests.rolloutmq.populate import Scene
+from tests.rolloutmq.web.conftest import serving
+from tests.rolloutmq.web.test_page import PATIENCE_S, go, until
+
+
+def press(chromium: Chrome, words: str, within: str = "main") -> None:
+    path = f"//{within}//button[text()='{words}']"
+    WebDriverWait(chromium, PATIENCE_S).until(lambda b: b.find_elements(By.XPATH, path), words)
+    chromium.find_element(By.XPATH, path).click()
+
+
+def until_mode(chromium: Chrome, scene: Scene, mode: Mode) -> None:
+    WebDriverWait(chromium, PATIENCE_S).until(lambda _: scene.run.control.state().mode is mode)
+
+
+def test_a_pause_is_asked_for_and_says_who_holds_the_run(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    go(chromium, address, "control")
+    until(chromium, "The run is running")
+    press(chromium, "Pause…")
+    until(chromium, "Pause the run?", "dialog")
+    press(chromium, "Cancel", "dialog")
+    assert scene.run.control.state().mode is Mode.RUN
+    press(chromium, "Pause…")
+    chromium.find_element(By.CSS_SELECTOR, "dialog input[value=keep]").click()
+    press(chromium, "Pause", "dialog")
+    text = until(chromium, "Paused by an operator")
+    assert "0 of 2 workers have confirmed; not yet: " in text
+    assert scene.run.control.state().mode is Mode.KEEP
+    until(chromium, "by the operator", "#headline")
+    assert chromium.find_elements(By.XPATH, "//button[text()='Pause…']") == []
+    press(chromium, "Resume")
+    until_mode(chromium, scene, Mode.RUN)
+
+
+def test_the_pause_of_a_trainer_that_is_gone_can_be_ended(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
+    go(chromium, address, "control")
+    until(chromium, "it ends this pause by itself")
+    scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)
+    until(chromium, "Paused by a trainer that is gone")
+    chromium.find_element(By.CSS_SELECTOR, "[data-key=resume]").click()
+    press(chromium, "Resume", "dialog")
+    until_mode(chromium, scene, Mode.RUN)
+
+
+def test_a_setting_is_changed_after_a_question_and_a_wrong_value_is_explained(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    go(chromium, address, "control")
+    until(chromium, "max_tries")
+    for value, words in (("0", "greater than or equal to 1"), ("5", "max_tries")):
+        field = chromium.find_element(By.CSS_SELECTOR, "[aria-label='value of max_tries']")
+        field.clear()
+        field.send_keys(value, Keys.ENTER)
+        until(chromium, f"Set max_tries to {value}?", "dialog")
+        press(chromium, "Set", "dialog")
+        until(chromium, words, "body")
+    WebDriverWait(chromium, PATIENCE_S).until(
+        lambda b: b.find_elements(By.CSS_SELECTOR, "[data-key='max_tries=5']")
+    )
+    scene.run.refresh_limits()
+    assert scene.run.limits.max_tries == 5
+
+
+def test_dead_letters_are_grouped_by_cause_and_moved_together(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    scene.enqueue(6)
+    jobs = scene.claim("w0", 10)
+    for number, job in enumerate(jobs[:4]):
+        scene.run.jobs.release("w0", job, "failed", f"TimeoutError: no answer after {number}.5 s")
+    go(chromium, address, "dead")
+    until(chromium, "TimeoutError: no answer after … s")
+    assert "4 groups of math, on w0" in until(chromium, "ValueError: the judge said no")
+    press(chromium, "Requeue all 4…")
+    until(chromium, "Requeue 4 groups?", "dialog")
+    press(chromium, "Requeue", "dialog")
+    WebDriverWait(chromium, PATIENCE_S).until(lambda _: len(scene.run.dead_letters) == 1)
+    assert {scene.run.record(job.gid)["stage"] for job in jobs[:4]} == {"waiting"}
+    press(chromium, "Drop…")
+    press(chromium, "Drop", "dialog")
+    until(chromium, "no dead letters")
+    assert scene.run.record("math-0000000005") == {}
+
+
+def test_without_the_token_or_read_only_nothing_can_be_done(
+    chromium: Chrome, address: str, scene: Scene, server: EmbeddedServer
+) -> None:
+    chromium.get("about:blank")
+    go(chromium, address, "control")
+    chromium.execute_script("sessionStorage.clear()")
+    with serving(server.folder, "--read-only") as only_reads:
+        for where in (address.partition("#")[0], only_reads):
+            for view, words in (
+                ("control", "This page only reads"),
+                ("dead", "the judge said no"),
+                ("groups/math-0000000005", "the judge said no"),
+            ):
+                go(chromium, where, view)
+                until(chromium, words)
+                acting = "//main//button[contains('Requeue… Drop… Pause… Set…', text())]"
+                assert chromium.find_elements(By.XPATH, acting) == [], (where, view)
+        parts = urlsplit(only_reads)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+        token = parts.fragment.removeprefix("token=")
+        connection.request("POST", "/api/pause", headers={"Authorization": f"Bearer {token}"})
+        assert connection.getresponse().status == 403
+        connection.close()
+    assert scene.run.control.state().mode is Mode.RUN
+
+
+def test_a_public_page_asks_for_the_token(
+    chromium: Chrome, scene: Scene, server: EmbeddedServer
+) -> None:
+    with serving(server.folder, "--host", "0.0.0.0", "--name", "127.0.0.1") as where:
+        page, _, token = where.partition("#token=")
+        chromium.get(page)
+        chromium.execute_script("sessionStorage.clear()")
+        chromium.get("about:blank")
+        chromium.get(page)
+        until(chromium, "this needs a token")
+        assert "demo" not in chromium.find_element(By.TAG_NAME, "header").text
+        chromium.find_element(By.NAME, "token").send_keys(token, Keys.ENTER)
+        until(chromium, "every group is accounted for", "#account")
+        until(chromium, "Training")
