@@ -47,6 +47,8 @@ ready" and "paused" are results, not errors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RolloutMQError(Exception):
     """The base of all errors.
@@ -71,6 +73,19 @@ class ConfigError(RolloutMQError):
     """A config file or a flag is wrong: what, where, and what would be right."""
 
     exit_code = 2
+
+
+_NEXT = "\n  "
+
+
+def raise_together(errors: Sequence[RolloutMQError]) -> None:
+    """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    # one of them may be several already
+    lines = [line for error in errors for line in str(error).split(_NEXT)[_NEXT in str(error) :]]
+    if distinct := list(dict.fromkeys(lines)):
+        raise ConfigError(_NEXT.join([f"{len(distinct)} problems", *distinct]))
 
 
 class DatasetError(ConfigError):

@@ -27,6 +27,7 @@ from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
@@ -70,7 +71,11 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
-        samplers[name] = _make_sampler(config, run, name, tokenizer)
+        seed = config.run.seed
+        section = config.tasks[name]
+        rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
+        images = _image_prompts(config, run, name)
+        samplers[name] = task_sampler(config, name, rows, tokenizer, images)
     weights = load_weight_function(config.plan.curriculum)
     return AgentLoopManager(
         run,
@@ -82,10 +87,15 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     )
 
 
-def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer) -> Sampler:
+def task_sampler(
+    config: ProducingConfig,
+    name: str,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    images: ImagePrompts | None = None,
+) -> Sampler:
+    """Return what makes the prompts of a task from the rows of its data set. Raises ConfigError."""
     task = config.tasks[name]
-    seed = config.run.seed
-    dataset = open_dataset(task.dataset, problems_dir(config, name), task.split, seed=seed)
     tools = [task.agent_loop_options.get(kind, ()) for kind in ("tools", "mcp")]
     return Sampler(
         name,
@@ -93,11 +103,11 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
         _task_tokenizer(tokenizer, task),
         task.sample.to_params(),
         prompt_repeat_k=task.prompt_repeat_k,
-        seed=seed,
+        seed=config.run.seed,
         shuffle=task.shuffle,
         max_prompt_tokens=config.producer.max_prompt_tokens,
         tools=tool_schemas(*tools),
-        images=_image_prompts(config, run, name),
+        images=images,
         system_prompt=task.system_prompt,
     )
 

@@ -6,10 +6,13 @@ for them to read that a judge cannot be imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 from buffer.config.config import ProducingConfig
 from buffer.config.task import TaskSection, is_url
+from buffer.errors import ConfigError, raise_together
 from buffer.model.dotted_path import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
@@ -22,28 +25,74 @@ _NAMED_OPTIONS = ("agent", "environment", "tools")
 """The options of agent loops that name functions and classes."""
 
 
-def check_functions(config: ProducingConfig, *, for_judges: bool) -> None:
-    """Import everything of the user's that the config names. Raises ConfigError.
+class NamedFunction(NamedTuple):
+    """A function or class: the key of the config that names it, and what imports it."""
 
-    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports.
+    key: str
+    load: Callable[[], object]
+    """raises ConfigError"""
+
+
+def check_functions(config: ProducingConfig, *, for_judges: bool) -> None:
+    """Import everything of the user's that the config names.
+
+    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports. Raises
+    ConfigError, which names everything that cannot be imported.
     """
-    if config.trainer.loop:
-        check_module(config.trainer.loop, kind="trainer loop")
-    load_weight_function(config.plan.curriculum)
-    load_order(config.policy.order, config.policy.order)
+    errors = []
+    for function in named_functions(config, for_judges=for_judges):
+        try:
+            function.load()
+        except ConfigError as error:
+            errors.append(error)
+    raise_together(errors)
+
+
+def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list[NamedFunction]:
+    """Return everything of the user's that the config names, each name once."""
+    found = [*_of_the_run(config)]
     for name, task in config.tasks.items():
-        strategy = config.strategy_of(name)
-        load_should_continue(strategy.should_continue_fn)
-        if strategy.is_valid_sample_fn and not task.eval_of:
-            load_sample_filter(strategy.is_valid_sample_fn)
-        loop = task.agent_loop or config.worker.agent_loop
-        load_object(BUILT_IN.get(loop, loop), kind="agent loop", built_in=BUILT_IN)
-        for option, spec in _options(task):
-            load_object(spec, kind=f"{option} of an agent loop")
-        if task.judging.kind != "rq" or for_judges:
-            for judge in task.judges:
-                if not is_url(judge):
-                    load_judge(judge, task.judging)
+        found += _of_a_task(config, name, task, for_judges=for_judges)
+    return list({function.key: function for function in found}.values())
+
+
+def _of_the_run(config: ProducingConfig) -> Iterator[NamedFunction]:
+    if loop := config.trainer.loop:
+        yield NamedFunction(
+            f"[trainer] loop = {loop}", partial(check_module, loop, kind="trainer loop")
+        )
+    if curriculum := config.plan.curriculum:
+        yield NamedFunction(
+            f"[plan] curriculum = {curriculum}", partial(load_weight_function, curriculum)
+        )
+    if is_dotted_path(order := config.policy.order):
+        yield NamedFunction(f"[policy] order = {order}", partial(load_order, order, order))
+
+
+def _of_a_task(
+    config: ProducingConfig, name: str, task: TaskSection, *, for_judges: bool
+) -> Iterator[NamedFunction]:
+    strategy = config.strategy_of(name)
+    if rule := strategy.should_continue_fn:
+        yield NamedFunction(f"should_continue_fn = {rule}", partial(load_should_continue, rule))
+    if (keep := strategy.is_valid_sample_fn) and not task.eval_of:
+        yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
+    loop = task.agent_loop or config.worker.agent_loop
+    yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
+    for option, spec in _options(task):
+        yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
+    if task.judging.kind != "rq" or for_judges:
+        for judge in task.judges:
+            if not is_url(judge):
+                yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))
+
+
+def _load_loop(loop: str) -> object:
+    return load_object(BUILT_IN.get(loop, loop), kind="agent loop", built_in=BUILT_IN)
+
+
+def _load_option(option: str, spec: str) -> object:
+    return load_object(spec, kind=f"{option} of an agent loop")
 
 
 def _options(task: TaskSection) -> Iterator[tuple[str, str]]:

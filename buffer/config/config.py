@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from buffer.config.agreement import (
+from buffer.config.checks.agreement import (
     context_problems,
     disagreements,
     memory_problem,
-    restarts_of_stale_work,
     too_many_problems,
     training,
 )
+from buffer.config.checks.unlikely import doubts
 from buffer.config.engine import EngineConfig, VllmConfig
 from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemorySection, RetentionSection
@@ -94,7 +94,7 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """Return what is allowed, but hardly meant."""
         strategies = {name: self.strategy_of(name) for name in self.tasks}
-        return list(restarts_of_stale_work(self.policy, self.tasks, strategies))
+        return list(doubts({**dict(self), "strategies": strategies}))
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from buffer.config.agreement import disagreements
+from buffer.config.checks.agreement import disagreements
+from buffer.config.checks.problems import describe_problems
 from buffer.config.config import Config
-from buffer.config.problems import describe_problems
+from buffer.config.run_settings import RunSection
 from buffer.config.task import TaskSection, inherit_held_out
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
@@ -41,11 +42,30 @@ def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
 
         config = load_config(Config, Path("configs/demo.toml"), ["run.name=mine"])
     """
+    return validate_config(model, _read(path, overrides), str(path))
+
+
+def inspect_config(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Return the config of a file that may have mistakes, and one line per mistake.
+
+    Sections with a mistake have their defaults, and tasks with one are left out, so that everything
+    else of the file can still be checked. Raises ConfigError where the file is no TOML.
+    """
+    tree = _read(path, overrides)
+    try:
+        return validate_config(Config, tree, str(path)), []
+    except ConfigError as error:
+        _, *problems = error.message.split("\n  ")
+        valid = {"run": RunSection(name="unnamed"), **_valid_sections(tree)}
+        return Config.model_construct(**valid), problems or [error.message]
+
+
+def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     tree = _read_toml(path)
     for override in overrides:
         _apply_override(tree, override)
     search_in(path.parent)
-    return validate_config(model, tree, str(path))
+    return tree
 
 
 def parse_settings(model: type[M], assignments: Sequence[str]) -> M:

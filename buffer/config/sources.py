@@ -45,6 +45,11 @@ def fetch(config: Config, origin: Origin | None = None, *, with_data: bool = Tru
     return _pin(config, pinned) if wanted else config
 
 
+def names_any(config: Config) -> bool:
+    """Return whether `config` names a repository, whose files may have to be downloaded."""
+    return any(True for _ in _repositories(config))
+
+
 def _repositories(config: Config) -> Iterator[Repository]:
     sections = [task.dataset for task in config.tasks.values()]
     named = [config.policy.repository]

@@ -275,7 +275,7 @@ def inherit_held_out(tasks: Any) -> Any:
     """Complete each `eval_of` task with the values of its training task, sampled once and greedily.
 
     One of an unknown training task is completed from any, so that it has no other mistakes than
-    its own (`buffer.config.agreement` refuses it).
+    its own (`buffer.config.checks.agreement` refuses it).
     """
     if not isinstance(tasks, Mapping):
         return tasks

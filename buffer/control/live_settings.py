@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from buffer.config.problems import FIXED
+from buffer.config.checks.problems import FIXED
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings

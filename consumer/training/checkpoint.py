@@ -25,7 +25,6 @@ from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.weights.saved_state import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -72,6 +71,9 @@ class CheckpointFolder:
 
         None where there is no checkpoint. Raises ModelError where none is whole.
         """
+        # here, because it imports torch, which the launcher does without
+        from consumer.weights.saved_state import check_state
+
         problems = []
         for step in reversed(self.steps()):
             try:

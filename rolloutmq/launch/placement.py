@@ -43,6 +43,16 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU that this process may use; None where there is none."""
+    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    sizes = [int(line) << 20 for line in listing.splitlines() if line.strip().isdigit()]
+    return min(sizes, default=None)
+
+
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:
     """Assign `gpus` to processes; `ranks`: those of the trainer.
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from buffer.config.config import ConfigFile, TrainingConfig
-from buffer.errors import RoleHeld, RolloutMQError
+from buffer.config.sources import fetch, names_any
+from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import embedded_server
 from buffer.run import Run
@@ -19,6 +21,7 @@ from buffer.server.process import OWNER
 from consumer.models.model_folder import check_model_folder
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
+from rolloutmq.launch.machine import machine_errors
 
 
 def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedServer | None]:
@@ -30,12 +33,39 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
     return server.url, server
 
 
-def prepare_problems(command: Sequence[str]) -> None:
-    """Check the config and the data sets of the producing side, and write generated problems.
+def check_start(config: ConfigFile, command: Sequence[str]) -> ConfigFile:
+    """Raise everything that would end a run at its start; takes seconds, and loads no model.
 
-    This comes first, so that a wrong line is reported at once and not after a warm start.
+    Generated problems are written. What the Hub has is downloaded, unless there is a mistake that
+    is known before: the returned config has its commits. `rolloutmq check` finds more.
     """
+    errors = machine_errors(config)
+    if names_any(config):
+        errors += _errors_of(partial(_run, ["problems", "--no-data", *command]))
+        raise_together(errors)
+    config = fetch(config)
+    errors += _errors_of(partial(prepare_problems, command))
+    errors += _errors_of(partial(_check_model, config))
+    raise_together(errors)
+    return config
+
+
+def prepare_problems(command: Sequence[str]) -> None:
+    """Check what the config names, its data sets included, and write generated problems."""
     _run(["problems", *command])
+
+
+def _check_model(config: ConfigFile) -> None:
+    if config.policy.model is not None:
+        check_model_folder(config.model_folder)
+
+
+def _errors_of(check: Callable[[], object]) -> list[RolloutMQError]:
+    try:
+        check()
+    except RolloutMQError as error:
+        return [error]
+    return []
 
 
 def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = False) -> Path:

@@ -19,7 +19,7 @@ import typer
 from buffer.config.load import load_config
 from buffer.config.sources import fetch
 from buffer.config.task import is_url
-from buffer.errors import ConfigError, RoleHeld
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import find_config
@@ -47,6 +47,9 @@ Workers = Annotated[
     typer.Option(
         "--workers", min=1, help="Number of processes; each judges one rollout at a time."
     ),
+]
+NoData = Annotated[
+    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
 ]
 TakeOverId = Annotated[
     bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
@@ -158,21 +161,34 @@ def judge(
     JudgePool(url, settings.run.name, judges, workers).run()
 
 
-def problems(config: ConfigPath, overrides: Overrides = None) -> None:
+def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
     """Write generated problems to the run's folder, and check what the config names.
 
     They are problems of reasoning-gym data sets, written once; later calls only print their number.
     Judges, agent loops and other functions of the config are imported, and data sets opened.
     """
-    settings = fetch(_load(config, overrides))
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
 
-    check_functions(settings, for_judges=True)
+    settings = _load(config, overrides)
+    if no_data:
+        check_functions(settings, for_judges=True)
+        return
+    settings = fetch(settings)
+    errors: list[RolloutMQError] = []
+    try:
+        check_functions(settings, for_judges=True)
+    except ConfigError as error:
+        errors.append(error)
     for name, task in settings.tasks.items():
-        rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
-        typer.echo(f"{name}: {rows} problems")
+        try:
+            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        except RolloutMQError as error:
+            errors.append(error)
+        else:
+            typer.echo(f"{name}: {rows} problems")
+    raise_together(errors)
 
 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:

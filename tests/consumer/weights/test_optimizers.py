@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.agreement import disagreements
+from buffer.config.checks.agreement import disagreements
 from buffer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
 from buffer.config.run_settings import LaunchSection
 from buffer.config.trainer import TrainerSection

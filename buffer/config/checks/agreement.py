@@ -7,7 +7,7 @@ sections have mistakes, and all mistakes are reported at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
@@ -28,32 +28,21 @@ WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_b
 """Advantages that compare a rollout with the others of its prompt."""
 
 
+Check = Callable[..., Iterator[str]]
+
+
 def disagreements(sections: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong between `sections`, given by name; a wrong one is left out."""
-    for check in _CHECKS:
+    return run_checks(_CHECKS, sections)
+
+
+def run_checks(checks: Iterable[Check], sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `checks` find in `sections`; one of a section that is left out does not run."""
+    for check in checks:
         parameters = inspect.signature(check).parameters.values()
         names = {each.name for each in parameters if each.default is each.empty}
         if sections.keys() >= names:
             yield from check(**{name: sections[name] for name in names})
-
-
-def restarts_of_stale_work(
-    policy: PolicySection, tasks: TaskSections, strategies: Mapping[str, StrategySection]
-) -> Iterator[str]:
-    """Yield the tasks that may train older rollouts while every update throws unfinished ones away.
-
-    It is allowed, but hardly meant.
-    """
-    for name, task in training(tasks).items():
-        own = policy.max_staleness if task.max_staleness is None else task.max_staleness
-        strategy = strategies[name]
-        keeps = strategy.enable_partial_rollout or strategy.kind == "sync"
-        if policy.pause_mode == "abort" and own and not keeps:
-            yield (
-                f"task {name} has max_staleness = {own}, but [policy] pause_mode = abort without "
-                "[strategy] enable_partial_rollout throws the tokens of unfinished rollouts away "
-                "at every weight update; set enable_partial_rollout = true, or pause_mode = keep"
-            )
 
 
 def training(tasks: TaskSections) -> dict[str, TaskSection]:
@@ -319,7 +308,7 @@ def too_many_problems(task: str, problems: int) -> str:
     )
 
 
-_CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+_CHECKS: tuple[Check, ...] = (
     _evaluations_have_a_task,
     _images_are_possible,
     memory_problem,

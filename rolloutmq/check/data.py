@@ -1,0 +1,199 @@
+"""Open each task's data set, and make prompts of its first rows as the producer would."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+
+from buffer.config.config import Config
+from buffer.config.task import NO_JUDGE, TaskSection
+from buffer.errors import ConfigError, HubError, RolloutMQError
+from buffer.rollouts.rollout import RolloutState
+from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
+from producer_workers.build import problems_dir, task_sampler
+from producer_workers.datasets.dataset import Dataset
+from producer_workers.datasets.open import open_dataset
+from producer_workers.producer.sampler import TooLong
+from rolloutmq.check.finding import Finding, absent, failure
+from rolloutmq.check.judge import judge_findings
+from rolloutmq.check.shape import context_tokens
+from rolloutmq.check.unit import Unit
+
+ROWS = 64
+"""Rows of a data set that are made into prompts."""
+
+
+def units(config: Config) -> list[Unit]:
+    """Return a unit per data set, and one per judge."""
+    found = []
+    for name, task in config.tasks.items():
+        what = f"task {name}"
+        found.append(Unit("data", what, partial(_check_data, config, name)))
+        if task.judge != NO_JUDGE and task.eval_of is None:
+            check = partial(_check_judge, config, name)
+            found.append(Unit("judge", f"{what}: its judge", check, task.judging.timeout_s))
+    return found
+
+
+def _check_data(config: Config, name: str) -> Iterator[Finding]:
+    task = config.tasks[name]
+    try:
+        dataset = _open(config, name)
+    except HubError:
+        yield absent("data", getattr(task.dataset, "repository", None))
+        return
+    if task.images:
+        yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
+        return
+    tokenizer, note = _tokenizer(config)
+    sampler = task_sampler(config, name, dataset, tokenizer)
+    draws = [sampler.draw(draw) for draw in range(min(ROWS, len(dataset)))]
+    first = [states[0] for states in draws if not isinstance(states, TooLong)]
+    yield _summary(name, len(dataset), first, note)
+    if first and task.eval_of is None:
+        shown = str(tokenizer.decode(_ids(first[0])))
+        yield Finding("data", "ok", f"task {name}: its first prompt", text=shown)
+    yield from _skipped(config, name, len(draws) - len(first), len(draws))
+    if not note:
+        yield from _cut_off(config, name, first)
+    yield from _without_judge(name, task, first)
+    if task.eval_of is None:
+        yield from _repeated(config, name, len(dataset))
+        return
+    try:
+        config.evaluation_size(name)
+    except ConfigError as error:
+        yield failure("data", error)
+
+
+def _check_judge(config: Config, name: str) -> Iterator[Finding]:
+    tokenizer, _ = _tokenizer(config)
+    try:
+        sampler = task_sampler(config, name, _open(config, name), tokenizer)
+        draws = (sampler.draw(draw) for draw in range(ROWS))
+        states = next((found for found in draws if not isinstance(found, TooLong)), None)
+    except RolloutMQError:
+        return  # the unit of the data set reports it
+    if states:
+        yield from judge_findings(name, config.tasks[name], states[0], tokenizer)
+
+
+def _open(config: Config, name: str) -> Dataset:
+    task = config.tasks[name]
+    folder = problems_dir(config, name)
+    if not folder.exists():
+        # a check leaves nothing in the folder of the run
+        folder = Path(_scratch().name) / folder.name
+    return open_dataset(task.dataset, folder, task.split, seed=config.run.seed)
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rolloutmq-check-")
+
+
+@cache
+def _tokenizer_of(folder: Path) -> Tokenizer:
+    return load_tokenizer(str(folder))
+
+
+def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
+    """Return the tokenizer of the model, and a note where another one stands in for it."""
+    with suppress(HubError):
+        if config.model_folder.is_dir():
+            return _tokenizer_of(config.model_folder), ""
+    from consumer.models.tiny_model import build_tokenizer
+
+    tokenizer = build_tokenizer(config.tiny_model)
+    return tokenizer, "" if config.policy.model is None else "characters, without the model"
+
+
+# -- what is found --------------------------------------------------------------------------------
+
+
+def _summary(name: str, rows: int, first: Sequence[RolloutState], note: str) -> Finding:
+    lengths = [_tokens(state) for state in first]
+    sizes = f"{min(lengths):,} to {max(lengths):,}" if lengths else "no"
+    what = f"task {name}: {rows:,} rows, prompts of {sizes} {note or 'tokens'}"
+    return Finding("data", "ok", what, tokens=fmean(lengths) if lengths else None)
+
+
+def _ids(state: RolloutState) -> list[int]:
+    return [] if state.prompt_ids is None else state.prompt_ids.tolist()
+
+
+def _tokens(state: RolloutState) -> int:
+    return len(_ids(state))
+
+
+def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
+    if skipped:
+        yield Finding(
+            "data",
+            "error" if skipped == of else "warning",
+            f"task {name}: {skipped} of {of} prompts exceed [producer] max_prompt_tokens = "
+            f"{config.producer.max_prompt_tokens} and are skipped",
+            "raise it, with [engine] max_model_len, or leave the long rows out",
+        )
+
+
+def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterator[Finding]:
+    context = context_tokens(config)
+    longest = max(map(_tokens, first), default=0)
+    sample = config.tasks[name].sample
+    is_asked = "max_tokens" in sample.model_fields_set
+    if context and longest >= context:
+        yield Finding(
+            "data",
+            "error",
+            f"task {name}: a prompt of {longest:,} tokens fills the engine's context of "
+            f"{context:,} tokens",
+            "raise [engine] max_model_len, or set [producer] max_prompt_tokens",
+        )
+    elif context and is_asked and longest + sample.max_tokens > context:
+        yield Finding(
+            "data",
+            "warning",
+            f"task {name}: behind a prompt of {longest:,} tokens, a response ends after "
+            f"{context - longest:,} tokens at the end of the engine's context, before "
+            f"sample.max_tokens = {sample.max_tokens:,}",
+            "lower sample.max_tokens, or raise [engine] max_model_len",
+        )
+
+
+def _without_judge(
+    name: str, task: TaskSection, first: Sequence[RolloutState]
+) -> Iterator[Finding]:
+    if not isinstance(task.judge, dict):
+        return
+    sources = {state.data_source or "" for state in first}
+    missing = [
+        source
+        for source in sorted(sources)
+        if not any(fnmatchcase(source, pattern) for pattern in task.judge)
+    ]
+    if missing:
+        yield Finding(
+            "data",
+            "error",
+            f"task {name}: no judge for the data source {', '.join(map(repr, missing))}",
+            f'known: {", ".join(task.judge)}; "*" fits every source',
+        )
+
+
+def _repeated(config: Config, name: str, rows: int) -> Iterator[Finding]:
+    total = sum(config.tasks[task].weight for task in config.training_tasks)
+    share = round(config.plan.batch_size * config.tasks[name].weight / total)
+    if rows < share:
+        yield Finding(
+            "data",
+            "warning",
+            f"task {name}: a batch has {share} of its groups, and its data set {rows} rows: "
+            "prompts repeat within a batch",
+            "use more rows, or a smaller [plan] batch_size",
+        )

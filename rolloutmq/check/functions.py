@@ -1,0 +1,22 @@
+"""Import every function and class that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from buffer.config.config import Config
+from producer_workers.user_functions import NamedFunction, named_functions
+from rolloutmq.check.finding import Finding
+from rolloutmq.check.unit import Unit
+
+
+def units(config: Config) -> list[Unit]:
+    """Return a unit per function."""
+    found = named_functions(config)
+    return [Unit("functions", each.key, partial(_import, each)) for each in found]
+
+
+def _import(function: NamedFunction) -> Iterator[Finding]:
+    function.load()
+    yield Finding("functions", "ok", function.key)

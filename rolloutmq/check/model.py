@@ -1,0 +1,100 @@
+"""Check the model folder, its tokenizer, and that the trainer can train its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from buffer.config.config import Config
+from buffer.errors import HubError
+from consumer.models.model_folder import check_model_folder, load_tokenizer
+from rolloutmq.check.finding import Finding, absent
+from rolloutmq.check.shape import read_shape
+from rolloutmq.check.unit import Unit
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+}
+"""Sizes of the model with random weights on which an architecture is tested."""
+
+
+def units(config: Config) -> list[Unit]:
+    """Return the units for a model in a folder; none for one that the run builds."""
+    try:
+        folder = config.model_folder
+    except HubError:
+        return [Unit("model", str(config.policy.model), partial(_report_absent, config))]
+    if config.policy.model is None and not folder.is_dir():
+        return []
+    checks = {"its files": _check_files}
+    if (folder / "config.json").is_file():
+        checks["its tokenizer"] = _check_tokenizer
+        if config.trainer.loop is None:
+            checks["its architecture"] = _check_architecture
+    return [
+        Unit("model", f"{folder}, {what}", partial(check, folder)) for what, check in checks.items()
+    ]
+
+
+def _report_absent(config: Config) -> Iterator[Finding]:
+    yield absent("model", config.policy.repository)
+
+
+def _check_files(folder: Path) -> Iterator[Finding]:
+    check_model_folder(folder)
+    shape = read_shape(folder)
+    context = f", reads {shape.positions:,} tokens" if shape.positions else ""
+    is_small = shape.parameters < 1e8
+    millions = shape.parameters / 1e6
+    size = f"{millions:.1f} million" if is_small else f"{millions / 1000:.2f} billion"
+    yield Finding("model", "ok", f"{folder}: {shape.name}, {size} parameters{context}")
+
+
+def _check_tokenizer(folder: Path) -> Iterator[Finding]:
+    load_tokenizer(folder)
+    yield from ()
+
+
+def _check_architecture(folder: Path) -> Iterator[Finding]:
+    """Run the trainer's probes on a small model of the architecture, with random weights."""
+    from consumer.models.shards import empty_model
+    from consumer.policy.logprobs import TargetLogits
+    from consumer.policy.model_checks import check_logprobs, keeps_samples_apart
+
+    name = type(empty_model(folder)).__name__
+    try:
+        model = _small_model(folder)
+    except Exception as error:  # the code of any architecture, with sizes that it does not expect
+        yield Finding(
+            "model",
+            "warning",
+            f"{name}: not tested on a small model ({type(error).__name__}: {error:.100})",
+            "the trainer tests it when it loads the model",
+        )
+        return
+    policy = TargetLogits(model)
+    check_logprobs(policy)
+    packs = "packs" if keeps_samples_apart(policy) else "does not pack"
+    yield Finding(
+        "model", "ok", f"the trainer computes {name}'s log-probabilities, and {packs} its samples"
+    )
+
+
+def _small_model(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    sizes = config.get_text_config()
+    for key, most in SMALL.items():
+        if isinstance(value := getattr(sizes, key, None), int):
+            setattr(sizes, key, min(value, most))
+    if kinds := getattr(sizes, "layer_types", None):
+        sizes.layer_types = kinds[: sizes.num_hidden_layers]
+    # ids of the real vocabulary
+    sizes.pad_token_id = sizes.bos_token_id = sizes.eos_token_id = None
+    return AutoModelForCausalLM.from_config(config)

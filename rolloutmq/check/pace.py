@@ -1,0 +1,174 @@
+"""Estimate the seconds of a train step with the simulator of `rolloutmq simulate`.
+
+How fast a device computes is an assumption (`Device`); the report states it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from buffer.config.config import Config
+from buffer.config.engine import SimulatedConfig, VllmConfig
+from buffer.config.task import TaskSection
+from buffer.rollouts.distributions import Distribution, LogNormal
+from producer_workers.simulation.event_model import simulate
+from producer_workers.simulation.lengths import drawn_lengths
+from producer_workers.simulation.setting import Interruption, Outcome, Setting
+from rolloutmq.check.finding import Finding
+from rolloutmq.check.shape import Shape
+from rolloutmq.output import age
+
+STEPS = 12
+"""Train steps that are simulated."""
+
+MEDIAN_SHARE = 0.25
+"""Median of the lengths of responses, as a share of max_tokens."""
+
+SIGMA = 0.8
+"""Spread of these lengths, as in `rolloutmq simulate`."""
+
+PROMPT = 256.0
+"""Tokens of a prompt, where the data could not be read."""
+
+WEIGHT_BYTES_PER_S = 1e9
+"""Speed at which new weights are written, checked and loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes.
+
+    `flops`: per second, reached in training. `bytes_per_s`: read from memory while tokens are
+    generated. `token_s`: seconds of a round of the engine beside that.
+    """
+
+    name: str
+    flops: float
+    bytes_per_s: float
+    token_s: float
+
+
+H100 = Device("an H100", 350e12, 2e12, 0.006)
+CPU = Device("two cores of a CPU", 50e9, 10e9, 0.02)
+SMALL = 50_000_000
+"""Parameters below which a model may be meant for a CPU."""
+
+SLOTS = 256
+"""Sequences of an engine that has no max_num_seqs."""
+
+BUSY = 64
+"""Sequences whose KV cache is read in a round, about."""
+
+
+def time_findings(
+    config: Config, shape: Shape, gpus: int, prompt: float = PROMPT
+) -> Iterator[Finding]:
+    """Yield the estimate for `config`, with prompts of that many tokens.
+
+    For a CPU where the model is small and the machine has no GPU.
+    """
+    device = CPU if shape.parameters < SMALL and not gpus else H100
+    lengths = _response_tokens(config)
+    setting = _setting(config, shape, device, lengths, prompt)
+    task = _largest(config)
+    drawn = drawn_lengths(lengths, setting.group_size, longest=task.sample.max_tokens)
+    outcome = simulate(setting, drawn, min(STEPS, config.plan.steps))
+    yield Finding(
+        "time", "ok", _estimate(config, outcome), _assumptions(config, device, lengths, prompt)
+    )
+
+
+def _largest(config: Config) -> TaskSection:
+    """Return the training task with the most tokens per prompt: all prompts count as its."""
+    tasks = [config.tasks[name] for name in config.training_tasks]
+    return max(tasks, key=lambda task: task.prompt_repeat_k * task.sample.max_tokens)
+
+
+def _response_tokens(config: Config) -> Distribution:
+    if isinstance(config.engine, SimulatedConfig) and config.engine.trace is None:
+        return config.engine.response_tokens
+    return LogNormal(
+        median=max(1.0, MEDIAN_SHARE * _largest(config).sample.max_tokens), sigma=SIGMA
+    )
+
+
+def _mean(distribution: Distribution) -> float:
+    rng = np.random.default_rng(0)
+    return float(np.mean([distribution.draw(rng) for _ in range(256)]))
+
+
+def _setting(
+    config: Config, shape: Shape, device: Device, lengths: Distribution, prompt: float
+) -> Setting:
+    engine = config.engine
+    slots = getattr(engine, "max_num_seqs", None) or SLOTS
+    size = _largest(config).prompt_repeat_k
+    held = config.worker.concurrency
+    token_s = _token_s(config, shape, device, prompt)
+    first_token_s = 2 * prompt * shape.active / device.flops
+    if isinstance(engine, SimulatedConfig):
+        token_s = max(1e-6, _mean(engine.token_s))
+        first_token_s = _mean(engine.first_token_s)
+    return Setting(
+        workers=config.launch.workers,
+        sequences=slots,
+        concurrency=ceil(slots / size) if held == "auto" else held,
+        group_size=size,
+        batch_size=config.plan.batch_size,
+        token_s=token_s,
+        first_token_s=first_token_s,
+        step_s=_step_s(config, shape, device, prompt + _mean(lengths)),
+        sync_s=0.0 if config.learner.lora else 2 * shape.parameters / WEIGHT_BYTES_PER_S,
+        sync_weights_interval=config.policy.sync_weights_interval,
+        max_staleness=config.policy.max_staleness,
+        over_sample_threshold=config.strategy.over_sample_threshold,
+        interruption=_interruption(config),
+    )
+
+
+def _interruption(config: Config) -> Interruption:
+    if config.policy.pause_mode == "abort" and config.strategy.enable_partial_rollout:
+        return "partial"
+    return config.policy.pause_mode
+
+
+def _token_s(config: Config, shape: Shape, device: Device, prompt: float) -> float:
+    """Return the seconds of a token: a round reads all weights and the cache of each sequence."""
+    tokens = prompt + MEDIAN_SHARE * _largest(config).sample.max_tokens
+    read = 2 * (shape.active + BUSY * tokens * shape.kv_values)
+    shards = config.engine.shards if isinstance(config.engine, VllmConfig) else 1
+    return device.token_s + read / (device.bytes_per_s * shards)
+
+
+def _step_s(config: Config, shape: Shape, device: Device, sample: float) -> float:
+    learner = config.learner
+    tokens = config.plan.batch_size * _largest(config).prompt_repeat_k * sample
+    passes = 6 + 2 * learner.gradient_checkpointing + 2 * (learner.updates_per_batch > 1)
+    passes += 2 * (learner.loss.kl_coef > 0)
+    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
+    return passes * shape.active * tokens / (device.flops * ranks)
+
+
+def _estimate(config: Config, outcome: Outcome) -> str:
+    step_s = outcome.seconds / outcome.steps
+    whole = age(1000 * step_s * config.plan.steps)
+    return (
+        f"about {age(1000 * step_s)} per train step, {whole} for {config.plan.steps} steps; "
+        f"workers idle {outcome.worker_idle:.0%}, the trainer {outcome.trainer_idle:.0%}"
+    )
+
+
+def _assumptions(config: Config, device: Device, lengths: Distribution, prompt: float) -> str:
+    given = (
+        "times of [engine]"
+        if isinstance(config.engine, SimulatedConfig)
+        else f"{device.name} for each rank and engine shard"
+    )
+    return (
+        f"assumed: {given}, responses of {_mean(lengths):,.0f} tokens on average, prompts of "
+        f"{prompt:,.0f}; `rolloutmq simulate` takes numbers that you measured"
+    )

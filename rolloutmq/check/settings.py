@@ -1,0 +1,56 @@
+"""Check the sections of a config against each other, against this machine and against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from buffer.config.config import Config
+from buffer.config.engine import VllmConfig
+from buffer.model.byte_size import format_size
+from rolloutmq.check.finding import Finding, Level
+from rolloutmq.check.shape import Shape, context_tokens
+from rolloutmq.launch.machine import machine_errors
+from rolloutmq.output import plural
+
+
+def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding]:
+    """Yield the mistakes of the file, and what it allows and hardly means."""
+    for problem in problems:
+        yield Finding("config", "error", problem)
+    for doubt in config.warnings():
+        yield Finding("config", "warning", doubt)
+    if not problems:
+        tasks = plural(len(config.training_tasks), "training task")
+        groups = plural(config.plan.batch_size, "group")
+        steps = plural(config.plan.steps, "step")
+        what = f"run {config.run.name}: {tasks}, {steps} of {groups}, engine {config.engine.kind}"
+        yield Finding("config", "ok", what)
+
+
+def machine_findings(config: Config, gpus: int, gpu_bytes: int | None) -> Iterator[Finding]:
+    """Yield what this machine lacks: warnings where it has no GPU, and so may not be the one."""
+    found = plural(gpus, "GPU") if gpus else "no GPU"
+    size = f"; memory is compared with {format_size(gpu_bytes)}" if gpu_bytes else ""
+    yield Finding("machine", "ok", f"{found}{size}")
+    for error in machine_errors(config):
+        level: Level = "error" if gpus else "warning"
+        yield Finding("machine", level, f"{error.message}, so a run cannot start here", error.hint)
+
+
+def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
+    """Yield why prompts and responses do not fit into what the model reads."""
+    asked = getattr(config.engine, "max_model_len", None)
+    is_vllm = isinstance(config.engine, VllmConfig)
+    if is_vllm and asked and shape.positions and asked > shape.positions:
+        yield Finding(
+            "model",
+            "error",
+            f"[engine] max_model_len = {asked:,} exceeds what the model reads, "
+            f"{shape.positions:,} tokens: vLLM refuses to start",
+            f"lower it to {shape.positions}, or use a model with a longer context",
+        )
+    if asked is None and config.engine.kind in ("vllm", "transformers"):
+        # where the config names the limit, it was compared when the file was read
+        problem = config.context_problem(context_tokens(config), config.tasks)
+        if problem:
+            yield Finding("model", "error", problem)

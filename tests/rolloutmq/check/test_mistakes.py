@@ -1,0 +1,171 @@
+"""Each mistake that a user made, and that was accepted or found late, is found by the check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from buffer.config.load import inspect_config
+from buffer.errors import HubError, ModelError
+from rolloutmq.check.contained import run_stage
+from rolloutmq.check.finding import Finding
+from rolloutmq.check.memory import trainer_parts
+from rolloutmq.check.settings import config_findings, context_findings, machine_findings
+from rolloutmq.check.shape import shape_of
+from rolloutmq.check.unit import STAGES, findings_of, units_of
+from tests.rolloutmq.conftest import ROOT, Command
+
+CONFIG = """
+run = { name = "mine" }
+plan = { steps = 20, batch_size = 16 }
+[tasks.sums]
+judge = "my_judges:score"
+sample = { max_tokens = 64 }
+[tasks.sums.dataset]
+kind = "jsonl"
+path = "sums.jsonl"
+[tiny_model]
+max_positions = 128
+[engine]
+kind = "simulated"
+"""
+JUDGES = """
+import os, sys, time
+def score(response, ground_truth, state): return float(response == ground_truth)
+def inf(response, ground_truth, state): return 1e39
+def same(response, ground_truth, state): return 0.5
+def hangs(response, ground_truth, state): time.sleep(600)
+def leaves(response, ground_truth, state): os._exit(3)
+def ends(response, ground_truth, state): sys.exit(2)
+def stops(response, ground_truth, state): return next(iter(()))
+def ranks(states): return [0.0]
+"""
+QUICK = "tasks.sums.judging={timeout_s=1.0}"
+VLLM = "engine={kind='vllm'}"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a project without a mistake; it is the current one."""
+    rows = [f'{{"question": "{n} + 1 =", "answer": "{n + 1}"}}' for n in range(24)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "my_judges.py").write_text(JUDGES, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def found(*overrides: str, stages: Sequence[str] = STAGES) -> Iterator[Finding]:
+    """All findings about the project, from this process."""
+    config, problems = inspect_config(Path("mine.toml"), overrides)
+    yield from config_findings(config, problems)
+    yield from machine_findings(config, gpus=1, gpu_bytes=None)
+    with suppress(ModelError, HubError):
+        yield from context_findings(config, shape_of(config))
+    for stage in stages:
+        for unit in units_of(stage, config):
+            yield from findings_of(unit)
+
+
+def test_a_project_without_a_mistake(project: Path) -> None:
+    assert [each for each in found() if each.level != "ok"] == []
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "part"),
+    [
+        # named when all was accepted, or when the run stood still
+        (["tasks.sums.prompt_repeat_k=100000"], "config", "prompt_repeat_k"),
+        (["tasks.sums.prompt_repeat_k=1"], "config", "every advantage would be 0"),
+        (["tasks.sums.judge={}"], "config", "at least one data source"),
+        (["tasks.sums.judge={'*'={}}"], "config", "no judge with a weight other than 0"),
+        (["tasks.sums.judge={gsm8k='gsm8k'}"], "data", "no judge for the data source ''"),
+        (["tasks.sums.judge=my_judges:inf"], "judge", "1e+39"),
+        (["tasks.sums.sample.top_p=0.9"], "config", "top_p"),
+        (["tasks.sums.sample.temperature=0.7"], "config", "both must be the same"),
+        (["learner={old_policy='rollout', loss={importance_cap=3.0}}"], "config", "cannot act"),
+        (["launch={trainer_gpus=[0,1]}"], "machine", "names GPUs"),
+        # a judge is a stranger's code
+        (["tasks.sums.judge=my_judges:same"], "judge", "0.5 for its ground truth"),
+        (["tasks.sums.judge=my_judges:hangs", QUICK], "judge", "exceeded its limit of 1 s"),
+        (["tasks.sums.judge=my_judges:leaves"], "judge", "exit code 3"),
+        (["tasks.sums.judge=my_judges:ends"], "judge", "SystemExit"),
+        (["tasks.sums.judge=my_judges:stops"], "judge", "StopIteration"),
+        # found half a minute after the start
+        (["tasks.sums.judge=nowhere:score"], "functions", "module 'nowhere' cannot be imported"),
+        (["tasks.sums.agent_loop=my_judges:nothing"], "functions", "has no 'nothing'"),
+        (["policy.model=models/of/none"], "model", "no config.json"),
+        (["policy.model=Qwen/none"], "model", "Qwen/none of the Hub is not on this machine"),
+        (["tasks.sums.dataset={kind='hugging_face', path='openai/no'}"], "data", "openai/no of"),
+        (["tasks.sums.dataset.path=none.jsonl"], "data", "cannot be opened"),
+        (["engine={kind='transformers'}", "tasks.sums.sample.max_tokens=200"], "model", "context"),
+        ([VLLM, "engine.max_model_len=4096"], "model", "exceeds what the model reads"),
+        (["producer.max_prompt_tokens=3"], "data", "exceed [producer] max_prompt_tokens = 3"),
+        # without an effect
+        (["policy.max_staleness=1", "strategy.kind=sync"], "config", "which cannot act"),
+        (["evaluation.every_steps=50"], "config", "only the first and the last"),
+        (["learner.warmup_steps=50"], "config", "never reaches learning_rate"),
+        (["policy.sync_weights_interval=50"], "config", "never get trained weights"),
+        (["engine.max_num_seqs=16"], "config", "the rest waits in this engine"),
+        (["launch.workers=8"], "config", "the last one waits"),
+        (["plan.batch_size=32"], "data", "prompts repeat within a batch"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_found(project: Path, overrides: list[str], section: str, part: str) -> None:
+    stage = {"config": [], "machine": [], "judge": ["data"]}.get(section, [section])
+    wrong = [each for each in found(*overrides, stages=stage) if each.level != "ok"]
+    assert [each for each in wrong if each.section == section and part in each.what], wrong
+
+
+def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: Command) -> None:
+    """Also behind code that ends the process which imports it, and in a config with mistakes."""
+    (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
+    wrong = ["plan.steps=none", "tasks.sums.judge=my_judges:inf", "trainer.advantages=gpro"]
+    wrong += ["plan.curriculum=ends:weights", "policy.order=nowhere:score"]
+    flags = [part for each in wrong for part in ("--set", each)]
+    done = command("check", "mine.toml", "--json", *flags, cwd=project)
+    assert done.returncode == 1, done.stderr
+    errors = [
+        (each["section"], each["what"])
+        for each in json.loads(done.stdout)["findings"]
+        if each["level"] == "error"
+    ]
+    expected = [
+        ("config", "plan.steps"),
+        ("config", "trainer.advantages"),
+        ("functions", "order = nowhere:score"),
+        ("judge", "1e+39"),
+    ]
+    for section, part in expected:
+        assert [what for where, what in errors if where == section and part in what], errors
+
+
+def test_a_module_that_ends_the_process_or_hangs_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
+    (project / "sleeps.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
+    monkeypatch.setattr("rolloutmq.check.contained.LIMIT_S", 3.0)
+    wrong = ["plan.curriculum=ends:weights", "strategy.should_continue_fn=sleeps:rule"]
+    texts = [f"{each.level} {each.what}" for each in run_stage("functions", ["mine.toml", *wrong])]
+    curriculum, rule, loop, judge = texts
+    assert "curriculum = ends:weights: it ended the process" in curriculum
+    assert "should_continue_fn = sleeps:rule: no end within 3 s" in rule
+    assert (loop, judge) == ("ok agent_loop = single_turn", "ok judge = my_judges:score")
+
+
+def test_the_formula_of_memory_md_is_the_one_that_is_computed(project: Path) -> None:
+    """Qwen3-0.6B's row of docs/pages/memory.md, without the activations: 12 GiB on one GPU."""
+    config, _ = inspect_config(ROOT / "configs" / "gpu_check.toml")
+    parts = trainer_parts(config, shape_of(config))
+    assert (parts.total - parts.activations) / 2**30 == pytest.approx(12, abs=0.5)
