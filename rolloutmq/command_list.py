@@ -16,7 +16,7 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("check", "run", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": ("init", "check", "run", "create", "train", "worker", "producer", "judge", "simulate"),
     "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
     "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
     "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
@@ -27,6 +27,9 @@ SECTIONS = {
 SUMMARIES = {
     "rolloutmq.check.command": {
         "check": "Find the mistakes of a config before a GPU is used.",
+    },
+    "rolloutmq.init.command": {
+        "init": "Write the folder of a new project.",
     },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
