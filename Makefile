@@ -74,11 +74,35 @@ fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances,
 			$(if $(SEED),-seed=$(SEED)) -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$entrance || exit; \
 	done
 
+TOOLS := build/tools/bin
+LOCK := $(TOOLS)/uv pip compile -q --universal --generate-hashes --no-annotate --no-emit-index-url \
+	--python-version 3.11 --custom-compile-command "make lock"
+
+build/tools/.done: requirements/tools.txt
+	@$(PYTHON) -m venv build/tools && $(TOOLS)/pip install -q -r $< && touch $@
+
+.PHONY: lock sbom licences wheel
+lock: build/tools/.done ## write requirements/*.lock: every package by version and hash
+	@grep -v "^torch==" requirements/cpu.txt | $(LOCK) --no-config --no-deps - -o requirements/cpu.lock
+	@# uv prefers the versions that it finds in its output: here those that are tested on CPUs
+	@grep "^[a-zA-Z]" requirements/cpu.txt | grep -v "^torch==" > requirements/cuda.lock
+	@$(LOCK) --extra vllm-cuda --extra demo --extra dev pyproject.toml -o requirements/cuda.lock
+
+sbom: setup build/tools/.done ## build/sbom.json: all packages in .venv as CycloneDX
+	@$(TOOLS)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o build/sbom.json $(PY)
+	@echo build/sbom.json
+
+licences: setup build/tools/.done ## licences of all packages in .venv
+	@$(TOOLS)/pip-licenses --python $(PY) --from mixed --order license --with-urls --format csv
+
 audit: setup ## known vulnerabilities of all packages in .venv, by pip-audit, which asks pypi.org
 	@$(PY) -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=20)' 2>/dev/null || \
 		{ echo "not audited: the database of vulnerabilities at pypi.org cannot be reached"; exit 3; }
-	@test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && build/audit/bin/pip install -q pip-audit; }
-	@build/audit/bin/pip-audit --progress-spinner off --path "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
+	@$(MAKE) -s build/tools/.done
+	@$(TOOLS)/pip-audit --progress-spinner off --path "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
+
+wheel: setup ## the wheel, into dist: the same bytes for the same commit
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PY) -m hatchling build -t wheel -d dist
 
 test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
 	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/machine/test_machine.py -k valkey

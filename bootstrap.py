@@ -4,7 +4,7 @@
     python3 bootstrap.py --build cpu|cuda|none
 
 A finished set-up writes a stamp, so that the next call returns at once; it is repeated when
-pyproject.toml, the lock file or this file change. After an interruption it continues: installed
+pyproject.toml, a lock file or this file change. After an interruption it continues: installed
 packages are checked file by file. This file must be valid Python 3.8, so that an old interpreter
 can report that it is too old.
 """
@@ -31,6 +31,11 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 LOCK = ROOT / "requirements" / "cpu.txt"
+CPU_HASHES = ROOT / "requirements" / "cpu.lock"
+"""the same versions, without torch, with the hashes of their files"""
+CUDA_LOCK = ROOT / "requirements" / "cuda.lock"
+LOCKED = ("--no-deps", "--require-hashes", "--requirement")
+"""Options of pip: a file whose content differs from the locked one is refused."""
 OLDEST, TOO_NEW = (3, 11), (3, 15)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU builds; used only if pip's configured indexes lack the build."""
@@ -133,7 +138,7 @@ def has_nvidia_gpu() -> bool:
 
 def fingerprint(build: str) -> str:
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", LOCK, Path(__file__)):
+    for path in (ROOT / "pyproject.toml", LOCK, CPU_HASHES, CUDA_LOCK, Path(__file__)):
         digest.update(path.read_bytes())
     python = platform.python_version()
     facts = {"build": build, "python": python, "root": str(ROOT), "files": digest.hexdigest()}
@@ -148,7 +153,7 @@ def install_cpu() -> None:
     """Install exactly the lock file, without resolving; its header gives the reasons."""
     lock = read_lock()
     install_cpu_torch(f"torch=={lock['torch']}")
-    pip(f"{len(lock)} packages, vLLM among them", "--no-deps", "--requirement", str(LOCK))
+    pip(f"{len(lock) - 1} packages, vLLM among them", *LOCKED, str(CPU_HASHES))
     broken = ask_broken()
     if broken:
         pip(f"{len(broken)} damaged or missing packages", "--no-deps", "--force-reinstall", *broken)
@@ -164,11 +169,10 @@ def install_cpu_torch(torch: str) -> None:
 
 
 def install_cuda() -> None:
-    """Let pip resolve: vLLM pins the CUDA torch that it was built with. Not tested: no GPU."""
-    pip(
-        "vLLM, torch and CUDA libraries (several GB)",
-        "rolloutmq[vllm-cuda,demo,dev] @ " + ROOT.as_uri(),
-    )
+    """Install exactly the lock file for CUDA."""
+    if sys.version_info >= (3, 14):
+        raise SetupError("vLLM for CUDA needs Python 3.11 to 3.13: make PYTHON=python3.13")
+    pip("vLLM, torch and CUDA libraries (several GB)", *LOCKED, str(CUDA_LOCK))
 
 
 def install_without_vllm() -> None:

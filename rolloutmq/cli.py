@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -27,6 +26,9 @@ EPILOG = """
 \b
 Examples:
   rolloutmq run configs/demo.toml          start a whole run on this machine
+  rolloutmq run configs/demo.toml -d       the same in the background
+  rolloutmq stop                           stop it; the same run continues it
+  rolloutmq logs -f trainer                follow the log of a process
   rolloutmq status                         show its state
   rolloutmq top                            watch it live
   rolloutmq ls --task math --stage pool    list groups that are ready
@@ -67,20 +69,35 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        try:
-            typer.echo(f"rolloutmq {version('rolloutmq')}")
-        except PackageNotFoundError:
-            typer.echo("rolloutmq (not installed)")
+def _show_version(ctx: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    # here, because importlib.metadata would add a fifth to the time of --help
+    from rolloutmq.versions import all_versions, own_version, server_version
+
+    if not ctx.params.get("show_all"):
+        typer.echo(f"rolloutmq {own_version()}")
         raise typer.Exit
+    found = all_versions()
+    if url := os.environ.get("REDIS_URL"):
+        found["server"] = server_version(url)
+    for name, text in found.items():
+        typer.echo(f"{name:<16} {text}")
+    raise typer.Exit
 
 
 @app.callback()
 def _options(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_show_version, help="Show the version."),
+    ] = False,
+    # eager: it is known when the callback of --version is called
+    show_all: Annotated[
+        bool,
+        typer.Option(
+            "--all", is_eager=True, help="With --version: those of all that runs depend on, too."
+        ),
     ] = False,
 ) -> None:
     pass

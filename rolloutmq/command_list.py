@@ -16,8 +16,31 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("init", "check", "run", "create", "train", "worker", "producer", "judge", "simulate"),
-    "Look": ("status", "top", "runs", "ls", "show", "batch", "tail", "workers", "web", "metrics"),
+    "Run": (
+        "init",
+        "check",
+        "run",
+        "stop",
+        "create",
+        "train",
+        "worker",
+        "producer",
+        "judge",
+        "simulate",
+    ),
+    "Look": (
+        "status",
+        "top",
+        "runs",
+        "ls",
+        "show",
+        "batch",
+        "tail",
+        "logs",
+        "workers",
+        "web",
+        "metrics",
+    ),
     "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
     "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
     "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
@@ -56,7 +79,8 @@ SUMMARIES = {
         "top": "Watch a run live; q or Ctrl-C quits.",
     },
     "rolloutmq.commands.look.runs": {
-        "runs": "List the runs of a server, with size and age, or delete one.",
+        "runs": "List the runs of a server and the run folders under ./runs, or delete a run "
+        "of a server.",
     },
     "rolloutmq.commands.look.groups": {
         "ls": "List the groups of a run that match a query.",
@@ -74,6 +98,12 @@ SUMMARIES = {
     },
     "rolloutmq.commands.look.tail": {
         "tail": "Follow the events of a run, until it is finished or Ctrl-C.",
+    },
+    "rolloutmq.commands.look.logs": {
+        "logs": "Show the logs of a run's processes, merged by time.",
+    },
+    "rolloutmq.commands.run.stop": {
+        "stop": "Stop a run that `rolloutmq run` started, and wait for its end.",
     },
     "rolloutmq.commands.look.workers": {
         "workers": "List the workers of a run.",

@@ -25,6 +25,10 @@ _WAITING = "yellow"
 _BAD = "red"
 _STATE_STYLES: dict[str, str] = {
     "run": _GOOD,
+    "running": _GOOD,
+    "finished": _GOOD,
+    "stopped": _WAITING,
+    "died": _BAD,
     WorkerState.IDLE: _GOOD,
     WorkerState.WORKING: _GOOD,
     "completed": _GOOD,

@@ -6,7 +6,6 @@ import ast
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,6 @@ def test_packages_come_from_this_repository(package: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).is_relative_to(ROOT)
-
-
-def test_the_wheel_ships_the_presets_and_every_packages_marker_of_types(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = set(wheel.namelist())
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    presets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.toml")}
-    assert {f"rolloutmq/{preset}" for preset in presets} <= names
 
 
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from buffer.config.load import load_config
 from buffer.config.sources import fetch
+from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
+from buffer.store.url import mask_url
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.output import emit
 from rolloutmq.presets import find_config
@@ -28,14 +30,27 @@ Regenerate = Annotated[
         help="Generate again what the server lost, or freed, after the newest checkpoint.",
     ),
 ]
+Detach = Annotated[
+    bool,
+    typer.Option(
+        "--detach", "-d", help="Return once the run is under way; it continues in the background."
+    ),
+]
 ChaosFlag = Annotated[
     bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server during the run.")
 ]
 
 
+RUN_EPILOG = """
+\b
+Examples: rolloutmq run configs/demo.toml --set plan.steps=20
+          rolloutmq run configs/demo.toml --detach
+"""
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
+    app.command(epilog=RUN_EPILOG)(run)
     app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
     app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
     app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
@@ -51,12 +66,14 @@ def run(
     redis_url: ConfigUrl = None,
     chaos: ChaosFlag = False,
     regenerate: Regenerate = False,
+    detach: Detach = False,
 ) -> None:
     """Start a whole run on this machine, or continue it.
 
-    Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C stops
-    them in order; the same command continues the run. With --chaos it is a separate run,
-    NAME-chaos.
+    Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C or
+    `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
+    hold. A second Ctrl-C kills them. The same command continues the run. With --chaos it is a
+    separate run, NAME-chaos.
     """
     given = list(overrides or [])
     settings = _load(config, given)
@@ -64,9 +81,26 @@ def run(
         # a separate run, so that the undisturbed one stays as it is
         given += [f"run.name={settings.run.name}-chaos", f"run.dir={settings.run.folder}-chaos"]
         settings = _load(config, given)
+    if detach:
+        _detach(settings, config, given, redis_url, regenerate=regenerate, chaos=chaos)
     from rolloutmq.launch.launcher import Launcher
 
     Launcher(settings, config, given, redis_url=redis_url, chaos=chaos, regenerate=regenerate).run()
+
+
+def _detach(
+    settings: TrainingConfig, config: Path, given: list[str], redis_url: str | None, **flags: bool
+) -> NoReturn:
+    """Start the run in the background and exit."""
+    from rolloutmq.launch.detached import start_detached
+
+    command = [str(config), *(part for each in given for part in ("--set", each))]
+    command += [f"--{name}" for name, is_set in flags.items() if is_set]
+    command += ["--redis-url", redis_url] if redis_url else []
+    url = settings.redis.resolve_url(redis_url)
+    folder = settings.run.folder
+    where = f"--redis-url {mask_url(url)}" if url else f"--run-dir {folder}"
+    raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 
 def create(

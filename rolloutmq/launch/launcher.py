@@ -7,22 +7,20 @@ what Redis holds.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
-from buffer.errors import Fenced, RoleHeld, StoreUnavailable
+from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.monitoring.console import console as open_console
+from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import open_store
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from consumer.training.checkpoint import make_run
+from consumer.training.checkpoint import CheckpointFolder, make_run
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
@@ -33,7 +31,8 @@ from rolloutmq.launch.preparation import (
     prepare_model,
     start_server,
 )
-from rolloutmq.launch.report import finish
+from rolloutmq.launch.report import account_line, finish
+from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
 
@@ -48,6 +47,15 @@ NEWS = 4
 
 STOP_S = 60.0
 """Seconds that children may take to exit after SIGTERM."""
+
+CHECKPOINT_S = 600.0
+"""Seconds that the trainer may take: it writes a checkpoint first."""
+
+LINE_S = 5.0
+"""Seconds between two lines that name the children that have not ended."""
+
+REPORT_S = 5.0
+"""Seconds in which the server must answer for the account of a run that was stopped."""
 
 
 class Launcher:
@@ -79,27 +87,15 @@ class Launcher:
     def run(self) -> None:
         """Start or continue the run until its last step; Ctrl-C stops it in order."""
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with self._alone():
+        for number in (FIRST_STOP, SECOND_STOP):
+            signal.signal(number, signal.default_int_handler)
+        config = self._config
+        # two launchers would fence each other's trainer and stop each other's server
+        with own(self._folder, config.run.name, self._command, config.plan.steps) as self._owned:
             self._run()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock of the run's folder.
-
-        Two launchers would fence each other's trainer and stop each other's server.
-        """
-        with (self._folder / "launcher.lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RoleHeld(
-                    f"another `rolloutmq run` is running in {self._folder}",
-                    hint="stop it with Ctrl-C first, or set another [run] name or dir",
-                ) from None
-            yield  # the kernel frees the lock, however this process ends
-
     def _run(self) -> None:
+        run: Run | None = None
         try:
             run = self._prepare()
             if is_done(self._config):
@@ -108,9 +104,11 @@ class Launcher:
                     f"all {steps} steps are done; to start a new run, remove {self._folder}"
                 )
             else:
+                self._owned.note(Stage.STARTING)
                 self._start(run)
                 self._watch(run)
                 self._stop_children()
+                self._owned.note(Stage.STOPPING)
             run.janitor.sweep()
             finish(self._console, self._config, run, self._server.cli if self._server else None)
         except KeyboardInterrupt:
@@ -118,8 +116,11 @@ class Launcher:
                 "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
             )
             self._stop_children()
+            self._report_stop(run)
             raise
         finally:
+            for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP):
+                signal.signal(number, signal.SIG_IGN)
             for child in self._children:
                 child.kill()
             if self._server:
@@ -228,6 +229,7 @@ class Launcher:
             for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
                 if self._is_over(run):
                     return True
+                self._note_under_way(run)
                 self._report(
                     view,
                     self._keep_alive(run) + (self._strike(run, chaos) if self._with_chaos else []),
@@ -271,7 +273,19 @@ class Launcher:
         return None
 
     def _started_s(self) -> dict[str, float]:
-        return {child.name: child.age_s for child in self._workers if child.pid}
+        shown = (self._trainer, self._producer, *self._workers)
+        return {child.name: child.age_s for child in shown if child.pid}
+
+    def _note_under_way(self, run: Run) -> None:
+        """Record that the trainer, the producer and a worker have joined the run."""
+        if self._owned.record.stage is not Stage.STARTING:
+            return
+        try:
+            snap = take_snapshot(run)
+        except StoreUnavailable:
+            return  # the view shows it, and the next poll is soon
+        if snap.trainer.is_alive and snap.producer.is_alive and snap.live_workers:
+            self._owned.note(Stage.RUNNING)
 
     def _strike(self, run: Run, chaos: Chaos) -> list[str]:
         try:
@@ -307,8 +321,32 @@ class Launcher:
         """Stop the children, the trainer first: the run continues from its checkpoint."""
         for child in self._children:
             child.terminate()
-        end = time.monotonic() + STOP_S
-        for child in self._children:
-            if not child.wait(max(0.0, end - time.monotonic())):
-                self._console.print(f"{child.name} does not stop; it is killed")
-                child.kill()
+        begin = time.monotonic()
+        shown = 0.0
+        while left := [child for child in self._children if child.pid]:
+            names = ", ".join(child.name for child in left)
+            self._owned.note(Stage.STOPPING, f"waiting for {names}")
+            waited_s = time.monotonic() - begin
+            for child in left:
+                if waited_s > (CHECKPOINT_S if child.name == "trainer" else STOP_S):
+                    self._console.print(f"{child.name} does not stop; it is killed")
+                    child.kill()
+            if waited_s - shown >= LINE_S:
+                shown = waited_s
+                self._console.print(f"waiting for {names}, {waited_s:.0f} s")
+            left[0].wait(POLL_S)
+
+    def _report_stop(self, run: Run | None) -> None:
+        """Print how far a run has come that was stopped, and its account."""
+        if run is None:
+            return
+        run.store.deadline_s = REPORT_S
+        try:
+            run.janitor.sweep()
+            account = account_line(run.account.fsck())
+        except RolloutMQError as error:
+            account = f"account not checked: {error.message}"
+        steps = CheckpointFolder(self._folder / "checkpoints").steps()
+        done = f"checkpoint of step {steps[-1]}" if steps else "no checkpoint yet"
+        self._owned.note(Stage.STOPPING, account=account)
+        self._console.print(f"stopped: {done} of {self._config.plan.steps} steps; {account}")

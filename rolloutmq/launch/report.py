@@ -88,12 +88,8 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
         console.print(accuracy_table(evaluations))
     console.print(_account_table(audit))
     twice = log.trained_twice()
-    lost = len(audit.lost)
-    doubled = len(audit.doubled)
     style = "green" if audit.clean and not twice else "bold red"
-    console.print(
-        f"account: lost {lost} · in two places {doubled} · trained twice {len(twice)}", style=style
-    )
+    console.print(f"{account_line(audit)} · trained twice {len(twice)}", style=style)
     console.print(
         f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}"
     )
@@ -101,6 +97,12 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
+
+
+def account_line(audit: Audit) -> str:
+    """Return what `rolloutmq fsck` found, in one line."""
+    faults = f" · {audit.faults[0]}" if audit.faults else ""
+    return f"account: lost {len(audit.lost)} · in two places {len(audit.doubled)}{faults}"
 
 
 def accuracy_table(evaluations: Evaluations) -> Table:

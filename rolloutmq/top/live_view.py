@@ -29,6 +29,7 @@ from rolloutmq.commands.look.status import (
 )
 from rolloutmq.commands.look.tail import event_text
 from rolloutmq.output import age, bar, count, sparkline, state, table, worker_state
+from rolloutmq.top.starting import starting_lines
 
 EVENTS = 5
 MOST_WORKERS = 8
@@ -54,7 +55,7 @@ class LiveView:
         self.run_dir = run_dir
         self.lines: list[str] = []
         self.started_s: dict[str, float] = {}
-        """by worker that the launcher has started: the seconds since then"""
+        """by process that the launcher has started: the seconds since then"""
         self.prompt = self.trouble = ""
 
     def history(self) -> History:
@@ -81,7 +82,7 @@ class LiveView:
             *_waits(snap, history),
             "",
             _fit(workers_text(snap)),
-            *(Text(line, style="yellow") for line in self._loading(snap)),
+            *(_fit(Text(line, style="yellow")) for line in starting_lines(snap, self.started_s)),
             *_workers(snap),
         ]
         parts += ["", *(_fit(event_text(event)) for event in snap.events)]
@@ -103,24 +104,14 @@ class LiveView:
             + (f" of {wanted}" if wanted else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",
-            *self._loading(snap),
+            *_barred(snap),
+            *starting_lines(snap, self.started_s),
         ]
         words += [snap.mode] if snap.mode != "run" else []
         words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
         words += [plain(trouble)[:MOST_TROUBLE] for trouble in snap.troubles]
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
-
-    def _loading(self, snap: Snapshot) -> list[str]:
-        """Return a line for each worker that was started and has not joined yet."""
-        if snap.mode == "finish":
-            return []
-        joined = {worker.id for worker in snap.live_workers}
-        return [
-            f"{name} loads its engine, {age(1000 * seconds)}"
-            for name, seconds in self.started_s.items()
-            if name not in joined
-        ]
 
     def _title(self, snap: Snapshot) -> Text:
         up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))
@@ -131,6 +122,11 @@ class LiveView:
             Text(f"up {up}"),
         ])  # fmt: skip
         return _fit(Text("\n").join([text, mode_text(snap)]))
+
+
+def _barred(snap: Snapshot) -> list[str]:
+    barred = sum(worker.is_barred for worker in snap.live_workers)
+    return [f"{barred} of them barred: see rolloutmq doctor"] if barred else []
 
 
 def _fit(text: Text) -> Text:

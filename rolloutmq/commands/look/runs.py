@@ -1,13 +1,15 @@
-"""`rolloutmq runs`: list the runs of a server, or remove one."""
+"""`rolloutmq runs`: list the runs of a server and the run folders here, or remove a run."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from buffer.errors import ConfigError, RoleHeld, RunNotFound
+from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
 from buffer.model.byte_size import format_size
 from buffer.monitoring.console import console
@@ -15,7 +17,8 @@ from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from rolloutmq.options import AsJson, RedisUrl, RunDir, choose_run, open_server
+from rolloutmq.commands.look.folder_list import folders_table, read_folders
+from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, choose_run, open_server
 from rolloutmq.output import age, count, emit, state, table
 
 EPILOG = """
@@ -75,22 +78,42 @@ def runs(
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of a server, with size and age, or delete one.
+    """List the runs of a server and the run folders under ./runs, or delete a run of a server.
 
-    A run with a process that is alive is not deleted. Its folder (weights, checkpoints, logs) is
-    kept.
+    Folders are left out where --redis-url or --run-dir names a server. A run with a process that is
+    alive is not deleted. Its folder (weights, checkpoints, logs) is kept.
     """
-    with open_server(redis_url, run_dir) as (store, address):
-        if delete is not None:
+    if delete is not None:
+        with open_server(redis_url, run_dir) as (store, _):
             _delete(store, choose_run(store, delete), yes, as_json)
-            return
-        lines = [_line_of(store, name) for name in Run.names(store)]
+        return
+    is_named = redis_url is not None or run_dir is not None
+    folders = [] if is_named else read_folders(RUNS)
+    address, lines = _read_server(redis_url, run_dir, is_needed=not folders)
     if as_json:
-        emit([_as_json(line) for line in lines])
-    elif not lines:
-        console().print(f"There is no run on {address}.")
-    else:
+        emit([_as_json(line) for line in lines] + [line.facts() for line in folders])
+        return
+    if lines:
         _print(lines)
+    elif address:
+        console().print(f"There is no run on {address}.")
+    if folders:
+        if address:
+            console().print()
+        console().print(folders_table(folders))
+
+
+def _read_server(
+    redis_url: str | None, run_dir: Path | None, *, is_needed: bool
+) -> tuple[Address | None, list[RunLine]]:
+    """Return a server and its runs; None if none runs and none was named. Raises StoreError."""
+    try:
+        with open_server(redis_url, run_dir) as (store, address):
+            return address, [_line_of(store, name) for name in Run.names(store)]
+    except StoreUnavailable:
+        if is_needed or os.environ.get("REDIS_URL"):
+            raise
+        return None, []
 
 
 def _line_of(store: Store, name: str) -> RunLine:

@@ -80,11 +80,11 @@ def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
         for identity, event in found:
             last = identity
             yield identity, event
-        if not found and (run.control.state().mode is Mode.FINISH or _is_unread()):
+        if not found and (run.control.state().mode is Mode.FINISH or is_unread()):
             return
 
 
-def _is_unread() -> bool:
+def is_unread() -> bool:
     """Return whether the output is a pipe whose reader has ended."""
     poll = select.poll()
     try:

@@ -54,7 +54,17 @@ ASKING = sorted(
     name for name in COMMANDS if {"--json", "--run-dir", "--redis-url"} <= flags_of(name)
 )
 """Those that look at a run or steer it."""
-HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
+HEAVY = {
+    "torch",
+    "vllm",
+    "transformers",
+    "rq",
+    "reasoning_gym",
+    "matplotlib",
+    "redis",
+    "numpy",
+    "pydantic",
+}
 
 
 def test_help_lists_every_exit_code_and_examples() -> None:
@@ -136,12 +146,14 @@ def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
 def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
-    # a page has nothing to print; configs, models of a fleet, scripts and users ask no server; a server is
-    # not at an URL
+    # a page has nothing to print; configs, models of a fleet, scripts and users ask no server; a
+    # server is not at an URL; logs and processes are in a folder
     lacking = {
         "web": {"--json"},
         "runs": {"--run"},
         "server": {"--redis-url", "--run"},
+        "logs": {"--redis-url", "--run"},
+        "stop": {"--redis-url", "--run"},
         "acl": {"--redis-url", "--run-dir"},
         "init": {"--json", "--redis-url", "--run-dir", "--run"},
         "check": {"--redis-url", "--run-dir", "--run"},
@@ -208,3 +220,12 @@ def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
     assert (said.out, left.value.code) == ("", 2)
     assert (told["exit_code"], told["kind"]) == (2, "ConfigError")
     assert message in told["error"]
+
+
+def test_all_versions_are_shown_and_a_server_that_is_gone_is_named() -> None:
+    done = rolloutmq("--version", "--all", REDIS_URL="unix:///no.sock")
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert {"rolloutmq", "python", "redis", "numpy"} <= shown.keys()
+    assert shown["server"].startswith("does not answer")
+    assert "Valkey" in done.stdout

@@ -36,6 +36,10 @@ ARGUMENTS = {
 COMMANDS = sorted(all_commands())
 SERVERLESS = {
     "acl",
+    "eval",
+    "logs",
+    "report",
+    "stop",
     "create",
     "gpu-check",
     "judge",

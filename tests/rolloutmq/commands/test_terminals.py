@@ -29,6 +29,7 @@ ENDLESS = (
     "doctor",
     "drain",
     "janitor",
+    "eval",
     "run",
 )
 """Commands that run until they are stopped, take minutes, or look at the whole machine."""

@@ -19,6 +19,7 @@ from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
+from rolloutmq.top.starting import starting_lines
 from rolloutmq.top.top import watch
 from tests.rolloutmq.populate import Scene, write_steps
 
@@ -59,6 +60,17 @@ def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None
     for text in (drawn(view, snap, view.history()), view.line(snap, view.history())):
         assert "worker-7 loads its engine, 12 s" in text
         assert "w0 loads" not in text
+    view.started_s |= {"trainer": 3.0, "producer": 4.0, "worker-8": 15.2}
+    text = view.line(snap, view.history())
+    assert "worker-7 and 1 more load their engines, 15 s" in text
+    assert "trainer loads the model, 3.0 s" not in text
+    assert "ready for step 1" not in text
+    store = scene.run.store
+    store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
+    before = dataclasses.replace(view.snapshot(scene.run), taken=0)
+    lines = starting_lines(before, view.started_s)
+    assert lines[0] == "trainer loads the model, 3.0 s"
+    assert any(line.startswith("math: ") and "ready for step 1" in line for line in lines)
 
 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:

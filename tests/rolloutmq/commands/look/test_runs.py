@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from buffer.run import Run
 from buffer.server.embedded import valkey_binary
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+from rolloutmq.run_owner import own
 from tests.cluster import Cluster, start_cluster
 from tests.rolloutmq.conftest import Command, json_of, rolloutmq
-from tests.rolloutmq.populate import Scene, populate
+from tests.rolloutmq.populate import Scene, populate, write_steps
 from tests.servers import SAFE
 
 
@@ -127,3 +129,24 @@ def test_shells_complete_commands_and_flags(typed: str, wanted: str) -> None:
         _ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" "))
     )
     assert wanted in done.stdout.split()
+
+
+def test_folders_are_listed_without_a_server_the_running_one_first(tmp_path: Path) -> None:
+    old = tmp_path / "runs" / "old"
+    with own(old, "old", ["old.toml"], 8):
+        pass
+    write_steps(old, [(1, "l1", ["math-1"]), (2, "l1", ["math-2"])])
+    (old / "weights.bin").write_bytes(bytes(1000))
+    (tmp_path / "runs" / "no-run").mkdir()
+    with own(tmp_path / "runs" / "new", "new", ["new.toml"], 4):
+        found = json_of(rolloutmq("runs", "--json", cwd=tmp_path))
+        assert [(line["run"], line["stage"], line["steps"]) for line in found] == [
+            ("new", "preparing", 4),
+            ("old", "finished", 8),
+        ]
+        assert found[1]["bytes"] > 1000
+        assert (found[1]["step"], found[1]["reward"]) == (2, 0.2)
+        text = rolloutmq("runs", cwd=tmp_path, COLUMNS="").stdout
+    assert "2 of 8" in text
+    assert "[finished ]" in text
+    assert rolloutmq("runs", cwd=tmp_path, REDIS_URL="unix:///no.sock").returncode == 3

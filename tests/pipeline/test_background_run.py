@@ -1,0 +1,53 @@
+"""`rolloutmq run --detach`, looked at, stopped, continued and finished, as one history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from buffer.errors import RoleHeld
+from rolloutmq.run_owner import Stage, read_record
+from tests.pipeline.site import Site
+from tests.rolloutmq.conftest import rolloutmq
+
+
+@pytest.fixture
+def site(tmp_path: Path, tiny_model: Path) -> Iterator[Site]:
+    opened = Site(tmp_path, tiny_model, steps=80)
+    yield opened
+    rolloutmq("stop", "--now", "--run-dir", str(opened.run_dir))
+    opened.close()
+
+
+def test_a_run_in_the_background_is_stopped_continued_and_finished(site: Site) -> None:
+    where = ("--run-dir", str(site.run_dir))
+    code, said = site.command("run", "--detach")
+    assert code == 0, said
+    for words in ("trainer loads the model", f"rolloutmq stop --run-dir {site.run_dir}"):
+        assert words in said
+    record = read_record(site.run_dir)
+    assert record
+    assert (record.stage, record.steps) == (Stage.RUNNING, 80)
+    code, said = site.command("run")
+    assert (code, "another `rolloutmq run`" in said) == (RoleHeld.exit_code, True)
+
+    site.until_step(4)
+    assert "trainer" in rolloutmq("logs", "trainer", "-n", "5", *where).stdout
+    done = rolloutmq("stop", *where)
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert "lost 0 · in two places 0" in told
+    assert not site.server.is_running
+    step = site.history().steps[-1].step
+    assert 4 <= step < 80
+    assert f"at step {step} of 80" in told  # what was trained is in the checkpoint
+
+    code, said = site.command("run", "--set", f"plan.steps={step + 3}")
+    assert code == 0, said
+    assert [row.step for row in site.history().steps] == list(range(1, step + 4))
+    record = read_record(site.run_dir)
+    assert record
+    assert record.stage is Stage.FINISHED
+    assert site.audit().clean
