@@ -17,7 +17,7 @@ from rolloutmq.launch.placement import count_gpus
 EPILOG = """
 \b
 Examples: rolloutmq init my-run --template math
-          rolloutmq init my-run --template tools --model Qwen/Qwen3-1.7B --gpus 2
+          rolloutmq init mine --template tools --model Qwen/Qwen3-1.7B
 """
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
