@@ -16,7 +16,18 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("check", "run", "stop", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": (
+        "check",
+        "run",
+        "stop",
+        "create",
+        "train",
+        "worker",
+        "producer",
+        "judge",
+        "eval",
+        "simulate",
+    ),
     "Look": (
         "status",
         "top",
@@ -44,6 +55,7 @@ SUMMARIES = {
         "run": "Start a whole run on this machine, or continue it.",
         "create": "Make the run of a config on its server, and start nothing.",
         "train": "Start the trainer of a run, or one rank of it.",
+        "eval": "Evaluate a checkpoint or a model on the held-out tasks of a config.",
         "warm-start": "Build and warm-start the small model of a config.",
         "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
