@@ -10,7 +10,6 @@ those that the trainer logged.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
 from consumer.publication import open_sender, publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
@@ -31,7 +31,7 @@ from consumer.training.step_log import StepWriter, read_evaluations
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.preparation import run_command
 from rolloutmq.presets import find_config
-from rolloutmq.run_owner import is_owned
+from rolloutmq.run_owner import LOCK_FILE, is_owned
 
 ADAPTER = "adapter"
 """Folder in that of the evaluation: the LoRA adapter to publish over the model."""
@@ -59,45 +59,43 @@ def evaluate_model(
         raise ConfigError(
             f"{path} has no task for evaluation", hint='add [tasks.NAME] with eval_of = "TASK"'
         )
-    folder = _new_folder(config)
     run_folder, step = _find(config, what)
-    given = [
-        *overrides,
-        f"run.name={config.run.name}-eval",
-        f"run.dir={folder}",
-        "redis.url=",
-        f"trainer.loop={_LOOP}",
-    ]
-    if not step:
-        given += _model(Path(what))
-    elif config.learner.lora:
-        given += _export(path, overrides, run_folder, step, folder / ADAPTER, is_model=False)
-    else:
-        given += _export(path, overrides, run_folder, step, folder / "exported", is_model=True)
-    os.environ.pop("REDIS_URL", None)  # the run's own server must not see this one
+    folder = config.run.folder.with_name(f"{config.run.folder.name}-eval")
+    is_adapter = bool(step and config.learner.lora)
+    target = folder / (ADAPTER if is_adapter else "exported")
+    given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
+    given += [f"trainer.loop={_LOOP}"]
+    if not is_adapter:
+        given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(TrainingConfig, find_config(path), given)
-    Launcher(
-        settings, path, given, redis_url=None, chaos=False, screen=screen, is_reported=False
-    ).run()
+    _make(folder)
+    if step:
+        screen.print(f"exporting the checkpoint of step {step} of {run_folder}")
+        _export([str(path), str(step), str(target)], [*overrides, f"run.dir={run_folder}"])
+    # a server of its own, whatever REDIS_URL and the config name
+    with EmbeddedServer(folder / "server") as server:
+        launcher = Launcher(
+            settings, path, given, redis_url=server.url, chaos=False, screen=screen,
+            is_reported=False,
+        )  # fmt: skip
+        launcher.run()
     found = {task: metrics for (task, _), metrics in read_evaluations(folder).items()}
     shutil.rmtree(folder)
-    return Evaluated(what or f"{run_folder}, step {step}", step, found)
+    return Evaluated(f"{run_folder}, step {step}" if step else what, step, found)
 
 
-def _new_folder(config: TrainingConfig) -> Path:
-    """Return the folder of the evaluation, without what an interrupted one left."""
-    folder = config.run.folder.with_name(f"{config.run.folder.name}-eval")
+def _make(folder: Path) -> None:
+    """Make the folder of the evaluation, without what an interrupted one left."""
     if is_owned(folder):
         raise ConfigError(
             f"another evaluation runs in {folder}", hint=f"`rolloutmq logs -f --run-dir {folder}`"
         )
-    if (folder / "launcher.lock").exists():
+    if (folder / LOCK_FILE).exists():
         shutil.rmtree(folder)
     elif folder.exists():
         raise ConfigError(f"{folder} exists and is no evaluation", hint="move it away")
     folder.mkdir(parents=True)
-    (folder / "launcher.lock").touch()
-    return folder
+    (folder / LOCK_FILE).touch()
 
 
 def _find(config: TrainingConfig, what: str) -> tuple[Path, int]:
@@ -125,18 +123,9 @@ def _find(config: TrainingConfig, what: str) -> tuple[Path, int]:
     )
 
 
-def _model(folder: Path) -> list[str]:
-    return [f"policy.model={folder.resolve()}"]
-
-
-def _export(
-    path: Path, overrides: list[str], run_folder: Path, step: int, target: Path, *, is_model: bool
-) -> list[str]:
-    """Export a checkpoint; return the overrides with which the evaluation uses it."""
-    given = [*overrides, f"run.dir={run_folder}"]
-    flags = [part for override in given for part in ("--set", override)]
-    run_command(["export-model", str(path), str(step), str(target), "--float32", *flags])
-    return _model(target) if is_model else []
+def _export(arguments: list[str], overrides: list[str]) -> None:
+    flags = [part for override in overrides for part in ("--set", override)]
+    run_command(["export-model", *arguments, "--float32", *flags])
 
 
 def _held_out(config: TrainingConfig) -> list[str]:

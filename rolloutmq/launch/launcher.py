@@ -137,8 +137,9 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config = self._config = check_start(self._config, self._command)
         say = self._console.print
+        say("checks   the config, its data sets and its model")
+        config = self._config = check_start(self._config, self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")

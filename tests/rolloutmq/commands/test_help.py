@@ -22,6 +22,7 @@ PROCESSES = {
     "create",
     "train",
     "warm-start",
+    "eval",
     "export-model",
     "gpu-check",
     "worker",
