@@ -38,6 +38,7 @@ SECTIONS = {
         "tail",
         "logs",
         "workers",
+        "report",
         "web",
         "metrics",
     ),
@@ -108,6 +109,9 @@ SUMMARIES = {
     },
     "rolloutmq.commands.steer.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
+    },
+    "rolloutmq.report.command": {
+        "report": "Write a run's folder as one HTML file, to send or to keep.",
     },
     "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",

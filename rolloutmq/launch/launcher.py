@@ -118,7 +118,8 @@ class Launcher:
             run.janitor.sweep()
             if self._is_reported:
                 cli = self._server.cli if self._server else None
-                finish(self._console, self._config, run, cli)
+                account = finish(self._console, self._config, run, cli)
+                self._owned.note(Stage.STOPPING, account=account)
         except KeyboardInterrupt:
             self._console.print(
                 "\nstopping in order (Ctrl-C again: at once); the same command continues the run"

@@ -154,6 +154,7 @@ def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> Non
         "runs": {"--run"},
         "server": {"--redis-url", "--run"},
         "logs": {"--redis-url", "--run"},
+        "report": {"--redis-url", "--run", "--run-dir", "--json"},
         "stop": {"--redis-url", "--run"},
         "acl": {"--redis-url", "--run-dir"},
         "check": {"--redis-url", "--run-dir", "--run"},
