@@ -38,7 +38,11 @@ class FoundGroup:
     @property
     def gone(self) -> str:
         """How the group ended; "" for one that has not."""
-        return "" if self.record else f"{_WHY_GONE[self.places[0]]}; its payload is freed"
+        return (
+            ""
+            if self.record or not self.places
+            else f"{_WHY_GONE[self.places[0]]}; its payload is freed"
+        )
 
     @property
     def may(self) -> tuple[str, ...]:
@@ -63,6 +67,10 @@ class FoundGroup:
                 return f"dead: {self.letter['reason']}" if self.letter else "dead"
             case stage:
                 return str(stage)
+
+    def with_sample(self, sample: Sample) -> FoundGroup:
+        """Return the same with a line of the sample log."""
+        return replace(self, group=None, sample=sample)
 
     def document(self, *, tokens: bool) -> dict[str, Any]:
         """Return the group as JSON; `members` is empty where its payload is freed and not logged.
@@ -110,7 +118,7 @@ def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGro
     found = locate(run, gid)
     if not found.record:
         return replace(found, sample=samples.find(gid) if samples else None)
-    return replace(found, group=run.buffer.read(_payload(gid, found.record)))
+    return replace(found, group=run.buffer.read(payload_of(gid, found.record)))
 
 
 def _end(run: Run, gid: str, places: list[str]) -> str:
@@ -137,7 +145,8 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     )
 
 
-def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
+def payload_of(gid: str, record: dict[str, str]) -> PayloadRef:
+    """Return the address of the payload of a group with this record."""
     crc = "" if record["payload"] == "init" else record.get("crc", "")
     return PayloadRef(
         gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ log = logging.getLogger("rolloutmq.samples")
 
 FOLDER = "samples"
 _NAME = re.compile(r"(\d{6,})-step-(\d{8,})\.jsonl\.gz")
+AROUND = 60
+"""Characters of an excerpt before and after what was searched."""
+
 Sample = dict[str, Any]
 """One group as `describe_sample` returns it."""
 
@@ -80,6 +84,14 @@ class SampleLog:
         files = [file for file in sample_files(self._run_dir) if file.first <= step]
         return [line for line in _lines(files[-1]) if line["step"] == step] if files else []
 
+    def search(self, text: str) -> Iterator[Sample]:
+        """Yield the samples that contain a text, in any case, those of the newest steps first."""
+        end = math.inf
+        for file in reversed(sample_files(self._run_dir)):
+            found = [line for line in _lines(file) if line["step"] < end and contains(line, text)]
+            yield from reversed(found)
+            end = min(end, file.first)
+
     def find(self, gid: str) -> Sample | None:
         """Return the sample of a group that was trained; None where it is not in the log."""
         steps = StepLog(self._run_dir / "steps.jsonl")
@@ -106,7 +118,7 @@ def _lines(file: SampleFile) -> Iterator[Sample]:
         log.warning("%s is incomplete: what follows is passed over: %s", file.path, error)
 
 
-# -- one sample --------------------------------------------------------------
+# -- one group ---------------------------------------------------------------
 
 
 def describe_sample(
@@ -123,6 +135,25 @@ def describe_sample(
     sample |= group_json(group, tokens=False)
     add_texts(sample, group, texts)
     return sample
+
+
+def contains(document: dict[str, Any], text: str) -> str:
+    """Return what a group says around a text, which is compared in any case; "" without it."""
+    wanted = text.casefold()
+    for part in _texts_of(document):
+        at = part.casefold().find(wanted)
+        if at >= 0:
+            return part[max(0, at - AROUND) : at + len(text) + AROUND]
+    return ""
+
+
+def _texts_of(document: dict[str, Any]) -> Iterator[str]:
+    yield document.get("prompt") or ""
+    for message in document.get("messages", []):
+        yield str(message.get("content", ""))
+    for member in document["members"]:
+        for turn in member.get("turns") or [{"text": member["response"]}]:
+            yield turn["text"]
 
 
 def add_texts(document: dict[str, Any], group: RolloutGroup, texts: TokenTexts) -> None:

@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffer.monitoring.history import History
+from buffer.monitoring.sample_log import SampleLog
 from buffer.monitoring.token_texts import TokenTexts, model_folders
 from buffer.run import Run
 from rolloutmq.web.access import Access
@@ -63,7 +64,7 @@ def make_app(
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
         *RunRoutes(watcher, run_dir, access).all(),
-        *GroupRoutes(run, texts, access).all(),
+        *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None, access).all(),
         *ControlRoutes(run, access).all(),
         *DeadRoutes(run, access).all(),
     ]

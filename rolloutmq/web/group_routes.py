@@ -1,33 +1,47 @@
 """What browsers read of groups and rollouts.
 
-GET /api/groups          ?where=JSON&order=-tokens&limit=100, see buffer/query
-GET /api/groups/{gid}    one group with its tokens
+GET /api/groups          ?where=JSON&order=-tokens&page=1&text=WORDS, see buffer/query
+GET /api/groups/{gid}    one group with its tokens, or with its sample where it has ended;
+                         ?step=50: with its sample of that step
+GET /api/samples         ?step=50 (default: the newest) or ?text=WORDS: the sample log
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import islice
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from buffer.monitoring.found_group import find_group
+from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
+from buffer.monitoring.found_group import FoundGroup, find_group, locate, payload_of
+from buffer.monitoring.json_views import group_json
+from buffer.monitoring.sample_log import Sample, SampleLog, add_texts, contains
 from buffer.monitoring.token_texts import TokenTexts
+from buffer.query.record import GroupRecord
 from buffer.run import Run
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer, json_in, number_in
 
-MOST_ROWS = 1000
+PAGE = 50
+MOST_PAGES = 200
+MOST_READ = 500
+"""Groups whose payloads are read for one search of their texts."""
 
 
 class GroupRoutes:
     """Answers what the rollouts page shows."""
 
-    def __init__(self, run: Run, texts: TokenTexts, access: Access) -> None:
+    def __init__(
+        self, run: Run, texts: TokenTexts, samples: SampleLog | None, access: Access
+    ) -> None:
         self._run = run
         self._texts = texts
+        self._samples = samples
         self._access = access
 
     def all(self) -> list[Route]:
@@ -35,20 +49,71 @@ class GroupRoutes:
         return [
             Route("/api/groups", self._groups),
             Route("/api/groups/{gid}", self._group),
+            Route("/api/samples", self._logged),
         ]
 
     def _groups(self, request: Request) -> Response:
         self._access.to_read(request)
         query: Mapping[str, str] = request.query_params
         where = json_in(query.get("where") or "{}")
-        limit = number_in(query.get("limit") or "100", MOST_ROWS)
-        rows = self._run.groups.find(where, limit=limit, order=query.get("order") or "")
-        return answer([asdict(row) for row in rows])
+        page = number_in(query.get("page") or "1", MOST_PAGES)
+        text = query.get("text") or ""
+        order = query.get("order") or ""
+        limit = MOST_READ if text else page * PAGE + 1
+        found = self._run.groups.find(where, limit=limit, order=order)
+        rows = self._with_text(found, text) if text else (asdict(row) for row in found)
+        shown = list(islice(rows, (page - 1) * PAGE, page * PAGE + 1))
+        return answer(
+            {"groups": shown[:PAGE], "has_more": len(shown) > PAGE, "most_read": MOST_READ}
+        )
+
+    def _with_text(self, found: Iterator[GroupRecord], text: str) -> Iterator[dict[str, Any]]:
+        """Yield the groups whose texts contain `text`, with what is around it."""
+        for row in found:
+            record = self._run.record(row.gid)
+            try:
+                group = self._run.buffer.read(payload_of(row.gid, record)) if record else None
+            except (PayloadMissing, WireError):  # it has ended since, or `fsck` reports it
+                continue
+            if group and (excerpt := contains(group_json(group, tokens=False), text)):
+                yield asdict(row) | {"excerpt": excerpt}
 
     def _group(self, request: Request) -> Response:
         self._access.to_read(request)
-        found = find_group(self._run, request.path_params["gid"])
+        gid = request.path_params["gid"]
+        step = request.query_params.get("step")
+        if step and (sample := self._sample(gid, number_in(step, 10**9))):
+            return answer(self._place(gid).with_sample(sample).document(tokens=True))
+        found = find_group(self._run, gid, self._samples)
         document = found.document(tokens=True)
-        for member in document["members"]:
-            member["token_texts"] = self._texts.of(member["response_ids"])
+        if found.group:
+            add_texts(document, found.group, self._texts)
+            for member in document["members"]:
+                member["token_texts"] = self._texts.of(member["response_ids"])
         return answer(document)
+
+    def _place(self, gid: str) -> FoundGroup:
+        """Return where a group is; nowhere, if the server has lost it or is another one."""
+        try:
+            return locate(self._run, gid)
+        except (ConfigError, AccountError):
+            return FoundGroup(gid, "", [], {})
+
+    def _sample(self, gid: str, step: int) -> Sample | None:
+        samples = self._samples.read(step) if self._samples else []
+        return next((sample for sample in samples if sample["gid"] == gid), None)
+
+    def _logged(self, request: Request) -> Response:
+        self._access.to_read(request)
+        log = self._samples
+        steps = log.steps() if log else None
+        if log is None or steps is None:
+            return answer({"steps": None, "step": None, "groups": []})
+        if text := request.query_params.get("text"):
+            groups = [
+                sample | {"excerpt": contains(sample, text)}
+                for sample in islice(log.search(text), PAGE)
+            ]
+            return answer({"steps": steps, "step": None, "groups": groups})
+        step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
+        return answer({"steps": steps, "step": step, "groups": log.read(step)})

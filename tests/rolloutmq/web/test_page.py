@@ -86,13 +86,13 @@ def test_a_group_offers_what_may_be_done_with_it(
         until(chromium, gid)
         until(chromium, words)
         shown = [button.text for button in chromium.find_elements(By.CSS_SELECTOR, "main button")]
-        assert shown == buttons, stage
+        assert [text for text in shown if text in ("Requeue…", "Drop…")] == buttons, stage
 
 
 def test_a_rollout_with_its_tokens(
     chromium: Chrome, address: str, scene: Scene, shots: Path
 ) -> None:
-    go(chromium, address, "groups/math-0000000003")
+    go(chromium, address, "groups/math-0000000003?view=tokens")
     until(chromium, "What is 1 + 1?")
     tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
     assert [token.text for token in tokens] == ["5", "6", "7"] * 2
