@@ -17,6 +17,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
     "Run": (
+        "init",
         "check",
         "run",
         "stop",
@@ -51,6 +52,9 @@ SECTIONS = {
 SUMMARIES = {
     "rolloutmq.check.command": {
         "check": "Find the mistakes of a config before a GPU is used.",
+    },
+    "rolloutmq.init.command": {
+        "init": "Write the folder of a new project.",
     },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
