@@ -30,6 +30,10 @@ chaos-mutants: setup ## the same against builds with one line of a script gone: 
 chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
 
+.PHONY: model-check
+model-check: setup ## every interleaving of small histories of the scripts, with deaths, lost and late calls; MINUTES=10
+	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
+
 .PHONY: chaos-deaths
 chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
 	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)

@@ -164,9 +164,9 @@ class _Crowd:
         self._all_at_once(self._beat)
 
     def _beat(self, name: str) -> None:
-        self._run.refresh_limits()
         pulse = HeartbeatReport(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
-        self._run.fleet.heartbeat(name, self._nonces[name], pulse, self._held[name])
+        beat = self._run.fleet.heartbeat(name, self._nonces[name], pulse, self._held[name])
+        self._run.adopt_limits(beat.limits)
 
     def _sweep(self, _: str) -> None:
         self._run.janitor.sweep(files=False, archive=False)

@@ -25,7 +25,15 @@ from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
 from buffer.model.ids import new_nonce
-from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
+from buffer.model.limits import (
+    LOADING,
+    REMOVING,
+    SCHEMA,
+    STAMP_FIELDS,
+    LimitsStamp,
+    RunLimits,
+    parse_stamp,
+)
 from buffer.model.origin import Origin
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
@@ -60,11 +68,9 @@ class Run:
         self.keys = Keys(name, spread=store.in_cluster)
         self.name = name
         self.nonce = nonce
-        # one object for all parts, and for nothing else: `refresh_limits` changes it in place
+        # one object for all parts, and for nothing else: `adopt_limits` changes it in place
         self.limits = limits = limits.model_copy(deep=True)
-        # a server that lost data counts changes from an older number again: the nonce of the last
-        # change distinguishes two changes of the same number
-        self._limits_stamp = _stamp(None, None)
+        self._limits_stamp = parse_stamp(None, None)
         self.changes: list[str] = []
         """what `create` changed of a run that existed, in words"""
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
@@ -135,7 +141,7 @@ class Run:
         run = cls(store, name, nonce, settings.limits)
         run.changes = settings.changes
         if not settings.version:
-            run._limits_stamp = _stamp("0", facts["operation"])
+            run._limits_stamp = parse_stamp("0", facts["operation"])
         if run.media:
             run.media.claim()
         return run
@@ -164,7 +170,7 @@ class Run:
         meta = _read_hash(store, "open run", keys.meta)
         _require_schema(name, meta)
         run = cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
-        run._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
+        run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
     def save(
@@ -269,21 +275,26 @@ class Run:
 
     def poll(self) -> tuple[bool, memory.MemoryUse]:
         """Refresh the limits, and return the run's use of memory, too, in one round trip."""
-        limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
+        limits = ("HMGET", self.keys.meta, *STAMP_FIELDS)
         stamp, held = self.store.each(
             "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
         )
-        changed = _stamp(*stamp) != self._limits_stamp
-        if changed:
-            self._adopt_limits()
+        changed = self.adopt_limits(parse_stamp(*stamp))
         return changed, self.memory.use(memory.ByteCount.parse(held))
 
-    def _adopt_limits(self) -> None:
+    def adopt_limits(self, stamp: LimitsStamp) -> bool:
+        """Read the limits if the server has another stamp; return whether it has."""
+        if stamp == self._limits_stamp:
+            return False
+        self._read_limits()
+        return True
+
+    def _read_limits(self) -> None:
         meta = _read_hash(self.store, "limits", self.keys.meta)
         if meta.get("nonce") != self.nonce:
             return  # the run is gone, or another one: the next call that needs it reports that
         self.limits.adopt(RunLimits.from_meta(meta))
-        self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
+        self._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
 
     def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
         """Change limits while the run continues; return (before, after) of each that changed.
@@ -366,9 +377,3 @@ def _require_schema(name: str, meta: dict[str, str]) -> None:
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")
-
-
-def _stamp(version: bytes | str | None, operation: bytes | str | None) -> tuple[int, str]:
-    """Identify limits by the number of changes so far and the nonce of the last one."""
-    nonce = operation.decode() if isinstance(operation, bytes) else operation
-    return int(version or 0), nonce or ""

@@ -12,7 +12,7 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_rec
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
 from buffer.model.job import Job, digest_of
-from buffer.model.limits import RunLimits
+from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
@@ -33,12 +33,14 @@ class HeartbeatReply:
 
     `lost` are jobs whose leases are lost, `doomed` those that can serve no train step any more. If
     the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
-    `is_agreed`: worker and server did not differ on what is held.
+    `limits`: the stamp of the run's limits, for `Run.adopt_limits`. `is_agreed`: worker and server
+    did not differ on what is held.
     """
 
     known: bool
     control: ControlState | None
     lost: tuple[Job, ...]
+    limits: LimitsStamp
     doomed: tuple[Job, ...] = ()
     is_agreed: bool = True
 
@@ -122,12 +124,14 @@ class Fleet:
     ) -> HeartbeatReply:
         """Renew the lease on `held`, and exchange the receipt for the newest control state.
 
+        One round trip, which also reads the stamp of the run's limits.
+
         Where worker and server differ on what is held, a second call settles it. `oldest`: the
         weights of the oldest token of each group that has tokens; `reported`: those of which an
         earlier heartbeat said so. Raises Fenced if another process has registered with the same id.
         """
         ages = self._ages(oldest, reported)
-        reply = self._store.call(
+        reply, stamp = self._store.call_and_read(
             "heartbeat",
             self._keys.slots(worker=worker),
             {
@@ -138,19 +142,21 @@ class Fleet:
                 "held": len(held),
                 "digest": digest_of(held),
             },
-            tail_args=[part for age in ages for part in age],
+            [part for age in ages for part in age],
+            ("HMGET", self._keys.meta, *STAMP_FIELDS),
         )
+        limits = parse_stamp(*stamp)
         match _unless_replaced(reply, worker):
             case ["UNKNOWN"]:
-                return HeartbeatReply(False, None, tuple(held))
+                return HeartbeatReply(False, None, tuple(held), limits)
             case [code, *fields]:
                 old = {ages[int(n) - 1][2:] for n in fields[len(STATE_FIELDS) :]}
                 doomed = tuple(job for job in oldest if self._age(job, oldest[job]) in old)
                 lost = self._reconcile(worker, nonce, held) if code == "DIFFERS" else ()
                 if lost is None:
-                    return HeartbeatReply(False, None, tuple(held))
+                    return HeartbeatReply(False, None, tuple(held), limits)
                 return HeartbeatReply(
-                    True, ControlState.parse(fields), lost, doomed, is_agreed=code == "OK"
+                    True, ControlState.parse(fields), lost, limits, doomed, is_agreed=code == "OK"
                 )
             case _:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")

@@ -46,6 +46,22 @@ Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
 
+LimitsStamp = tuple[int, str]
+"""Number and nonce of the last change of a run's limits.
+
+A server that lost data counts from an older number again: the nonce distinguishes two changes.
+"""
+
+STAMP_FIELDS = ("limits_version", "limits_op")
+"""Fields of `meta` with the stamp."""
+
+
+def parse_stamp(version: bytes | str | None, operation: bytes | str | None) -> LimitsStamp:
+    """Return the stamp in these fields."""
+    text = operation.decode() if isinstance(operation, bytes) else operation or ""
+    return int(version or 0), text
+
+
 class TaskSettings(BaseModel):
     """The numbers of a task that `rolloutmq set` can change while the run continues.
 

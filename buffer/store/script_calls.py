@@ -64,6 +64,15 @@ class ScriptRunner:
         self._check(waited)
         return _decoded(reply)
 
+    def call_and_read(
+        self, script: Script, command: Command, read: Command
+    ) -> tuple[list[Any], Any]:
+        """Run one call of a script, then a command that reads, in one round trip."""
+        reply, answer = self._run(
+            script, [command], lambda: pipelined(self.client, [command, read])
+        )
+        return _decoded(reply), answer
+
     def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
         """Run calls of a read-only script in one round trip, and return the replies."""
         replies = self._run(script, commands, lambda: pipelined(self.client, commands))

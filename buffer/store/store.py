@@ -136,6 +136,27 @@ class Store:
 
         return self.retrying(script, run, starts_work=entry.starts_work)
 
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        """Run a script as `call` does, then a command that reads, in the same round trip.
+
+        Return the reply and the answer. The keys of both lie in one slot.
+        """
+        entry = self.scripts[script]
+        command = command_of(entry, ScriptCall(keys, args, (), tail_args))
+
+        def run() -> tuple[list[Any], Any]:
+            runner = self._runner("control", str(command[FIRST_KEY]))
+            return runner.call_and_read(entry, command, read)
+
+        return self.retrying(script, run, starts_work=entry.starts_work)
+
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:

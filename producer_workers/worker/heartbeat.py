@@ -134,11 +134,10 @@ class Heartbeat:
         due = swept = time.monotonic()
         while not self._stopping.is_set():
             self._wake.clear()
-            is_due = time.monotonic() >= due
-            if is_due:
+            if time.monotonic() >= due:
                 due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
-                self._send(is_due)
+                self._send()
                 # leases of dead workers must run out, and memory must be freed, even if no
                 # producer is alive
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
@@ -154,18 +153,16 @@ class Heartbeat:
                 log.exception("a heartbeat failed")
             self._wake.wait(max(0.0, due - time.monotonic()))
 
-    def _send(self, is_due: bool) -> None:
-        # an early one is for a receipt, and fast: limits have time until the next
-        if is_due:
-            self._run.refresh_limits()
+    def _send(self) -> None:
         report, held, oldest = self._report()
         reported = {job for job, weights in self._reported.items() if oldest.get(job) == weights}
         beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held, oldest, reported)
+        self._run.adopt_limits(beat.limits)
         # a server that holds something else may have lost these, too
         self._reported = oldest if beat.is_agreed else {}
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
-            beat = HeartbeatReply(True, self.register(), beat.lost)
+            beat = HeartbeatReply(True, self.register(), beat.lost, beat.limits)
         self._inbox.post_from_thread(HeartbeatAnswered(beat, report))
 
     def register(self) -> ControlState:

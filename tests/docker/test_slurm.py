@@ -20,7 +20,7 @@ from buffer.config.warm_start import TinyModelConfig
 from consumer.models.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 100
+DEADLINE_S = 400
 
 CONFIG = """
 run = { name = "drill" }
