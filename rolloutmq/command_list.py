@@ -16,7 +16,18 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("check", "run", "stop", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": (
+        "init",
+        "check",
+        "run",
+        "stop",
+        "create",
+        "train",
+        "worker",
+        "producer",
+        "judge",
+        "simulate",
+    ),
     "Look": (
         "status",
         "top",
@@ -39,6 +50,9 @@ SECTIONS = {
 SUMMARIES = {
     "rolloutmq.check.command": {
         "check": "Find the mistakes of a config before a GPU is used.",
+    },
+    "rolloutmq.init.command": {
+        "init": "Write the folder of a new project.",
     },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
