@@ -26,6 +26,7 @@ SECTIONS = {
         "worker",
         "producer",
         "judge",
+        "eval",
         "simulate",
     ),
     "Look": (
@@ -38,6 +39,7 @@ SECTIONS = {
         "tail",
         "logs",
         "workers",
+        "report",
         "web",
         "metrics",
     ),
@@ -58,6 +60,7 @@ SUMMARIES = {
         "run": "Start a whole run on this machine, or continue it.",
         "create": "Make the run of a config on its server, and start nothing.",
         "train": "Start the trainer of a run, or one rank of it.",
+        "eval": "Evaluate a checkpoint or a model on the held-out tasks of a config.",
         "warm-start": "Build and warm-start the small model of a config.",
         "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
@@ -110,6 +113,9 @@ SUMMARIES = {
     },
     "rolloutmq.commands.steer.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
+    },
+    "rolloutmq.report.command": {
+        "report": "Write a run's folder as one HTML file, to send or to keep.",
     },
     "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",
