@@ -55,6 +55,7 @@ async function open() {
   }
   if (mine !== opening) return;
   main.replaceChildren(...parts.filter(Boolean));
+  main.dataset.shown = location.hash;
   opened = view;
   if (data.snapshot) view.update?.(data.snapshot, true);
 }
