@@ -10,6 +10,7 @@ import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import presence_of_element_located
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from buffer.server.embedded import EmbeddedServer
@@ -221,9 +222,8 @@ def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
     errors(chromium)  # those of earlier tests
     for view in VIEWS:
         go(chromium, address, view)
-        WebDriverWait(chromium, PATIENCE_S).until(
-            lambda b: b.find_elements(By.CSS_SELECTOR, "main *")
-        )
+        shown = (By.CSS_SELECTOR, f"main[data-shown='#/{view}'] *")
+        WebDriverWait(chromium, PATIENCE_S).until(presence_of_element_located(shown))
         for element in chromium.find_elements(
             By.CSS_SELECTOR, "button, a, input, select, summary, .plot"
         ):

@@ -57,6 +57,7 @@ async function open() {
   main.replaceChildren(...parts.filter(Boolean));
   opened = view;
   if (data.snapshot) view.update?.(data.snapshot, true);
+  main.dataset.shown = location.hash; // for tests: the view is drawn
 }
 
 function onEvent(event, hasSteps) {
