@@ -59,9 +59,9 @@ async function open() {
   }
   if (mine !== opening) return;
   main.replaceChildren(...parts.filter(Boolean));
-  main.dataset.shown = location.hash;
   opened = view;
   if (data.snapshot) view.update?.(data.snapshot, true);
+  main.dataset.shown = location.hash; // for tests: the view is drawn
 }
 
 function onEvent(event, hasSteps) {

@@ -27,7 +27,7 @@ export class Chart {
     this.axis = axis;
     this.hidden = new Set(hidden);
     this.isLog = this.isTall = false;
-    this.plot = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": `${spec.title}: not drawn yet`, onkeydown: (event) => this.onKey(event) });
+    this.plot = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.spec.title, onkeydown: (event) => this.onKey(event) });
     this.legend = el("div", { class: "legend" });
     this.node = el("figure", { class: "panel chart", "data-chart": spec.key },
       el("figcaption", {}, el("h3", {}, spec.title), el("small", {}, spec.unit), el("span", { class: "tools" },
