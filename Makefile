@@ -30,6 +30,10 @@ chaos-mutants: setup ## the same against builds with one line of a script gone: 
 chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
 
+.PHONY: model-check
+model-check: setup ## every interleaving of small histories of the scripts, with deaths, lost and late calls; MINUTES=10
+	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
+
 .PHONY: chaos-deaths
 chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
 	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)
@@ -112,6 +116,10 @@ images: ## the CPU image; the CUDA one: make images BUILD=cuda
 
 compose: images ## a whole run on this host with Docker; docker/README.md
 	@docker compose -f docker/compose.yaml up -d
+
+.PHONY: screenshots
+screenshots: setup ## the screenshots of the docs, from two runs of the demo in Chromium; about 6 minutes
+	@$(PY) -m docs.screenshots
 
 .PHONY: docs
 docs: setup ## the docs site, into build/site, with broken links as errors

@@ -77,16 +77,16 @@ ROWS = (
         "numpy calls on small arrays",
     ),
     Row(
-        "groups to a plan of micro-batches / take",
+        "plan of micro-batches / take",
         "pack",
         _both("pack", "plan of micro-batches / take"),
-        "counting trained tokens; a list entry per rollout",
+        "counting trained tokens",
     ),
     Row(
-        "groups to all micro-batches, one after another / take",
+        "all micro-batches / take",
         "pack",
         _both("pack", "all micro-batches / take"),
-        "48 bytes per token: torch indexes with int64",
+        "48 bytes per token",
     ),
     Row(
         "take of 512 groups: server time",

@@ -22,8 +22,8 @@ import typer
 from safetensors.numpy import save_file
 
 from buffer.weights.announcement import Announcement
-from buffer.weights.memory_snapshot import MemorySnapshot
-from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
 
 app = typer.Typer(add_completion=False)
 LIMIT_S = 300.0

@@ -9,9 +9,9 @@ left out. In turns, in one process and one engine per model.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,14 +27,16 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
+from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.transfer import TransferSender
 from buffer.weights.transport import WeightsSender
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.group_runs.engine_control import ControlledEngine, WeightSource
+from producer_workers.group_runs.engine_control import ControlledEngine
+from producer_workers.group_runs.inbox import Inbox
+from producer_workers.group_runs.next_weights import WeightSource
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),
@@ -83,11 +85,13 @@ async def _compare(
     try:
         for number in range(1, rounds + 2):
             for name, way in ways.items():
-                controlled = ControlledEngine(engine, WeightSource(run))
-                with closing(controlled):
-                    seconds = await _update(
-                        controlled, way, PolicyVersion(name.lower(), number), save
-                    )
+                inbox = Inbox()
+                inbox.open()
+                controlled = ControlledEngine(engine, WeightSource(run), inbox)
+                seconds = await _update(
+                    controlled, inbox, way, PolicyVersion(name.lower(), number), save
+                )
+                await controlled.close()
                 if number > 1:  # the first warms up
                     taken[name].append(seconds)
     finally:
@@ -100,6 +104,7 @@ async def _compare(
 
 async def _update(
     controlled: ControlledEngine,
+    inbox: Inbox,
     way: WeightsSender,
     version: PolicyVersion,
     save: Callable[[Path], None],
@@ -107,8 +112,11 @@ async def _update(
     began = time.perf_counter()
     path, checksum = way.write(version, save)
     written = time.perf_counter()
-    if not await controlled.update(ControlState(1, Mode.RUN, (), version, path, checksum)):
-        raise RuntimeError(f"the engine refused {path}")
+    state = ControlState(1, Mode.RUN, (), version, path, checksum)
+    while not await controlled.update(state):
+        if controlled.refusal:
+            raise RuntimeError(f"the engine refused {path}: {controlled.refusal}")
+        await inbox.read(math.inf)
     loaded = time.perf_counter()
     way.prune()
     return written - began, loaded - written

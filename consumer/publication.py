@@ -56,6 +56,7 @@ def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
         keep=config.trainer.keep_weights,
         host=policy.weights_host,
         algorithm=policy.weights_checksum,
+        whole_every=policy.weights_whole_every,
     )
 
 

@@ -16,7 +16,19 @@ from typer.main import get_command
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = {
-    "Run": ("check", "run", "stop", "create", "train", "worker", "producer", "judge", "simulate"),
+    "Run": (
+        "init",
+        "check",
+        "run",
+        "stop",
+        "create",
+        "train",
+        "worker",
+        "producer",
+        "judge",
+        "eval",
+        "simulate",
+    ),
     "Look": (
         "status",
         "top",
@@ -27,6 +39,7 @@ SECTIONS = {
         "tail",
         "logs",
         "workers",
+        "report",
         "web",
         "metrics",
     ),
@@ -40,10 +53,14 @@ SUMMARIES = {
     "rolloutmq.check.command": {
         "check": "Find the mistakes of a config before a GPU is used.",
     },
+    "rolloutmq.init.command": {
+        "init": "Write the folder of a new project.",
+    },
     "rolloutmq.launch.commands": {
         "run": "Start a whole run on this machine, or continue it.",
         "create": "Make the run of a config on its server, and start nothing.",
         "train": "Start the trainer of a run, or one rank of it.",
+        "eval": "Evaluate a checkpoint or a model on the held-out tasks of a config.",
         "warm-start": "Build and warm-start the small model of a config.",
         "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
@@ -96,6 +113,9 @@ SUMMARIES = {
     },
     "rolloutmq.commands.steer.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
+    },
+    "rolloutmq.report.command": {
+        "report": "Write a run's folder as one HTML file, to send or to keep.",
     },
     "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",

@@ -209,6 +209,16 @@ def _running(server: EmbeddedServer, run_dir: Path) -> Address:
     )
 
 
+def stopped_samples(redis_url: str | None, run_dir: Path | None) -> SampleLog | None:
+    """Return the sample log of the run that the options select, if its own server is stopped."""
+    if redis_url or os.environ.get("REDIS_URL"):
+        return None
+    newest = newest_server() if run_dir is None else None
+    folder = newest[1] if newest else run_dir
+    server = embedded_server(folder) if folder else None
+    return SampleLog(folder) if folder and server and not server.is_running else None
+
+
 @contextmanager
 def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
     """Open the server, after one check that it answers. Raises StoreError and ConfigError."""

@@ -59,7 +59,7 @@ _ENDED = frozenset({Stage.STOPPED, Stage.FINISHED, Stage.FAILED})
 class LaunchRecord(BaseModel):
     """What the owner of a folder wrote about itself.
 
-    `detail`: what it waits for, or why it failed. `account`: that of a run that was stopped.
+    `detail`: what it waits for, or why it failed. `account`: that of a run that has ended.
     `versions`: what it ran with.
     """
 
@@ -117,7 +117,7 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
         except BaseException as error:
             owned.note(Stage.FAILED, str(error).partition("\n")[0])
             raise
-        owned.note(Stage.FINISHED)
+        owned.note(Stage.FINISHED, account=owned.record.account)
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:

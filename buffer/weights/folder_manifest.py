@@ -18,6 +18,9 @@ from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
 
+DELTA_NAME = "delta.json"
+"""In the folder of a version that was published as changes (delta.py)."""
+
 
 def write(
     folder: Path,
@@ -81,6 +84,8 @@ def check_files(folder: Path, checksum: str) -> None:
     Raises as `verify`, and ModelError for a folder without weights.
     """
     listed = check_sizes(folder, checksum)
+    if DELTA_NAME in listed:
+        return
     for file in weight_files(folder):
         if file.name not in listed:
             raise WireError(f"{file.name} is not in the manifest: write that last")

@@ -8,12 +8,14 @@ from typing import Literal
 
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from buffer.weights import redis_chunks, shared_folder, transfer
+from buffer.weights import redis_chunks, shared_folder
 from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm
+from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
+from buffer.weights.exchange import transfer
+from buffer.weights.exchange.transfer import TransferReceiver, TransferSender
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from buffer.weights.transfer import TransferReceiver, TransferSender
 from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
@@ -36,11 +38,30 @@ def open_sender(
     keep: int,
     host: str | None = None,
     algorithm: Algorithm = "xxh3",
+    whole_every: int = 1,
 ) -> WeightsSender:
     """Open the trainer's side of a transport that keeps the newest `keep` versions.
 
-    `folder`: for the versions, or their copies. `host`: see `TransferSender`.
+    `folder`: for the versions, or their copies. `host`: see `TransferSender`. `whole_every`: see
+    `DeltaSender`; not for gloo and nccl.
     """
+    keep += whole_every - 1  # what the oldest of them is made of
+    sender = _open_sender(name, store, keys, folder, keep=keep, host=host, algorithm=algorithm)
+    if whole_every == 1:
+        return sender
+    return DeltaSender(sender, folder.resolve(), whole_every, algorithm)
+
+
+def _open_sender(
+    name: TransportName,
+    store: Store,
+    keys: Keys,
+    folder: Path,
+    *,
+    keep: int,
+    host: str | None,
+    algorithm: Algorithm,
+) -> WeightsSender:
     match name:
         case "folder":
             return FolderSender(folder, keep=keep, algorithm=algorithm)
@@ -49,6 +70,11 @@ def open_sender(
         case "gloo" | "nccl":
             copies = FolderSender(folder, keep=keep, algorithm=algorithm)
             return TransferSender(store, keys, copies, name, host=host, keep=keep)
+
+
+def open_receiver(store: Store, keys: Keys) -> WeightsReceiver:
+    """Open a worker's side of every transport, for whole versions and changes."""
+    return DeltaReceiver(AnyReceiver(store, keys))
 
 
 class AnyReceiver(WeightsReceiver):

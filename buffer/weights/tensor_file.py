@@ -52,6 +52,14 @@ def write_tensors(
     return FileFacts(sum(sizes), algorithm, tuple(part for part in written if part.bytes))
 
 
+def write_at(descriptor: int, start: int, data: memoryview) -> None:
+    """Write bytes at their offset in a file."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, start)
+        start += written
+        data = data[written:]
+
+
 def _header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
     sizes = [tensor.data.nbytes for tensor in tensors.values()]
     entries = {
@@ -72,7 +80,5 @@ def _write_part(descriptor: int, algorithm: Algorithm, start: int, data: memoryv
     for offset in range(0, data.nbytes, BLOCK_BYTES):
         block = data[offset : offset + BLOCK_BYTES]
         found.update(block)
-        written = 0
-        while written < block.nbytes:
-            written += os.pwrite(descriptor, block[written:], start + offset + written)
+        write_at(descriptor, start + offset, block)
     return Part(data.nbytes, found.hexdigest())

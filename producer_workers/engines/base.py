@@ -180,6 +180,17 @@ class ReceivesWeights(Protocol):
         """
 
 
+@runtime_checkable
+class PreparesWeights(Protocol):
+    """An engine with a second buffer for weights. Without it, `load_weights` reads the folder."""
+
+    async def prepare_weights(self, path: Path, version: PolicyVersion) -> None:
+        """Read weights while the model samples, for the next `load_weights` of that version.
+
+        Replaces what was prepared before. Raises WeightsError.
+        """
+
+
 class GroupImages(Protocol):
     """The images of each group, shown to its requests beside their tokens.
 

@@ -11,16 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 from buffer.control.control import ControlState
-from buffer.errors import StoreUnavailable, WireError
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.run import Run
 from buffer.store.retry import Backoff
-from buffer.weights.announcement import Announcement
-from buffer.weights.registry import AnyReceiver
-from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -29,46 +23,13 @@ from producer_workers.engines.base import (
     ReportsLoad,
     WeightsError,
 )
+from producer_workers.group_runs.inbox import Inbox
+from producer_workers.group_runs.next_weights import Fetched, NextWeights, WeightSource
 
 log = logging.getLogger("rolloutmq.worker")
 
 BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
 """Pauses before refused weights are tried again: each attempt reads the whole folder."""
-
-
-class WeightSource:
-    """Finds the published weights that a control state names. Lookups raise WeightsError."""
-
-    def __init__(self, run: Run) -> None:
-        self._receiver = AnyReceiver(run.store, run.keys)
-
-    def announcement(self, state: ControlState) -> Announcement | None:
-        """Return how engines get these weights from the trainer's memory, if they can."""
-        try:
-            return self._receiver.announcement(_published(state))
-        except (OSError, WireError, StoreUnavailable) as error:
-            message = f"cannot read the announcement of the weights {state.weights}: {error}"
-            raise WeightsError(message) from error
-
-    def fetch(self, state: ControlState) -> Path:
-        """Return a folder with these weights, verified. Without a checksum, nothing is verified."""
-        try:
-            return self._receiver.fetch(_published(state))
-        except (OSError, WireError, StoreUnavailable) as error:
-            where = state.weights_path
-            raise WeightsError(f"cannot use the weights in {where}: {error}") from error
-
-    def keep_only(self, folder: Path) -> None:
-        """Delete downloads other than `folder`, which the engine now runs."""
-        self._receiver.keep_only(folder)
-
-    def close(self) -> None:
-        """Delete all downloads."""
-        self._receiver.close()
-
-
-def _published(state: ControlState) -> PublishedWeights:
-    return PublishedWeights(state.weights_path, state.weights_checksum)
 
 
 class ControlledEngine:
@@ -77,9 +38,10 @@ class ControlledEngine:
     One caller at a time; `version`, `load` and the flags may be read on any thread.
     """
 
-    def __init__(self, engine: Engine, source: WeightSource) -> None:
+    def __init__(self, engine: Engine, source: WeightSource, inbox: Inbox) -> None:
         self._engine = engine
         self._source = source
+        self._next = NextWeights(engine, source, inbox)
         self.is_paused = self.is_asleep = False
         self.refusal = ""
         """the weights that could not be loaded, and why; "" once newer ones are loaded"""
@@ -152,44 +114,47 @@ class ControlledEngine:
         self.is_paused = True
 
     async def update(self, state: ControlState) -> bool:
-        """Load the newest weights unless the engine has them. Return whether it has them now."""
+        """Load the newest weights, once they are at hand. Return whether the engine has them.
+
+        They are fetched in the background, while the engine samples, unless it is frozen.
+        """
         if self.has_weights_of(state):
             return True
         if self._refused == state.weights and time.monotonic() < self._retry_at:
             return False
         started = time.monotonic()
         try:
-            path = await self._load(state)
+            fetched = self._next.of(state)
+            if fetched is None or not await self._load(fetched, state):
+                return False
         except WeightsError as error:
             self._refuse(state.weights, error)
             return False
         self._refused = None
         self.refusal = ""
-        await asyncio.to_thread(self._source.keep_only, path)
+        await asyncio.to_thread(self._source.keep_only, fetched.folder)
         seconds = time.monotonic() - started
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
         return True
 
-    async def _load(self, state: ControlState) -> Path:
-        """Load from the trainer's memory if both sides can, otherwise from the folder.
-
-        Returns the folder where these weights are in either case.
-        """
+    async def _load(self, fetched: Fetched, state: ControlState) -> bool:
+        """Load from the trainer's memory, or from the folder. False: the folder is fetched next."""
         engine = self._engine
-        announced = await asyncio.to_thread(self._source.announcement, state)
-        if announced and isinstance(engine, ReceivesWeights) and engine.receives_weights():
-            try:
-                await engine.receive_weights(announced, state.weights)
-                return Path(announced.folder)
-            except WeightsError as error:
-                log.warning("cannot receive from the trainer, reading the folder: %s", error)
-        path = await asyncio.to_thread(self._source.fetch, state)
-        await engine.load_weights(path, state.weights)
-        return path
+        if fetched.announced is None:
+            await engine.load_weights(fetched.folder, state.weights)
+            return True
+        assert isinstance(engine, ReceivesWeights)
+        try:
+            await engine.receive_weights(fetched.announced, state.weights)
+        except WeightsError as error:
+            log.warning("cannot receive from the trainer, reading the folder: %s", error)
+            self._next.begin(state, may_receive=False)
+            return False
+        return True
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Delete downloaded weights. No more will be loaded."""
-        self._source.close()
+        await self._next.close()
 
     def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
         """Log a refusal, once for every version, and plan the next try."""

@@ -84,6 +84,11 @@ class JobsMayWait:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsFetched:
+    """The newest weights are at hand, or cannot be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartFailed:
     """A part cannot continue, so the worker cannot either.
 
@@ -103,6 +108,7 @@ Event = (
     | GroupFinished
     | RequestFinished
     | JobsMayWait
+    | WeightsFetched
     | PartFailed
 )
 

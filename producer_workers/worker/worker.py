@@ -4,7 +4,8 @@ What it may do is decided in Redis: a claim is refused while the run is paused o
 weights are not the newest (I10), and a result is refused if its lease was lost (I2).
 
     mode              the worker                                          its receipt means
-    run               loads newer weights, samples, claims                it has those weights
+    run               samples with the old weights until newer ones are   it has those weights
+                      fetched, loads them, samples, claims
     keep              freezes the engine                                  nothing is sampled
     abort             ends what the engine samples; groups go to the      it holds no group
                       aborted pool, with the tokens of members that
@@ -47,7 +48,7 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_runs.doomed_groups import DoomedGroups
-from producer_workers.group_runs.engine_control import ControlledEngine, WeightSource
+from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner, TaskRunner
 from producer_workers.group_runs.inbox import (
     ControlLineBroken,
@@ -62,7 +63,9 @@ from producer_workers.group_runs.inbox import (
     RequestFinished,
     StepFinished,
     StopAsked,
+    WeightsFetched,
 )
+from producer_workers.group_runs.next_weights import WeightSource
 from producer_workers.group_runs.pending_groups import PendingGroups, Protection
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.watched_judges import WatchedJudges
@@ -122,7 +125,7 @@ class Worker:
 
         self._inbox = Inbox()
         self._control = ControlView()
-        self._engine = ControlledEngine(engine, WeightSource(run))
+        self._engine = ControlledEngine(engine, WeightSource(run), self._inbox)
         self._groups = PendingGroups(self._inbox)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
@@ -195,7 +198,7 @@ class Worker:
     def _handle(self, event: Event) -> bool:
         """Do what an event asks for. Return whether the next step is due because of it."""
         match event:
-            case StopAsked() | JobsMayWait():
+            case StopAsked() | JobsMayWait() | WeightsFetched():
                 return True
             case HintReceived(state):
                 return self._control.receive_hint(state)
@@ -366,7 +369,7 @@ class Worker:
             await self._hand_back()
             await asyncio.to_thread(self._heartbeat.stop)
             self._judges.close()
-            self._engine.close()
+            await self._engine.close()
             self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left while groups are held; their leases will run out")

@@ -31,6 +31,9 @@ START_S = 120.0
 LIMIT_S = 120.0
 """Seconds that a unit may take, beside the time that it expects to wait."""
 
+EXIT_S = 5.0
+"""Seconds that a process has to exit once it is done; threads of the user may keep it."""
+
 Line = dict[str, Any]
 
 
@@ -51,6 +54,8 @@ def _run_from(
         try:
             while line := _next_line(process, _limit_s(unit)):
                 if "done" in line:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(EXIT_S)  # it removes its scratch files
                     return None
                 if "begins" in line:
                     unit = line

@@ -13,7 +13,7 @@ from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
 from buffer.store.url import mask_url
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
-from rolloutmq.output import emit
+from rolloutmq.output import emit, table
 from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ ChaosFlag = Annotated[
 ]
 
 
+EVAL_EPILOG = """
+\b
+Examples: rolloutmq eval configs/demo.toml
+          rolloutmq eval configs/demo.toml 40
+          rolloutmq eval configs/demo.toml models/mine --json
+"""
 RUN_EPILOG = """
 \b
 Examples: rolloutmq run configs/demo.toml --set plan.steps=20
@@ -53,6 +59,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=RUN_EPILOG)(run)
     app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
     app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
+    app.command("eval", epilog=EVAL_EPILOG)(evaluate)
     app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
     app.command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")(
         export
@@ -184,6 +191,42 @@ def export(
     export_model(
         settings, settings.model_folder, step, folder, "float32" if float32 else "bfloat16"
     )
+
+
+def evaluate(
+    config: ConfigPath,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="[CHECKPOINT]",
+            help="Step of a checkpoint of the run, its folder, or a model folder. Default: the "
+            "newest checkpoint.",
+        ),
+    ] = "",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a checkpoint or a model on the held-out tasks of a config.
+
+    It starts workers, judges and an embedded server of its own on this machine, as `rolloutmq run`
+    does, in the folder RUN-eval, which it removes at the end. The run itself is only read, and may
+    continue meanwhile if there is room for both.
+    """
+    given = list(overrides or [])
+    settings = fetch(_load(config, given))
+    from rolloutmq.launch.evaluation import evaluate_model
+
+    screen = console(stderr=as_json)
+    found = evaluate_model(settings, config, given, checkpoint, screen)
+    if as_json:
+        emit({"model": found.model, "step": found.step or None, "tasks": found.tasks})
+        return
+    console().print(f"\nheld-out accuracy of {found.model}")
+    names = list(dict.fromkeys(name for metrics in found.tasks.values() for name in metrics))
+    grid = table("task", *(name.removeprefix("eval/") for name in names), right=names)
+    for task, metrics in sorted(found.tasks.items()):
+        grid.add_row(task, *(f"{metrics[name]:.4g}" if name in metrics else "-" for name in names))
+    console().print(grid)
 
 
 def gpu_check(

@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
@@ -70,14 +72,18 @@ class Launcher:
         redis_url: str | None,
         chaos: bool,
         regenerate: bool = False,
+        screen: Console | None = None,
+        is_reported: bool = True,
     ) -> None:
+        """Make a launcher. `is_reported`: print the outcome, with a plot and the account."""
+        self._is_reported = is_reported
         self._regenerate = regenerate
         self._config = config
         self._redis_url = redis_url
         self._with_chaos = chaos
         self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
         self._folder = config.run.folder
-        self._console = open_console()
+        self._console = screen or open_console()
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
@@ -110,7 +116,10 @@ class Launcher:
                 self._stop_children()
                 self._owned.note(Stage.STOPPING)
             run.janitor.sweep()
-            finish(self._console, self._config, run, self._server.cli if self._server else None)
+            if self._is_reported:
+                cli = self._server.cli if self._server else None
+                account = finish(self._console, self._config, run, cli)
+                self._owned.note(Stage.STOPPING, account=account)
         except KeyboardInterrupt:
             self._console.print(
                 "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
@@ -129,8 +138,9 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config = self._config = check_start(self._config, self._command)
         say = self._console.print
+        say("checks   the config, its data sets and its model")
+        config = self._config = check_start(self._config, self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")

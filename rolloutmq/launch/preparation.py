@@ -41,7 +41,7 @@ def check_start(config: ConfigFile, command: Sequence[str]) -> ConfigFile:
     """
     errors = machine_errors(config)
     if names_any(config):
-        errors += _errors_of(partial(_run, ["problems", "--no-data", *command]))
+        errors += _errors_of(partial(run_command, ["problems", "--no-data", *command]))
         raise_together(errors)
     config = fetch(config)
     errors += _errors_of(partial(prepare_problems, command))
@@ -52,7 +52,7 @@ def check_start(config: ConfigFile, command: Sequence[str]) -> ConfigFile:
 
 def prepare_problems(command: Sequence[str]) -> None:
     """Check what the config names, its data sets included, and write generated problems."""
-    _run(["problems", *command])
+    run_command(["problems", *command])
 
 
 def _check_model(config: ConfigFile) -> None:
@@ -75,7 +75,7 @@ def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = F
     """
     folder = config.model_folder
     if config.policy.model is None and not folder.exists():
-        _run(["warm-start", *command], quiet=quiet)
+        run_command(["warm-start", *command], quiet=quiet)
     check_model_folder(folder)
     return folder
 
@@ -113,7 +113,7 @@ def is_done(config: TrainingConfig) -> bool:
     return reached and all((task, last) in evaluations for task in tasks)
 
 
-def _run(args: list[str], *, quiet: bool = True) -> None:
+def run_command(args: list[str], *, quiet: bool = True) -> None:
     """Run a sub-command in its own process, so that this one loads neither torch nor data sets."""
     done = subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],

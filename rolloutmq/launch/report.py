@@ -73,8 +73,8 @@ def _smooth(values: list[float], window: int = 10) -> list[float]:
     ]
 
 
-def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
-    """Print the outcome of a run and write its plot.
+def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> str:
+    """Print the outcome of a run and write its plot; return its account in one line.
 
     Raises AccountError if the account does not add up.
     """
@@ -97,6 +97,7 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
+    return account_line(audit)
 
 
 def account_line(audit: Audit) -> str:

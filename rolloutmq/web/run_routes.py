@@ -52,12 +52,11 @@ class RunRoutes:
     async def _stream(self, request: Request) -> Response:
         self._access.to_read(request)
         names = [name for name in request.query_params.get("runs", "").split(",") if name]
-        for name in names:
-            self._series_of(name)
-        return StreamingResponse(self._events(request, names), media_type="text/event-stream")
+        series = {name: self._series_of(name) for name in names}
+        return StreamingResponse(self._events(request, series), media_type="text/event-stream")
 
-    async def _events(self, request: Request, names: list[str]) -> AsyncIterator[bytes]:
-        marks = dict.fromkeys(names, Mark())
+    async def _events(self, request: Request, series: dict[str, RunSeries]) -> AsyncIterator[bytes]:
+        marks = dict.fromkeys(series, Mark())
         seen_ms = 0
         may_act = self._access.may_act(request)
         async for snapshot in self._watcher.snapshots():
@@ -65,18 +64,17 @@ class RunRoutes:
                 return
             live = self._watcher.live.since(seen_ms)
             seen_ms = self._watcher.live.newest_ms
-            added = await self._added(marks)
+            added = await self._added(series, marks)
             event = {**snapshot, "may_act": may_act, "live": live, "series": added}
             yield b"data: " + encoded(event) + b"\n\n"
 
-    async def _added(self, marks: dict[str, Mark]) -> dict[str, Any]:
+    async def _added(self, series: dict[str, RunSeries], marks: dict[str, Mark]) -> dict[str, Any]:
         """Return what was added to the curves since `marks`, by run, and advance these."""
         found = {}
         async with self._lock:
-            for name, mark in marks.items():
-                series = self._series_of(name)
-                await asyncio.to_thread(series.refresh)
-                added, marks[name] = series.since(mark)
+            for name, each in series.items():
+                await asyncio.to_thread(each.refresh)
+                added, marks[name] = each.since(marks[name])
                 if added:
                     found[name] = added
         return found

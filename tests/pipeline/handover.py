@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.weights import process_group
 from buffer.weights.announcement import Announcement
-from buffer.weights.memory_snapshot import MemorySnapshot
-from buffer.weights.process_group import ProcessGroup
-from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights.exchange import process_group
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.process_group import ProcessGroup
+from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
 
 LABEL = "l1:7"
 CHUNK_BYTES = 1000

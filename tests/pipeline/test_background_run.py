@@ -1,13 +1,13 @@
-"""`rolloutmq run --detach`, looked at, stopped, continued and finished, as one history."""
+"""`rolloutmq run --detach`, looked at, stopped, continued, finished and evaluated, as one history."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pytest
 
-from buffer.errors import RoleHeld
 from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Site
 from tests.rolloutmq.conftest import rolloutmq
@@ -21,7 +21,13 @@ def site(tmp_path: Path, tiny_model: Path) -> Iterator[Site]:
     opened.close()
 
 
-def test_a_run_in_the_background_is_stopped_continued_and_finished(site: Site) -> None:
+def files_of(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_in_the_background_is_stopped_continued_finished_and_evaluated(site: Site) -> None:
     where = ("--run-dir", str(site.run_dir))
     code, said = site.command("run", "--detach")
     assert code == 0, said
@@ -30,8 +36,6 @@ def test_a_run_in_the_background_is_stopped_continued_and_finished(site: Site) -
     record = read_record(site.run_dir)
     assert record
     assert (record.stage, record.steps) == (Stage.RUNNING, 80)
-    code, said = site.command("run")
-    assert (code, "another `rolloutmq run`" in said) == (RoleHeld.exit_code, True)
 
     site.until_step(4)
     assert "trainer" in rolloutmq("logs", "trainer", "-n", "5", *where).stdout
@@ -51,3 +55,13 @@ def test_a_run_in_the_background_is_stopped_continued_and_finished(site: Site) -
     assert record
     assert record.stage is Stage.FINISHED
     assert site.audit().clean
+
+    before = files_of(site.run_dir)
+    # a model folder: that a checkpoint becomes one is tested elsewhere
+    code, said = site.command("eval", str(site.model), "--set", "tasks.held.eval_of=sums", "--json")
+    assert code == 0, said
+    told = orjson.loads(said[said.index("{\n") :])
+    assert (told["model"], told["step"]) == (str(site.model), None)
+    assert told["tasks"]["held"]["eval/groups"] == 40
+    assert files_of(site.run_dir) == before
+    assert not (site.folder / "run-eval").exists()

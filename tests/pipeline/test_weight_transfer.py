@@ -21,16 +21,21 @@ from safetensors.torch import load_file
 from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
-from buffer.weights import process_group, tensor_exchange
 from buffer.weights.announcement import Announcement
-from buffer.weights.memory_snapshot import MemorySnapshot
-from buffer.weights.process_group import ProcessGroup
+from buffer.weights.exchange import process_group, tensor_exchange
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.process_group import ProcessGroup
+from buffer.weights.exchange.rendezvous import NONCE_BYTES, Rendezvous
+from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights.exchange.transfer import (
+    SCHEME,
+    TransferReceiver,
+    TransferSender,
+    store_announcement,
+)
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import AnyReceiver, TransportName, open_sender
-from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
-from buffer.weights.transfer import SCHEME, TransferReceiver, TransferSender, store_announcement
 from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import WeightsError
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
@@ -15,6 +16,7 @@ from buffer.store.payloads import CHUNK_BYTES
 from buffer.store.retry import Backoff
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
+from buffer.weights.registry import open_receiver, open_sender
 from producer_workers.group_runs import engine_control
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
@@ -101,6 +103,36 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
     assert keys_of(yard) == newest | {yard.run.keys.weights}
+
+
+def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_some(
+    yard: Yard, tmp_path: Path
+) -> None:
+    """Every fourth version is whole; only as many are kept as the oldest one needs."""
+    store, keys = yard.run.store, yard.run.keys
+    sender = open_sender("redis", store, keys, tmp_path, keep=2, whole_every=4)
+    words = np.arange(70_000, dtype=np.uint16)
+    follower = open_receiver(store, keys)
+
+    def save(folder: Path) -> None:
+        save_file({"w": words}, folder / "model.safetensors")
+
+    for version in range(10):
+        words[version::997] += 1
+        published = sender.write(PolicyVersion(LINEAGE, version), save)
+        sender.prune()
+        for receiver in (follower, open_receiver(store, keys)):
+            receiver.check(published)
+            folder = receiver.fetch(published)
+            assert np.array_equal(load_file(folder / "model.safetensors")["w"], words)
+            receiver.keep_only(folder)
+            if receiver is not follower:
+                receiver.close()
+    sizes = [yard.store.control.strlen(keys.weights_part(f"{LINEAGE}:{v}", 1)) for v in (8, 9)]
+    assert sizes[1] < 0.1 * sizes[0]
+    assert len(chunks_of(yard).labels()) == 5
+    follower.close()
+    sender.close()
 
 
 @on_both

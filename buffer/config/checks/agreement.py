@@ -277,6 +277,14 @@ def _optimizer_fits_the_ranks(
         )
 
 
+def _transport_carries_changes(policy: PolicySection) -> Iterator[str]:
+    if policy.weights_whole_every > 1 and policy.weights_transport in ("gloo", "nccl"):
+        yield (
+            f"[policy] weights_transport = {policy.weights_transport} sends whole versions: leave "
+            "out weights_whole_every, or use folder or redis"
+        )
+
+
 def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> Iterator[str]:
     steps = evaluation.every_steps
     interval = policy.sync_weights_interval
@@ -325,5 +333,6 @@ _CHECKS: tuple[Check, ...] = (
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,
     _evaluation_fits,
+    _transport_carries_changes,
     _evaluation_is_one_batch,
 )

@@ -176,7 +176,6 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     behind = [worker for worker in snap.live_workers if worker.weights != newest]
     if not behind:
         return
-    level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing"
     refusal = next((worker.refusal for worker in behind if worker.refusal.startswith(newest)), "")
@@ -186,6 +185,9 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
         if "weights_ms" in snap.control
         else None
     )
+    # right after a publication, all workers are still loading
+    is_long = since is None or since > PATIENCE_MS or refusal
+    level: Level = "stuck" if is_long and len(behind) == len(snap.live_workers) else "note"
     yield Symptom(
         level,
         what,

@@ -17,7 +17,7 @@ from buffer.monitoring.console import console
 from buffer.monitoring.sample_log import Sample
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, table
 
 EPILOG = "Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'"
@@ -46,9 +46,13 @@ def batch(
 
     They are listed in order, with versions, sizes and rewards. This record is what makes a batch
     the same after a crash. It is kept until its checkpoint and those before it are no longer
-    needed. Of an older train step, the groups in the sample log of the run's folder are shown
-    ([samples]).
+    needed. Of an older train step, and of a run whose own server is stopped, the groups in the
+    sample log of the run's folder are shown ([samples]).
     """
+    stopped = stopped_samples(redis_url, run_dir) if step and not is_eval else None
+    if stopped and step and (samples := stopped.read(step)):
+        _show_samples(samples, as_json)
+        return
     with open_target(redis_url, run_dir, run) as target:
         ledger = target.run.evaluations if is_eval else target.run.ledger
         logged = target.samples if step and not is_eval else None
@@ -104,9 +108,7 @@ def _show_samples(samples: list[Sample], as_json: bool) -> None:
         emit({"step": step, "is_sample": True, "groups": groups})
         return
     screen = console()
-    screen.print(
-        Text(f"the record of step {step} is freed; the sample log has {len(groups)} of its groups")
-    )
+    screen.print(Text(f"of step {step}, the sample log has these {len(groups)} groups"))
     numbers = ("samples", "version", "staleness", "reward")
     grid = table("gid", "why", *numbers, right=[*numbers])
     for group in groups:

@@ -13,9 +13,9 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.model.ids import split_group_id
 from buffer.monitoring.console import console, plain
-from buffer.monitoring.found_group import find_group
+from buffer.monitoring.found_group import FoundGroup, find_group
 from buffer.rollouts.rollout import VersionSpan
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, state, version_style
 
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
@@ -51,8 +51,13 @@ def show(
     folder, if they are there ([samples]).
     """
     split_group_id(gid)
-    with open_target(redis_url, run_dir, run) as target:
-        found = find_group(target.run, gid, target.samples)
+    stopped = stopped_samples(redis_url, run_dir)
+    sample = stopped.find(gid) if stopped else None
+    if sample:
+        found = FoundGroup(gid, "", [], {}, sample=sample)
+    else:
+        with open_target(redis_url, run_dir, run) as target:
+            found = find_group(target.run, gid, target.samples)
     document = found.document(tokens=tokens)
     if member is not None:
         document["members"] = [_member(document, member)]
@@ -82,7 +87,7 @@ def print_group(screen: Console, document: Mapping[str, Any]) -> None:
     if document["sampled"]:
         sampled = document["sampled"]
         named.append(("step", f"{sampled['step']} (from the sample log: {sampled['why']})"))
-    screen.print(facts([*named, ("trace", document["trace_id"])]))
+    screen.print(facts([*named, *([("trace", trace)] if (trace := document["trace_id"]) else [])]))
     if letter := document["dead_letter"]:
         screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
     if document["members"]:
@@ -90,7 +95,7 @@ def print_group(screen: Console, document: Mapping[str, Any]) -> None:
 
 
 def _where(document: Mapping[str, Any]) -> str:
-    return " + ".join(document["places"]) or "lost"
+    return " + ".join(document["places"]) or ("trained" if document["sampled"] else "lost")
 
 
 def _show_texts(screen: Console, document: Mapping[str, Any]) -> None:

@@ -28,7 +28,12 @@ LARGE = 2**30
 
 def sample(step: int, life: int, size: int = 10) -> dict[str, Any]:
     noise = random.Random(step * 1000 + life).randbytes(size).hex()
-    return {"step": step, "gid": f"math-{step:010d}", "life": life, "members": [noise]}
+    return {
+        "step": step,
+        "gid": f"math-{step:010d}",
+        "life": life,
+        "members": [{"response": f"math- {noise}"}],
+    }
 
 
 def as_logged(run_dir: Path, last: int) -> dict[int, int]:
@@ -64,6 +69,8 @@ def test_the_newest_trainer_counts_whichever_died_where(
         writer.close()
         assert as_logged(tmp_path, step + 60) == expected
         assert (SampleLog(tmp_path).steps() or (0, 0))[1] == max(expected)
+        found = [(line["step"], line["life"]) for line in SampleLog(tmp_path).search("MATH-")]
+        assert found == sorted(expected.items(), reverse=True)
         start = chance.randint(max(0, step - 30), step)
 
 

@@ -20,6 +20,7 @@ from producer_workers.engines.base import (
     EngineLoad,
     Generation,
     GenerationError,
+    PreparesWeights,
     ReportsLoad,
     SupportsStructure,
     WeightsError,
@@ -334,10 +335,17 @@ class ModelContract(EngineContract):
 
         async def scenario() -> tuple[Generation, Generation]:
             first, second = (folders.first, FIRST), (folders.second, NEXT)
+
+            async def swap() -> None:
+                if isinstance(engine, PreparesWeights):
+                    # what was prepared for another version must not be loaded
+                    await engine.prepare_weights(folders.first, PolicyVersion("main", 99))
+                await engine.load_weights(*second)
+
             mixed = await interrupt(
                 engine,
                 greedy,
-                lambda: engine.load_weights(*second),
+                swap,
                 lambda: engine.load_weights(*first),
             )
             cut = mixed.spans[1].start

@@ -19,8 +19,8 @@ from buffer.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
-from buffer.weights.memory_snapshot import MemorySnapshot
-from buffer.weights.tensor_exchange import TensorServer
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.tensor_exchange import TensorServer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from tests.pipeline.handover import announce

@@ -16,7 +16,7 @@ from buffer.config.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
-from buffer.weights.tensor_exchange import TensorServer
+from buffer.weights.exchange.tensor_exchange import TensorServer
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of

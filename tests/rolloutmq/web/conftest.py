@@ -50,10 +50,12 @@ def serving(run_dir: Path, *options: str) -> Iterator[str]:
         text=True,
     )
     assert process.stdout is not None
-    yield process.stdout.readline().strip()
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
-    process.stdout.close()
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+        process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ export const control = {
     thePage = page;
     places = { state: el("div"), findings: el("div"), settings: el("div", { class: "panel" }) };
     drawSettings();
-    return [el("div", { class: "cards" }, places.state, el("h2", {}, "Findings"), places.findings, el("h2", {}, "Settings of the run"),
+    return [el("div", { class: "stack" }, places.state, el("h2", {}, "Findings"), places.findings, el("h2", {}, "Settings of the run"),
       el("p", { class: "dim" }, "Every process applies a change at its next heartbeat, round or batch. It lasts until the run is started again from its config file."), places.settings)];
   },
   update(snapshot) {

@@ -15,7 +15,7 @@ export const dead = {
     return [el("p", {}, `${number(total)} ${total === 1 ? "group" : "groups"} failed in every try, or could not be read by the trainer. `,
       el("span", { class: "dim" }, "Fix the cause, then requeue them: they start again from their prompts.")),
     read < total ? el("p", { class: "near" }, `only the newest ${number(read)} are grouped`) : null,
-    el("div", { class: "cards" }, causes.map((cause) => card(cause, page)))];
+    el("div", { class: "stack" }, causes.map((cause) => card(cause, page)))];
   },
   update({ status }) {
     document.getElementById("newer")?.remove();

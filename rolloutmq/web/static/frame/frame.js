@@ -41,8 +41,12 @@ async function open() {
   const [name, id] = path.split("/");
   const view = VIEWS[name] ?? overview;
   for (const link of document.querySelectorAll("nav a")) {
-    if (VIEWS[link.getAttribute("href").slice(2)] === view) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (VIEWS[link.getAttribute("href").slice(2)] !== view) link.removeAttribute("aria-current");
+    else {
+      link.setAttribute("aria-current", "page");
+      // on a narrow screen, the row of views scrolls
+      link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
+    }
   }
   const mine = ++opening;
   opened?.close?.();
@@ -57,6 +61,7 @@ async function open() {
   main.replaceChildren(...parts.filter(Boolean));
   opened = view;
   if (data.snapshot) view.update?.(data.snapshot, true);
+  main.dataset.shown = location.hash; // for tests: the view is drawn
 }
 
 function onEvent(event, hasSteps) {
@@ -84,17 +89,21 @@ function login(error) {
   form.elements.token.focus();
 }
 
-export const STATES = {
+const STATES = {
   run: ["running", "good"], drain: ["paused: running groups are finished", "near"],
   abort: ["paused: running groups were returned", "near"], keep: ["paused: running groups are frozen", "near"],
   finish: ["finished", "dim"],
 };
 
-function headline({ status, control: { last_step: last } }) {
+function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const [words, kind] = STATES[status.mode] ?? [status.mode, "near"];
-  const by = status.paused_by ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const stops = findings.filter(({ level }) => level !== "note").length;
+  // the trainer's own pause around a weight update is short, and a part of running
+  const isUpdate = status.paused_by === "trainer" && !stops;
+  const [words, kind] = isUpdate ? ["running: weight update", "good"]
+    : status.mode === "run" && stops ? ["running, but it waits", "near"] : STATES[status.mode] ?? [status.mode, "near"];
+  const by = status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
   const role = (state) => (state === "alive" ? "" : "near");

@@ -8,7 +8,7 @@ import { joined, shortNumber, smoothed } from "./curves.js";
 
 const charts = { step: new Set(), time: new Set() };
 const zooms = { step: null, time: null };
-const HEIGHT = 210, TALL = 420;
+const HEIGHT = 210, TALL = 420, DENSE = 600;
 
 export const onZoom = new Set(); // called with (axis, [first, last] or null)
 
@@ -27,7 +27,7 @@ export class Chart {
     this.axis = axis;
     this.hidden = new Set(hidden);
     this.isLog = this.isTall = false;
-    this.plot = el("div", { class: "plot", tabindex: "0", role: "img", onkeydown: (event) => this.onKey(event) });
+    this.plot = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.spec.title, onkeydown: (event) => this.onKey(event) });
     this.legend = el("div", { class: "legend" });
     this.node = el("figure", { class: "panel chart", "data-chart": spec.key },
       el("figcaption", {}, el("h3", {}, spec.title), el("small", {}, spec.unit), el("span", { class: "tools" },
@@ -57,7 +57,7 @@ export class Chart {
   // curves: [{label, x, values, colour, dash, band: [low, high] or null}]; weight: of the smoothing
   show(curves, weight, isRelative) {
     this.curves = curves;
-    this.weight = this.spec.stacked ? 0 : weight;
+    this.weight = this.spec.stacked || this.spec.table ? 0 : weight; // evaluations are few
     this.isRelative = isRelative;
     this.node.hidden = !curves.some(({ values }) => values.some((value) => value !== null && value !== undefined));
     this.isDue = true;
@@ -71,9 +71,8 @@ export class Chart {
     const tables = this.spec.stacked ? this.stack(shown) : shown.map((curve) => this.columnsOf(curve));
     const rows = tables.length ? joined(tables) : [[]];
     if (this.uplot && shape === this.shape) {
-      const zoomed = zooms[this.axis];
-      this.uplot.setData(rows, !zoomed);
-      if (zoomed) this.applyZoom();
+      this.uplot.setData(rows);
+      this.applyZoom();
     } else {
       this.shape = shape;
       this.build(shown, rows);
@@ -97,13 +96,13 @@ export class Chart {
 
   build(shown, rows) {
     this.uplot?.destroy();
-    const { series, bands } = this.spec.stacked ? stackedSeries(shown) : lineSeries(shown, this.weight);
+    const { series, bands } = this.spec.stacked ? stackedSeries(shown) : lineSeries(shown, this.weight, rows[0].length > DENSE ? 1 : 1.75);
     const grid = { stroke: colourOf("--line"), width: 1 }, ticks = grid, stroke = colourOf("--dim"), font = "12px system-ui, sans-serif";
     const options = {
       ...this.size(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, this.axis === "time" ? 28 : 14, 0, 0],
       scales: { x: { time: this.axis === "time" }, y: this.isLog ? { distr: 3 } : { range: (_, low, high) => this.rangeOf(low, high) } },
       axes: [
-        { stroke, grid: { show: false }, ticks, font, size: 30, ...(this.axis === "time" ? { values: clock } : {}) },
+        { stroke, grid: { show: false }, ticks, font, size: 30, ...(this.axis === "time" ? { values: clock, space: 80 } : {}) },
         { stroke, grid, ticks, font, size: 52, values: (_, values) => values.map((value) => this.words(value)) },
       ],
       cursor: {
@@ -136,9 +135,8 @@ export class Chart {
 
   applyZoom() {
     if (!this.uplot) return;
-    const x = this.uplot.data[0], range = zooms[this.axis];
-    if (!x.length) return;
-    const [min, max] = range ?? [x[0], x.at(-1)];
+    if (!this.uplot.data[0].length) return;
+    const [min, max] = zooms[this.axis] ?? extent(this.axis);
     this.uplot.setScale("x", { min, max: max > min ? max : min + 1 });
   }
 
@@ -212,11 +210,17 @@ export class Chart {
   }
 }
 
-function lineSeries(shown, weight) {
+// The first and the last x of all charts of an axis, so that they stand below each other.
+function extent(axis) {
+  const ends = [...charts[axis]].flatMap(({ curves = [] }) => curves).filter(({ x }) => x.length).map(({ x }) => [x[0], x.at(-1)]);
+  return [ends.reduce((low, [first]) => Math.min(low, first), Infinity), ends.reduce((high, [, last]) => Math.max(high, last), -Infinity)];
+}
+
+function lineSeries(shown, weight, width) {
   const series = [], bands = [];
   for (const { label, colour, dash, band, points } of shown) {
     const stroke = colourOf(colour);
-    const look = { label, stroke, width: 1.75, dash: dash ? [6, 4] : undefined, spanGaps: true, points: { show: points ? true : undefined, size: 6, fill: stroke } };
+    const look = { label, stroke, width, dash: dash ? [6, 4] : undefined, spanGaps: true, points: { show: points ? true : undefined, size: 6, fill: stroke } };
     if (weight) series.push({ ...look, stroke: faint(stroke, 0.3), width: 1, points: { show: false } });
     series.push(look);
     if (band) {
@@ -231,7 +235,7 @@ function lineSeries(shown, weight) {
 function stackedSeries(shown) {
   const series = [...shown].reverse().map(({ label, colour }) => {
     const stroke = colourOf(colour);
-    return { label, stroke, width: 1, fill: faint(stroke, 0.55), spanGaps: true, points: { show: false } };
+    return { label, stroke, width: 0.5, fill: faint(stroke, 0.55), spanGaps: true, points: { show: false } };
   });
   // each area ends at the one below it, so that colours do not mix
   const bands = series.slice(1).map((below, at) => ({ series: [at + 1, at + 2], fill: series[at].fill }));

@@ -42,12 +42,14 @@ export const BY_TIME = [
   { key: "worker-tokens", title: "Tokens per second by worker", unit: "tokens/s", lines: (columns) => named(columns, "worker_tokens_per_s/") },
 ];
 
-// Charts of all metrics that no chart above shows, by the part of their name before the slash.
-export function otherCharts(columns) {
+// Charts of all metrics that no chart above shows; evaluations by task.
+export function otherCharts(columns, evaluations) {
   const shown = new Set(BY_STEP.flatMap(({ lines }) => (Array.isArray(lines) ? lines : []))
     .flatMap(({ name, band = [], rest }) => [name, rest, ...band]));
   const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^pause\/le_/.test(name));
-  return kept.sort().map((name) => ({ key: name, title: name, unit: "", lines: [line(name, name.split("/").at(-1))] }));
+  const measured = [...new Set(Object.keys(evaluations).map((name) => name.slice(0, name.lastIndexOf("/") + 1)))].filter((name) => name !== "eval/accuracy/");
+  return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", lines: [line(name, name.split("/").at(-1))] })),
+    ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", lines: (all) => named(all, prefix) }))];
 }
 
 // The values of a line in the columns of a table; null where the table lacks it.

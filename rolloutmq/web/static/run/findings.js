@@ -5,14 +5,20 @@ import { age, code, el } from "../frame/draw.js";
 const WORDS = { fault: "fault", stuck: "waits", note: "note" };
 
 export function findings({ findings: found }) {
-  if (!found.some(({ level }) => level !== "note")) {
-    const notes = found.length ? [el("details", { class: "findings" }, el("summary", {}, el("span", { class: "good" }, "Nothing stops this run"), ` · ${found.length} ${found.length === 1 ? "note" : "notes"}`), list(found))] : [el("p", { class: "good" }, "Nothing stops this run")];
-    return notes;
-  }
-  return [el("section", { class: "panel findings", "aria-label": "What stops this run" }, list(found))];
+  const stops = found.filter(({ level }) => level !== "note"), notes = found.filter(({ level }) => level === "note");
+  const folded = notes.length ? el("details", { class: "findings" }, el("summary", {}, `${notes.length} ${notes.length === 1 ? "note" : "notes"}`), list(notes)) : null;
+  if (!stops.length) return [el("p", { class: "good" }, "Nothing stops this run"), folded];
+  return [el("section", { class: "panel findings", "aria-label": "What stops this run" }, list(stops)), folded];
+}
+
+// The view where something can be done about a finding.
+function placeOf(fix) {
+  if (/rolloutmq (dead|requeue|drop)/.test(fix)) return el("a", { href: "#/dead" }, "Dead letters");
+  if (/rolloutmq resume --worker/.test(fix)) return el("a", { href: "#/workers" }, "Workers");
+  return /rolloutmq (resume|set)/.test(fix) ? el("a", { href: "#/control" }, "Control") : null;
 }
 
 function list(found) {
   return el("ul", {}, found.map(({ level, what, since_ms, fix }) => el("li", { class: level },
-    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, fix ? el("div", { class: "dim" }, code(fix)) : null)));
+    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
 }

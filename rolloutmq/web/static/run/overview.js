@@ -13,11 +13,12 @@ const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken"
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
 const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
-let charts = [], others = [], places = null;
+let charts = [], others = [], places = null, thePage = null;
 
 export const overview = {
   async open(route, page) {
     const { own, runs } = await ask("runs");
+    thePage = page;
     choice.own = own;
     choice.all = runs;
     choice.runs ??= own ? [own] : [];
@@ -30,8 +31,9 @@ export const overview = {
     places.time.append(...charts.filter(({ axis }) => axis === "time").map(({ node }) => node));
     onZoom.add(readDetail);
     addEventListener("themechange", redraw);
-    const more = el("details", { class: "more", ontoggle: () => { if (more.open) drawOthers(); } }, el("summary", {}, "All other metrics"), places.others);
-    return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, more,
+    addEventListener("click", closeMenu);
+    places.more = el("details", { class: "more", ontoggle: () => drawOthers() }, el("summary", {}, "All other metrics"), places.others);
+    return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, places.more,
       heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks];
   },
   update(snapshot, hasSteps) {
@@ -46,6 +48,7 @@ export const overview = {
     others = [];
     onZoom.delete(readDetail);
     removeEventListener("themechange", redraw);
+    removeEventListener("click", closeMenu);
   },
 };
 
@@ -61,7 +64,7 @@ function toolbar(page) {
   const axis = el("select", { "aria-label": "Horizontal axis", onchange: () => { choice.x = axis.value; zoom("step", null); drawSteps(); } },
     el("option", { value: "step" }, "train step"), el("option", { value: "minutes" }, "minutes since the start"));
   axis.value = choice.x;
-  const compare = choice.all.length > 1 ? el("details", { class: "menu" }, el("summary", {}, "Compare runs"), el("div", { class: "sheet" },
+  const compare = choice.all.length > 1 ? el("details", { class: "menu", onkeydown: (event) => { if (event.key === "Escape") compare.open = false; } }, el("summary", {}, "Compare runs"), el("div", { class: "sheet" },
     choice.all.map((name) => el("label", {}, el("input", { type: "checkbox", checked: choice.runs.includes(name), onchange: (event) => {
       choice.runs = choice.all.filter((each) => (each === name ? event.target.checked : choice.runs.includes(each)));
       page.watchRuns(choice.runs);
@@ -78,6 +81,11 @@ function taskChoice() {
     el("option", { value: "" }, "all tasks"), tasks.map((name) => el("option", { value: name }, name)));
   select.value = choice.task;
   return el("div", { class: "tools" }, el("label", {}, "groups of ", select));
+}
+
+function closeMenu({ target }) {
+  const menu = document.querySelector(".menu[open]");
+  if (menu && !menu.contains(target)) menu.open = false;
 }
 
 function redraw() {
@@ -106,19 +114,18 @@ function byMinutes(table, steps) {
 function curvesOf(spec) {
   const runs = spec.stacked ? choice.runs.slice(0, 1) : choice.runs;
   const many = runs.length > 1;
-  return runs.flatMap((run, place) => {
+  return runs.flatMap((run) => {
     const table = tableOf(run, spec);
     if (!table) return [];
-    return linesOf(spec, table.columns).map((wanted, at) => {
-      const values = valuesOf(spec, wanted, table.columns);
-      if (!values) return null;
+    const lines = linesOf(spec, table.columns).map((wanted, at) => ({ wanted, place: at, values: valuesOf(spec, wanted, table.columns) })).filter(({ values }) => values);
+    return lines.map(({ wanted, values, place }, at) => {
       return {
-        label: many ? (linesOf(spec, table.columns).length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
-        x: table.x, values, colour: COLOURS[(many ? colourPlace(run) : at) % COLOURS.length], dash: many && at > 0,
+        label: many ? (lines.length > 1 ? `${run}: ${wanted.label}` : run) : wanted.label,
+        x: table.x, values, colour: COLOURS[(many ? colourPlace(run) : place) % COLOURS.length], dash: many && at > 0,
         band: wanted.band && choice.smoothing === 0 && runs.length < 3 ? band(table.columns, wanted.name, wanted.band) : null,
         points: spec.table === "evaluations",
       };
-    }).filter(Boolean);
+    });
   });
 }
 
@@ -131,7 +138,7 @@ function drawSteps() {
     ? "No step has been trained yet: curves begin with the first one."
     : "The folder of this run is not known here, so its curves are not: start `rolloutmq web` with --run-dir.";
   for (const chart of charts) if (chart.axis === "step") chart.show(curvesOf(chart.spec), choice.smoothing, choice.x !== "step");
-  if (others.length) drawOthers();
+  drawOthers();
   patch(places.runs, choice.runs.length > 1 ? choice.runs.map(runKey) : []);
 }
 
@@ -142,8 +149,9 @@ function runKey(run) {
 }
 
 function drawOthers() {
-  const columns = Object.assign({}, ...choice.runs.map((run) => data.runs.get(run)?.steps.columns ?? {}));
-  for (const spec of otherCharts(columns)) {
+  if (!places.more.open) return;
+  const all = (table) => Object.assign({}, ...choice.runs.map((run) => data.runs.get(run)?.[table].columns ?? {}));
+  for (const spec of otherCharts(all("steps"), all("evaluations"))) {
     if (others.some((chart) => chart.spec.key === spec.key)) continue;
     const chart = new Chart(spec, "step");
     others.push(chart);
@@ -160,7 +168,11 @@ async function readDetail(axis, range) {
   if (range && choice.x === "step") {
     const [first, last] = [Math.max(1, Math.floor(range[0])), Math.max(1, Math.ceil(range[1]))];
     for (const run of choice.runs.filter((name) => data.runs.get(name)?.thinned)) {
-      detail.set(run, (await ask(`steps?${new URLSearchParams({ run, first, last })}`)).steps);
+      try {
+        detail.set(run, (await ask(`steps?${new URLSearchParams({ run, first, last })}`)).steps);
+      } catch (error) {
+        thePage.trouble(error.message); // the curves of all steps stay
+      }
     }
   }
   drawSteps();

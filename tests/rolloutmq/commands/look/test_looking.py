@@ -224,7 +224,7 @@ def test_what_was_said_in_a_freed_step_is_read_from_the_sample_log(
     scene: Scene, command: Command
 ) -> None:
     done = command("batch", "1")
-    assert "the record of step 1 is freed; the sample log has 2 of its groups" in done.stdout
+    assert "of step 1, the sample log has these 2 groups" in done.stdout
     assert f"{gid(0)}  best " in done.stdout
     assert [group["reward"] for group in json_of(command("batch", "1", "--json"))["groups"]] == [
         0.5
@@ -242,6 +242,19 @@ def test_what_was_said_in_a_freed_step_is_read_from_the_sample_log(
         assert words in done.stdout, words
     assert "#0" not in done.stdout
     assert json_of(command("show", gid(1), "--json"))["sampled"] == {"step": 1, "why": "worst"}
+
+
+@pytest.mark.usefixtures("samples")
+def test_what_was_said_is_read_of_a_run_that_is_over(
+    scene: Scene, command: Command, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    over = tmp_path / "runs" / "over"
+    shutil.copytree(server.folder / "samples", over / "samples")
+    shutil.copy(server.folder / "steps.jsonl", over)
+    (over / "valkey.lock").touch()
+    assert "has these 2 groups" in command("batch", "1", cwd=tmp_path).stdout
+    assert "It was worst." in command("show", gid(1), cwd=tmp_path).stdout
+    assert "is not running" in command("batch", "2", cwd=tmp_path).stderr
 
 
 def test_show_of_a_dead_letter_says_why(scene: Scene, command: Command) -> None:

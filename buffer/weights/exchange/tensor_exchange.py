@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 from buffer.errors import ConfigError, WireError
 from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import CheckedStream
-from buffer.weights.memory_snapshot import MemorySnapshot
-from buffer.weights.process_group import ENGINE, TRAINER, ProcessGroup, load_torch
-from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.process_group import ENGINE, TRAINER, ProcessGroup, load_torch
+from buffer.weights.exchange.rendezvous import HANDSHAKE_S, Rendezvous
 from buffer.weights.safetensors_files import DTYPES, TensorSpan, parse_tensors
 
 if TYPE_CHECKING:

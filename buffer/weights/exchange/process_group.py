@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from buffer.errors import WireError
-from buffer.weights.rendezvous import Rendezvous
+from buffer.weights.exchange.rendezvous import Rendezvous
 
 TRAINER = 0
 ENGINE = 1

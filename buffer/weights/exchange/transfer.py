@@ -23,12 +23,12 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
-from buffer.weights import memory_snapshot
 from buffer.weights.announcement import Announcement
-from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange import memory_snapshot
+from buffer.weights.exchange.memory_snapshot import MemorySnapshot
+from buffer.weights.exchange.tensor_exchange import STALL_S, TensorServer
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from buffer.weights.tensor_exchange import STALL_S, TensorServer
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
 log = logging.getLogger("rolloutmq.trainer")

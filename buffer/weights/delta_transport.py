@@ -1,0 +1,180 @@
+"""Versions as changes to the one before (delta.py), over any transport that carries folders.
+
+    trainer     keeps the last version whole, in a folder of its own; publishes every n-th version
+                whole, and each between as its changes to the one before, where these are smaller
+    worker      applies changes to the version that its engine runs; where it lacks the base (it
+                joined late, or missed versions) it fetches the chain down to a whole version
+
+A trainer that starts again publishes a whole version first. The transport keeps as many versions as
+the longest chain needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from buffer.errors import WireError
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.weights import delta
+from buffer.weights import folder_manifest as manifest
+from buffer.weights.announcement import Announcement
+from buffer.weights.checksums import Algorithm, WrittenFiles
+from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver, WeightsSender
+
+log = logging.getLogger("rolloutmq.trainer")
+
+LARGEST_SHARE = 0.5
+"""Changes with more than this share of the bytes of the whole version are not worth a chain."""
+
+LONGEST_CHAIN = 1000
+
+PREFIX = ".base-"
+
+
+class DeltaSender:
+    """Publishes through `transport`, every `whole_every`-th version whole.
+
+    `folder`: where the last version is kept.
+    """
+
+    def __init__(
+        self, transport: WeightsSender, folder: Path, whole_every: int, algorithm: Algorithm
+    ) -> None:
+        self._transport = transport
+        self._folder = folder
+        self._whole_every = whole_every
+        self._algorithm: Algorithm = algorithm
+        self._base: tuple[Path, PublishedWeights] | None = None
+        self._chain = 0
+        """versions since the newest whole one"""
+
+    def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
+        """Store one version, whose files `save` writes: whole, or as changes."""
+        label = str(weights)
+        whole = self._folder / (PREFIX + label.replace(":", "-"))
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir(parents=True)
+        manifest.write(whole, label, algorithm=self._algorithm, saved=save(whole))
+        published = self._transport.write(weights, lambda folder: self._fill(folder, whole))
+        if self._base:
+            shutil.rmtree(self._base[0], ignore_errors=True)
+        self._base = (whole, published)
+        return published
+
+    def _fill(self, folder: Path, whole: Path) -> WrittenFiles:
+        size = sum(file.stat().st_size for file in whole.iterdir())
+        if self._base and self._chain + 1 < self._whole_every:
+            written = delta.write(folder, whole, *self._base)
+            log.info("weights as changes", extra={"bytes": written, "whole_bytes": size})
+            if written <= LARGEST_SHARE * size:
+                self._chain += 1
+                return WrittenFiles()
+            for file in folder.iterdir():
+                file.unlink()
+        self._chain = 0
+        known = manifest.files_of((whole / manifest.NAME).read_bytes())
+        for name in known:
+            _link(whole / name, folder / name)
+        return WrittenFiles(known)
+
+    def prune(self) -> None:
+        """Delete old versions. Called after each publication."""
+        self._transport.prune()
+
+    def clear(self) -> None:
+        """Delete what a trainer left that was killed while it wrote."""
+        for folder in self._folder.glob(f"{PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._transport.clear()
+
+    def close(self) -> None:
+        """Stop: nothing more is published."""
+        if self._base:
+            shutil.rmtree(self._base[0], ignore_errors=True)
+        self._transport.close()
+
+
+class DeltaReceiver(WeightsReceiver):
+    """Receives through `transport`, and makes whole versions of changes, in a temporary folder.
+
+    Invariant: the folder that `fetch` returns has the checksums of the whole version.
+    """
+
+    def __init__(self, transport: WeightsReceiver) -> None:
+        self._transport = transport
+        self._results: TemporaryDirectory[str] | None = None
+        self._running: Path | None = None
+        """the folder of the version that the engine runs"""
+        self._wholes: dict[str, Path] = {}
+        """whole versions that may serve as bases, by the checksum they were published with"""
+
+    def check(self, published: PublishedWeights) -> None:
+        self._transport.check(published)
+
+    def announcement(self, published: PublishedWeights) -> Announcement | None:
+        return self._transport.announcement(published)
+
+    def fetch(self, published: PublishedWeights) -> Path:
+        chain: list[tuple[PublishedWeights, Path]] = []
+        folder = self._transport.fetch(published)
+        while delta.is_delta(folder):
+            chain.append((published, folder))
+            if len(chain) > LONGEST_CHAIN:
+                raise WireError(f"more than {LONGEST_CHAIN} versions of weights without a whole")
+            published = delta.base_of(folder)
+            known = self._wholes.get(published.checksum)
+            folder = known or self._transport.fetch(published)
+        for changed, changes in reversed(chain):
+            folder = self._apply(changes, folder, published, changed)
+            published = changed
+        self._note(published, folder)
+        return folder
+
+    def _apply(
+        self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
+    ) -> Path:
+        """Return the version that `changes` make of the published base."""
+        if self._results is None:
+            self._results = TemporaryDirectory(prefix="rolloutmq-weights-")
+        result = Path(self._results.name) / changed.checksum
+        shutil.rmtree(result, ignore_errors=True)
+        result.mkdir()
+        try:
+            delta.apply(changes, base, result)
+        except BaseException:
+            # the base may be damaged: the next try fetches it again
+            self._wholes.pop(published.checksum, None)
+            shutil.rmtree(result, ignore_errors=True)
+            raise
+        if base != self._running and base.parent == result.parent:
+            shutil.rmtree(base, ignore_errors=True)
+        return result
+
+    def _note(self, published: PublishedWeights, folder: Path) -> None:
+        if published.checksum:
+            self._wholes[published.checksum] = folder
+
+    def keep_only(self, folder: Path) -> None:
+        self._running = folder
+        self._wholes = {c: whole for c, whole in self._wholes.items() if whole == folder}
+        for other in Path(self._results.name).iterdir() if self._results else ():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        self._transport.keep_only(folder)
+
+    def close(self) -> None:
+        if self._results is not None:
+            self._results.cleanup()
+        self._transport.close()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)

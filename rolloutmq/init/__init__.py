@@ -1,0 +1,1 @@
+"""`rolloutmq init`: write the folder of a new project."""

@@ -1,0 +1,126 @@
+"""Write the files of a new project from a template.
+
+A project is the folder of its template and parts of `shared`, with $names filled in.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from buffer.errors import ConfigError
+from buffer.hub import is_id
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+KINDS = {
+    "math": "A model learns to solve word problems; a function of yours scores the last number.",
+    "code": "A model learns to write functions, scored by tests in a sandbox.",
+    "tools": "A model learns to call a function of yours between its turns.",
+    "agent": "A model learns to play a game over several turns with an environment of yours.",
+}
+"""The templates, and what each is about."""
+
+FILES = {
+    "judge.py": "scores an answer",
+    "calculator.py": "the tool",
+    "game.py": "the environment, which answers the model",
+}
+"""Files of templates, and what they do."""
+
+TINY = "tiny"
+"""The model that is built here, with random weights."""
+
+LONGEST = {TINY: 48}
+"""Tokens of an answer, by model."""
+
+TINY_NOTE = """
+The model in `model/` was built here, with random weights: it shows that everything works, and
+learns nothing. For a real one set `[policy] model` to a folder or an id of the Hugging Face Hub,
+such as "Qwen/Qwen3-0.6B", and raise `max_tokens`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user chose. `data`: a file, a folder or an id of the Hub; None for the sample."""
+
+    template: str
+    model: str
+    data: str | None
+    gpus: int
+
+
+def write_project(folder: Path, choices: Choices) -> list[str]:
+    """Write the project and return the names of its files.
+
+    Raises ConfigError where the folder is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")
+    values = _values(folder, choices)
+    template = TEMPLATES / choices.template
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(template.iterdir()):
+        if file.suffix in (".py", ".jsonl"):
+            shutil.copyfile(file, folder / file.name)
+    parts = [TEMPLATES / "shared" / "head.toml", template / "task.toml", _engine(choices.gpus)]
+    _write(folder / "config.toml", parts, values)
+    _write(folder / "README.md", [TEMPLATES / "shared" / "README.md"], values)
+    if choices.model == TINY:
+        _build_model(folder / "model")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _engine(gpus: int) -> Path:
+    name = {0: "cpu", 1: "one_gpu"}.get(gpus, "gpus")
+    return TEMPLATES / "shared" / f"{name}.toml"
+
+
+def _values(folder: Path, choices: Choices) -> dict[str, object]:
+    ranks = choices.gpus // 2
+    own = [name for name in FILES if (TEMPLATES / choices.template / name).exists()]
+    return {
+        "name": re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:64] or "mine",
+        "model": "model" if choices.model == TINY else choices.model,
+        "max_tokens": LONGEST.get(choices.model, 1024),
+        "dataset": _dataset(choices.data),
+        "trainer_gpus": list(range(ranks)),
+        "worker_gpus": list(range(ranks, choices.gpus)),
+        "workers": choices.gpus - ranks,
+        "about": KINDS[choices.template],
+        "files": "\n".join(f"| `{name}` | {FILES[name]} |" for name in own),
+        "note": TINY_NOTE if choices.model == TINY else "",
+    }
+
+
+def _dataset(data: str | None) -> str:
+    """Return the lines of a [tasks.<name>.dataset]. Raises ConfigError where there is no such."""
+    if data is None:
+        return 'kind = "jsonl"\npath = "data.jsonl"'
+    path = Path(data)
+    if not path.exists() and is_id(path):
+        return f'kind = "hugging_face"\npath = "{data}"\nsplit = "train"'
+    if not path.exists():
+        raise ConfigError(f"--data {data}: there is no such file", hint="or give an id of the Hub")
+    where = f'path = "{path.resolve()}"'
+    if path.is_dir() and not any(path.glob("*.parquet")):
+        return f'kind = "hugging_face"\n{where}'
+    is_lines = path.suffix in (".jsonl", ".json")
+    return f'kind = "{"jsonl" if is_lines else "parquet"}"\n{where}'
+
+
+def _write(file: Path, parts: list[Path], values: dict[str, object]) -> None:
+    text = "".join(part.read_text(encoding="utf-8") for part in parts)
+    file.write_text(Template(text).substitute(values), encoding="utf-8")
+
+
+def _build_model(folder: Path) -> None:
+    # here, because it imports torch
+    from buffer.config.warm_start import TinyModelConfig
+    from consumer.models.tiny_model import build_tiny_model
+
+    build_tiny_model(folder, TinyModelConfig(max_positions=2048), seed=0)

@@ -1,0 +1,152 @@
+"""`rolloutmq eval`: the held-out evaluation of a config on one model, as a short run of its own.
+
+    runs/NAME          only read: its checkpoint is exported
+    runs/NAME-eval     the run NAME-eval: an embedded server, producer, workers, and `evaluate` in
+                       place of the trainer; removed at the end
+
+Problems, sampling, engine and judges are those of the config, so that accuracies compare with
+those that the trainer logged.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from buffer.batches.position import Position
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
+from buffer.errors import ConfigError, ModelError
+from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from consumer.publication import open_sender, publish
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.evaluation import Evaluator, log_wait_reason
+from consumer.training.step_log import StepWriter, read_evaluations
+from rolloutmq.launch.launcher import Launcher
+from rolloutmq.launch.preparation import run_command
+from rolloutmq.presets import find_config
+from rolloutmq.run_owner import LOCK_FILE, is_owned
+
+ADAPTER = "adapter"
+"""Folder in that of the evaluation: the LoRA adapter to publish over the model."""
+
+_LOOP = f"{__name__}:evaluate"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A model and its metrics by task; `step` is that of its checkpoint, 0 for a model folder."""
+
+    model: str
+    step: int
+    tasks: dict[str, dict[str, float]]
+
+
+def evaluate_model(
+    config: TrainingConfig, path: Path, overrides: list[str], what: str, screen: Console
+) -> Evaluated:
+    """Evaluate the checkpoint or model folder `what`; "" is the newest checkpoint.
+
+    `path` and `overrides` are where `config` comes from. Raises ConfigError and ModelError.
+    """
+    if not _held_out(config):
+        raise ConfigError(
+            f"{path} has no task for evaluation", hint='add [tasks.NAME] with eval_of = "TASK"'
+        )
+    run_folder, step = _find(config, what)
+    folder = config.run.folder.with_name(f"{config.run.folder.name}-eval")
+    is_adapter = bool(step and config.learner.lora)
+    target = folder / (ADAPTER if is_adapter else "exported")
+    given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
+    given += [f"trainer.loop={_LOOP}"]
+    if not is_adapter:
+        given += [f"policy.model={(target if step else Path(what)).resolve()}"]
+    settings = load_config(TrainingConfig, find_config(path), given)
+    _make(folder)
+    if step:
+        screen.print(f"exporting the checkpoint of step {step} of {run_folder}")
+        _export([str(path), str(step), str(target)], [*overrides, f"run.dir={run_folder}"])
+    # a server of its own, whatever REDIS_URL and the config name
+    with EmbeddedServer(folder / "server") as server:
+        launcher = Launcher(
+            settings, path, given, redis_url=server.url, chaos=False, screen=screen,
+            is_reported=False,
+        )  # fmt: skip
+        launcher.run()
+    found = {task: metrics for (task, _), metrics in read_evaluations(folder).items()}
+    shutil.rmtree(folder)
+    return Evaluated(f"{run_folder}, step {step}" if step else what, step, found)
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of the evaluation, without what an interrupted one left."""
+    if is_owned(folder):
+        raise ConfigError(
+            f"another evaluation runs in {folder}", hint=f"`rolloutmq logs -f --run-dir {folder}`"
+        )
+    if (folder / LOCK_FILE).exists():
+        shutil.rmtree(folder)
+    elif folder.exists():
+        raise ConfigError(f"{folder} exists and is no evaluation", hint="move it away")
+    folder.mkdir(parents=True)
+    (folder / LOCK_FILE).touch()
+
+
+def _find(config: TrainingConfig, what: str) -> tuple[Path, int]:
+    """Return the run's folder and the step of a checkpoint; step 0 for a model folder."""
+    if not what or what.isdigit():
+        steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
+        known = ", ".join(map(str, steps)) or "none"
+        if not steps or (what and int(what) not in steps):
+            raise ModelError(
+                f"{config.run.folder} has no checkpoint {f'of step {what}' if what else 'yet'}",
+                hint=f"its checkpoints: {known}; or give a model folder",
+            )
+        return config.run.folder, int(what or steps[-1])
+    path = Path(what)
+    if (path / "config.json").is_file():
+        return path, 0
+    steps = CheckpointFolder(path.parent).steps()
+    for step in steps:
+        if CheckpointFolder(path.parent).path(step) == path:
+            return path.parent.parent, step
+    raise ModelError(
+        f"{path} is neither a checkpoint nor a model folder",
+        hint="give the step of a checkpoint, runs/NAME/checkpoints/step-…, or a folder with "
+        "config.json",
+    )
+
+
+def _export(arguments: list[str], overrides: list[str]) -> None:
+    flags = [part for override in overrides for part in ("--set", override)]
+    run_command(["export-model", *arguments, "--float32", *flags])
+
+
+def _held_out(config: TrainingConfig) -> list[str]:
+    return [name for name, task in config.tasks.items() if task.eval_of is not None]
+
+
+def evaluate(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+    """Evaluate in place of the trainer: all held-out tasks, with training jobs paused."""
+    consumer = RolloutConsumer(run)
+    consumer.open(position=Position(), take_over=take_over)
+    adapter = config.run.folder / ADAPTER
+    if adapter.is_dir():
+        publish(consumer, open_sender(config, run), 0, partial(_copy, adapter), pause="abort")
+    consumer.pause("abort", lanes="eval")
+    log = StepWriter(config.run.folder)
+    for task in _held_out(config):
+        groups = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
+        log.add_evaluation(0, task, Evaluator().evaluate(groups))
+    consumer.finish()
+    consumer.close()
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)

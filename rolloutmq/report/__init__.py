@@ -1,0 +1,1 @@
+"""`rolloutmq report`: a run's folder as one static page."""

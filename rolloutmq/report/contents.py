@@ -1,0 +1,125 @@
+"""Collect what a report shows of a run's folder; no server is needed."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
+from buffer.errors import RolloutMQError
+from buffer.monitoring.history import StepLog, TrainedStep
+from buffer.monitoring.sample_log import SampleLog
+from buffer.store.url import mask_url
+from consumer.training.step_log import read_evaluations
+from rolloutmq.output import age
+from rolloutmq.presets import find_config
+from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.versions import all_versions
+
+SAMPLED_STEPS = 6
+"""Steps whose samples are shown: the first, the last, and some between."""
+
+LONGEST = 4000
+"""Characters that are shown of one text."""
+
+
+def read_contents(folder: Path) -> dict[str, Any]:
+    """Return the facts, curves, evaluations, samples, settings and versions of a run, as JSON."""
+    record = read_record(folder)
+    log = StepLog(folder / "steps.jsonl")
+    log.read_new()
+    return {
+        "run": record.run if record else folder.name,
+        "facts": _facts(folder, record, log),
+        "curves": _curves(log.steps),
+        "evaluations": [
+            {"task": task, "step": step, "metrics": metrics}
+            for (task, step), metrics in sorted(read_evaluations(folder).items())
+        ],
+        "samples": _samples(folder),
+        "settings": _settings(record),
+        "versions": record.versions if record and record.versions else all_versions(),
+    }
+
+
+def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str, str]:
+    done = log.steps[-1].step if log.steps else 0
+    seconds = sum(step.metrics.get("time/step_s", 0.0) for step in log.steps)
+    groups = sum(len(step.gids) for step in log.steps)
+    facts = {
+        "folder": str(folder.resolve()),
+        "state": record.stage if record else "not started by `rolloutmq run`",
+        "steps": f"{done} of {record.steps}" if record else str(done),
+        "groups trained": f"{groups:,}",
+        "trained twice": str(len(log.trained_twice())),
+        "time in steps": age(1000 * seconds),
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    if record:
+        facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
+        facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
+    return facts
+
+
+def _curves(steps: list[TrainedStep]) -> dict[str, list[float | None]]:
+    """Return a column per metric, and the column `step`; None where a step lacks the metric."""
+    names = sorted({name for step in steps for name in step.metrics})
+    columns: dict[str, list[float | None]] = {"step": [float(step.step) for step in steps]}
+    for name in names:
+        columns[name] = [_finite(step.metrics.get(name)) for step in steps]
+    return columns
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < float("inf") else None
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    log = SampleLog(folder)
+    span = log.steps()
+    if span is None:
+        return []
+    first, last = span
+    count = min(SAMPLED_STEPS, last - first + 1)
+    steps = {round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)}
+    return [_sample(line) for step in sorted(steps) for line in log.read(step)]
+
+
+def _sample(line: dict[str, Any]) -> dict[str, Any]:
+    messages = line.get("messages") or []
+    prompt = "\n\n".join(f"{each.get('role')}: {each.get('content')}" for each in messages)
+    return {
+        "step": line["step"],
+        "why": line.get("why", ""),
+        "gid": line["gid"],
+        "task": line.get("task", ""),
+        "prompt": (prompt or str(line.get("prompt", "")))[:LONGEST],
+        "truth": str(line.get("ground_truth") or "")[:LONGEST],
+        "members": [
+            {
+                "score": (member.get("reward") or {}).get("score"),
+                "tokens": member.get("tokens"),
+                "end": member.get("finish_reason") or member.get("status"),
+                "text": str(member.get("response") or "")[:LONGEST],
+            }
+            for member in line.get("members") or []
+        ],
+    }
+
+
+def _settings(record: LaunchRecord | None) -> dict[str, Any]:
+    """Return the config of the newest start, without what may be secret.
+
+    Its file may have moved or changed since: then there is the reason instead.
+    """
+    if record is None or not record.command:
+        return {}
+    path, *flags = record.command
+    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
+    try:
+        return load_config(TrainingConfig, find_config(Path(path)), overrides).public()
+    except RolloutMQError as error:
+        return {"not readable": mask_url(error.message)}

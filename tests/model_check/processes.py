@@ -1,0 +1,246 @@
+"""The processes of a history: what each knows, and which operations it may start.
+
+Each is a plain value. `starts` gives the operations that it may start now; `ended` is the process
+after one of them returned. A process that dies is replaced by `reborn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from buffer.batches.position import Position
+from buffer.errors import Fenced
+from buffer.groups.claim import Claim
+from buffer.model.ids import group_id
+from buffer.model.job import Job
+from buffer.model.manifest import Manifest
+from buffer.rollouts.rollout import PolicyVersion
+from tests.model_check.operations import TASK, Finished, Pending
+
+FIRST = PolicyVersion("initial", 0)
+NewName = Callable[[], str]
+"""Returns a nonce that was never used in this history."""
+
+
+class Start(NamedTuple):
+    """An operation that a process may start. `slot`: it waits for one operation in each."""
+
+    slot: int
+    pending: Pending
+    costs: str = ""
+    """the field of the budget that it uses up"""
+
+
+class Worker(NamedTuple):
+    """A rollout worker. Its heartbeats have a thread of their own."""
+
+    name: str
+    nonce: str = ""
+    is_registered: bool = False
+    weights: PolicyVersion = FIRST
+    jobs: tuple[tuple[Job, tuple[PolicyVersion, ...]], ...] = ()
+    """what it holds, with the weights of the tokens that each has from an earlier claim"""
+    under_way: tuple[Pending | None, Pending | None] = (None, None)
+    capacity: int = 1
+
+    def starts(self, new_name: NewName) -> Iterator[Start]:
+        main, beat = self.under_way
+        if beat is None and self.is_registered:
+            held = tuple(job for job, _ in self.jobs)
+            yield Start(1, Pending("heartbeat", (self.name, self.nonce, self.weights, 0, held)))
+        if main is not None:
+            return
+        if not self.is_registered:
+            yield Start(0, Pending("register", (self.name, self.nonce)))
+            return
+        if len(self.jobs) < self.capacity:
+            args = (self.name, self.nonce, new_name(), self.weights, self.capacity)
+            yield Start(0, Pending("claim", args))
+        for job, history in self.jobs:
+            done = (*history, self.weights)
+            yield Start(0, Pending("submit", (self.name, job, done, "completed")))
+            yield Start(0, Pending("submit", (self.name, job, done, "aborted")), "aborts")
+            yield Start(0, Pending("submit", (self.name, job, done, "filtered")), "filters")
+            yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
+            yield Start(0, Pending("release", (self.name, job, "handback")), "handbacks")
+
+    def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Worker:
+        done = self._replace(under_way=_without(self.under_way, slot))
+        match pending.name, over:
+            case "register", Finished(PolicyVersion() as weights, None):
+                return done._replace(is_registered=True, weights=weights)
+            case "claim", Finished(Claim(refusal="UNKNOWN"), None):
+                return done._replace(is_registered=False)
+            case "claim", Finished(Claim(control=control, jobs=jobs), None):
+                claimed = tuple((job, made(job)) for job in jobs)
+                weights = control.weights if control else done.weights
+                return done._replace(jobs=(*done.jobs, *claimed), weights=weights)
+            case "heartbeat", Finished(error=Fenced()):
+                return done._replace(is_registered=False, jobs=())
+            case "heartbeat", Finished(beat, None):
+                known = done._replace(is_registered=done.is_registered and beat.known)
+                return known.without(beat.lost)
+            case (("submit" | "release"), Finished(_, error)):
+                assert error is None or isinstance(error, Fenced), error
+                return done.without((pending.args[1],))
+        raise AssertionError(f"{pending.name} of {self.name} ended with {over}")
+
+    def without(self, lost: tuple[Job, ...]) -> Worker:
+        return self._replace(jobs=tuple(held for held in self.jobs if held[0] not in lost))
+
+    def reborn(self, new_name: NewName) -> Worker:
+        return Worker(self.name, new_name(), capacity=self.capacity)
+
+
+class Producer(NamedTuple):
+    """Draws `groups` groups, and starts aborted and expired ones again."""
+
+    groups: int
+    nonce: str = ""
+    cursor: int | None = None
+    """None: it has not opened the run"""
+    under_way: tuple[Pending | None] = (None,)
+    name: str = "producer"
+
+    def starts(self, new_name: NewName) -> Iterator[Start]:
+        if self.under_way != (None,):
+            return
+        if self.cursor is None:
+            yield Start(0, Pending("open_producer", (self.nonce, True)))
+            return
+        if self.cursor < self.groups:
+            gid = group_id(TASK, self.cursor)
+            args = (self.nonce, new_name(), self.cursor, gid, self.groups)
+            yield Start(0, Pending("enqueue", args))
+        for status in ("aborted", "expired"):
+            yield Start(0, Pending("reissue", (self.nonce, status, self.groups)))
+
+    def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Producer:
+        done = self._replace(under_way=_without(self.under_way, slot))
+        match pending.name, over:
+            case (("open_producer" | "enqueue"), Finished(int(cursor), None)):
+                return done._replace(cursor=cursor)
+            case "reissue", Finished(int(), None):
+                return done
+            case _, Finished(error=Fenced()):
+                return done._replace(cursor=None)
+        raise AssertionError(f"{pending.name} of the producer ended with {over}")
+
+    def reborn(self, new_name: NewName) -> Producer:
+        return Producer(self.groups, new_name())
+
+
+class Trainer(NamedTuple):
+    """Takes batches of `batch` groups for `steps` steps; each step ends with a checkpoint."""
+
+    steps: int
+    batch: int = 1
+    nonce: str = ""
+    checkpoint: str = Position().model_dump_json()
+    """on disk: it survives a death"""
+    position: str = ""
+    """"": it has not opened the run"""
+    todo: str = "take"
+    under_way: tuple[Pending | None] = (None,)
+    name: str = "trainer"
+
+    @property
+    def step(self) -> int:
+        return Position.model_validate_json(self.position or self.checkpoint).step
+
+    def starts(self, new_name: NewName) -> Iterator[Start]:
+        if self.under_way != (None,):
+            return
+        if not self.position:
+            args = (self.nonce, f"l{self.nonce}", self.checkpoint)
+            yield Start(0, Pending("open_trainer", args))
+        elif self.todo == "take" and self.step < self.steps:
+            yield Start(0, Pending("take", (self.nonce, self.step + 1, self.batch)))
+        elif self.todo == "publish":
+            weights = PolicyVersion(f"l{self.nonce}", self.step)
+            yield Start(0, Pending("publish", (self.nonce, weights)))
+        elif self.todo == "commit":
+            yield Start(0, Pending("commit", (self.nonce, self.step)))
+
+    def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Trainer:
+        done = self._replace(under_way=_without(self.under_way, slot))
+        match pending.name, over:
+            case _, Finished(error=Fenced()):
+                return done._replace(position="", todo="take")
+            case "open_trainer", Finished(str(position), None):
+                return done._replace(position=position, todo="take")
+            case "take", Finished(Manifest() as manifest, None):
+                trained = Position.model_validate_json(done.position)
+                trained.add(manifest)  # raises for a group that was trained before
+                return done._replace(position=trained.model_dump_json(), todo="publish")
+            case "take", Finished(_, None):
+                return done
+            case "publish", Finished(int(cursor), None):
+                # as a trainer does it: the checkpoint is written, then committed
+                trained = Position.model_validate_json(done.position)
+                trained.cursors = {TASK: cursor}
+                trained.forget(trained.step)
+                saved = trained.model_dump_json()
+                return done._replace(todo="commit", checkpoint=saved, position=saved)
+            case "commit", Finished(None, None):
+                return done._replace(todo="take")
+        raise AssertionError(f"{pending.name} of the trainer ended with {over}")
+
+    def reborn(self, new_name: NewName) -> Trainer:
+        return Trainer(self.steps, self.batch, new_name(), self.checkpoint)
+
+
+class Janitor(NamedTuple):
+    """Does what any process may do, one thing at a time."""
+
+    operations: tuple[str, ...] = ("reap",)
+    under_way: tuple[Pending | None] = (None,)
+    name: str = "janitor"
+
+    def starts(self, new_name: NewName) -> Iterator[Start]:
+        if self.under_way == (None,):
+            for operation in self.operations:
+                yield Start(0, Pending(operation, ()))
+
+    def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Janitor:
+        assert over.error is None, over.error
+        return self._replace(under_way=(None,))
+
+    def reborn(self, new_name: NewName) -> Janitor:
+        return Janitor(self.operations)
+
+
+class Operator(NamedTuple):
+    """Pauses, drops and requeues; each is paid for by the budget."""
+
+    groups: int
+    is_paused: bool = False
+    under_way: tuple[Pending | None] = (None,)
+    name: str = "operator"
+
+    def starts(self, new_name: NewName) -> Iterator[Start]:
+        if self.under_way != (None,):
+            return
+        mode = "run" if self.is_paused else "abort"
+        costs = "" if self.is_paused else "pauses"
+        yield Start(0, Pending("pause", (mode, new_name())), costs)
+        for draw in range(self.groups):
+            gid = group_id(TASK, draw)
+            yield Start(0, Pending("drop", (gid, "")), "commands")
+            yield Start(0, Pending("drop", (gid, "w0")), "commands")
+            yield Start(0, Pending("requeue", (gid, new_name())), "commands")
+
+    def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Operator:
+        paused = pending.args[0] == "abort" if pending.name == "pause" else self.is_paused
+        return self._replace(under_way=(None,), is_paused=paused)
+
+    def reborn(self, new_name: NewName) -> Operator:
+        return self._replace(under_way=(None,))
+
+
+Process = Worker | Producer | Trainer | Janitor | Operator
+
+
+def _without(under_way: tuple[Any, ...], slot: int) -> Any:
+    return tuple(None if n == slot else pending for n, pending in enumerate(under_way))

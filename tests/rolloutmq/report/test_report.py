@@ -1,0 +1,77 @@
+"""`rolloutmq report`: one file, opened without a network, in which no text of a rollout is code."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+import orjson
+import pytest
+from selenium import webdriver
+
+from buffer.errors import ConfigError
+from consumer.training.step_log import StepWriter
+from rolloutmq.run_owner import own
+from tests.rolloutmq.conftest import ROOT, rolloutmq
+
+HOSTILE = (
+    "</script><script>document.title = 'taken over'</script><img src=x onerror=alert(1)> &amp;"
+)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The folder of a run that has ended, with a sample that would be code if it were not text."""
+    folder = tmp_path / "demo"
+    demo = str(ROOT / "configs" / "demo.toml")
+    command = [demo, "--set", "redis.url=redis://u:s3cret@127.0.0.1:1/0"]
+    with own(folder, "demo", command, 30) as owned:
+        owned.note(owned.record.stage, account="account: lost 0 · in two places 0")
+    writer = StepWriter(folder)
+    for step in range(1, 31):
+        metrics = {"rewards/mean": step / 30, "loss/policy": 0.5, "odd/metric": 1.0}
+        writer.add_step(step, "l1", [f"sums-{step}"], metrics)
+    writer.add_evaluation(0, "held_out", {"eval/accuracy": 0.25})
+    writer.add_evaluation(30, "held_out", {"eval/accuracy": 0.75})
+    (folder / "samples").mkdir()
+    with gzip.open(folder / "samples" / "000001-step-00000001.jsonl.gz", "wb") as samples:
+        for step in (1, 30):
+            sample = {
+                "step": step,
+                "why": "best",
+                "gid": f"sums-{step}",
+                "messages": [{"role": "user", "content": HOSTILE}],
+                "members": [{"response": HOSTILE, "tokens": 3, "reward": {"score": 1.0}}],
+            }
+            samples.write(orjson.dumps(sample) + b"\n")
+    return folder
+
+
+def test_the_page_shows_the_run_and_loads_nothing(
+    run_folder: Path, chromium: webdriver.Chrome, tmp_path: Path
+) -> None:
+    page = tmp_path / "r.html"
+    done = rolloutmq("report", str(run_folder), "-o", str(page))
+    assert done.returncode == 0, done.stderr
+    text = page.read_text(encoding="utf-8")
+    assert "s3cret" not in text
+    assert re.findall(r"(?:src|href)=[\"']?(?!x)[^ >]+", text) == []
+    chromium.get(page.as_uri())
+    assert chromium.title == "demo: rolloutmq report"
+    shown = chromium.find_element("tag name", "body").text
+    for words in ("30 of 30", "account: lost 0 · in two places 0", "0.75", "step 30 · sums-30"):
+        assert words in shown
+    assert HOSTILE in chromium.find_element("css selector", ".sample pre").text
+    assert chromium.find_elements("css selector", ".sample img, .sample script") == []
+    for node in chromium.find_elements("css selector", "figure"):
+        chromium.execute_script("arguments[0].scrollIntoView()", node)
+    assert len(chromium.find_elements("css selector", "#charts canvas")) == 3
+    faults = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
+    assert faults == []
+
+
+def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
+    done = rolloutmq("report", str(tmp_path))
+    assert done.returncode == ConfigError.exit_code
+    assert "has no train step and no evaluation" in done.stderr

@@ -1,0 +1,86 @@
+"""A new project passes its own test and the check; one of them is run to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from buffer.config.load import inspect_config
+from rolloutmq.init.project import KINDS, TINY, Choices, write_project
+from tests.rolloutmq.conftest import ROOT, Command
+
+CHECK = """
+import sys
+from pathlib import Path
+import pytest
+from buffer.config.load import inspect_config
+from rolloutmq.check.unit import STAGES, findings_of, units_of
+assert pytest.main(["-q", "-p", "no:cacheprovider", "."]) == 0
+config, problems = inspect_config(Path("config.toml"))
+found = [each for stage in STAGES for unit in units_of(stage, config) for each in findings_of(unit)]
+wrong = [*problems, *(each for each in found if each.level != "ok")]
+sys.exit(str(wrong) if wrong else 0)
+"""
+"""The project's own test, and the stages of `rolloutmq check` in one process."""
+
+
+def test_a_project_is_written_only_into_an_empty_folder(command: Command, tmp_path: Path) -> None:
+    done = command("init", "mine", "--template", "tools", "--gpus", "4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config, problems = inspect_config(tmp_path / "mine" / "config.toml")
+    assert (problems, config.warnings()) == ([], [])
+    assert (config.launch.trainer_gpus, config.launch.worker_gpus) == ([0, 1], [2, 3])
+    assert str(config.policy.model) == "Qwen/Qwen3-0.6B"
+    again = command("init", "mine", "--template", "math", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ([], "--template is missing"),
+        (["--template", "maths"], "known: math, code, tools, agent"),
+        (["--template", "math", "--data", "none.jsonl"], "there is no such file"),
+    ],
+)
+def test_without_a_terminal_nothing_is_asked(
+    command: Command, tmp_path: Path, flags: list[str], part: str
+) -> None:
+    done = command("init", "mine", *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("template", KINDS)
+def test_a_project_passes_its_test_and_the_check(template: str, tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    write_project(project, Choices(template, TINY, None, 0))
+    assert "$" not in (project / "config.toml").read_text(encoding="utf-8")
+    done = run(project, "-c", CHECK)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_project_runs_to_its_end(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    write_project(project, Choices("math", TINY, None, 0))
+    changes = ("plan.steps=1", "plan.batch_size=2", "tasks.math.sample.max_tokens=4")
+    flags = [part for change in changes for part in ("--set", change)]
+    done = run(project, "-m", "rolloutmq", "run", "config.toml", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "lost 0 · in two places 0 · trained twice 0" in done.stdout
+
+
+def run(project: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    environment = kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *args]
+    return subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, check=False
+    )
