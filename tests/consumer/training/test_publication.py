@@ -13,7 +13,9 @@ from buffer.config.config import TrainingConfig
 from buffer.errors import PublicationFailed
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
+from buffer.weights.registry import open_receiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights, Save
 from consumer.learner.learner import Learner
@@ -89,6 +91,27 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
         verify(Path(published.address), published.checksum)
     state = run.control.state()
     assert PublishedWeights(state.weights_path, state.weights_checksum) == written[-1][1]
+
+
+def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_them(
+    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "policy": {"weights_whole_every": 3},
+        "learner": {"learning_rate": 1e-6, "bf16": True},
+    }
+    config = TrainingConfig.model_validate(config.model_dump() | changes)
+    written = wrap_write(monkeypatch, lambda _: None)
+    with at_work(run, math=DRAWS):
+        assert Trainer(run, config, model_dir).fit(take_over=True)
+    kinds = [delta.is_delta(Path(published.address)) for _, published in written]
+    assert kinds == [version % 3 != 0 for version in range(STEPS + 1)]
+    late = open_receiver(run.store, run.keys)
+    folder = late.fetch(written[-1][1])
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
+        file.name for file in folder.iterdir()
+    }
+    late.close()
 
 
 def test_on_policy_steps_wait_for_their_weights(
