@@ -35,7 +35,7 @@ Examples:
   rolloutmq show math-0000000042           show texts, rewards, versions
   rolloutmq dead                           list what failed, and why
   rolloutmq pause --mode drain --wait      finish what runs, claim nothing
-  rolloutmq resume                       end the pause
+  rolloutmq resume                         end the pause
   rolloutmq set max_staleness=2            change a setting while it runs
   rolloutmq fsck                           check that nothing is lost
 

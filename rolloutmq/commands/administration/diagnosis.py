@@ -354,8 +354,12 @@ def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
             "the producer must reissue them: read its log, and check [strategy] "
             "tail_batch_trigger_size"
         )
-        return Symptom("stuck", what, quiet_ms, fix)
-    return Symptom("stuck", what, quiet_ms, "the producer enqueues nothing: read its log")
+    else:
+        fix = "the producer enqueues nothing: read its log"
+    if quiet_ms is not None and quiet_ms < PATIENCE_MS:
+        # right after a take, the producer has not seen the room yet
+        return Symptom("note", what, quiet_ms, "")
+    return Symptom("stuck", what, quiet_ms, fix)
 
 
 def _recovery(snap: Snapshot) -> Iterator[Symptom]:
