@@ -4,7 +4,8 @@
     ├── ConfigError                     2  a config file, a flag or a data set is wrong
     │   ├── DatasetError                2  a line of a data set cannot be used
     │   ├── HubError                    2  a model or data set of the Hub cannot be downloaded
-    │   └── QueryError                  2  a query about groups is not valid
+    │   ├── QueryError                  2  a query about groups is not valid
+    │   └── SandboxUnavailable          2  no sandbox for programs of a model works on this machine
     ├── StoreError                      3  the Redis server refuses, or cannot be used
     │   ├── StoreUnavailable            3  no answer in time; the operation may be repeated
     │   │   └── StoreFull               3  its memory is full: no new work is started
@@ -38,6 +39,7 @@
     ├── MediaError                      1  a file of a payload is missing, too large, or not valid
     ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
     ├── JudgeError                      1  a judge raised, took too long, or returned no reward
+    │   └── AnswerTooLong               1  a service of a judge sent more than is read
     ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
     └── AccountError                    6  the account of groups does not add up
 
@@ -257,8 +259,16 @@ class JudgeError(RolloutMQError):
     """A judge raised, exceeded its limit, or returned something that is not a reward."""
 
 
+class AnswerTooLong(JudgeError):
+    """A service that judges, or runs programs, sent more than is read."""
+
+
 class JudgeInterrupted(RolloutMQError):
     """A pause, or the end of its worker, ended a judge; its rollout is judged later."""
+
+
+class SandboxUnavailable(ConfigError):
+    """Programs of a model cannot be caged on this machine: what to install, or to permit."""
 
 
 class AccountError(RolloutMQError):

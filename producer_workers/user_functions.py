@@ -11,7 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from buffer.config.config import ProducingConfig
-from buffer.config.task import TaskSection, is_url
+from buffer.config.sandbox import BUBBLEWRAP, is_url
+from buffer.config.task import TaskSection
 from buffer.errors import ConfigError, raise_together
 from buffer.model.dotted_path import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order
@@ -20,6 +21,7 @@ from producer_workers.group_runs.loop_result import load_sample_filter
 from producer_workers.judges.load import load_judge
 from producer_workers.producer.curriculum import load_weight_function
 from producer_workers.producer.strategy import load_should_continue
+from producer_workers.user_code.sandbox import check_sandbox
 
 _NAMED_OPTIONS = ("agent", "environment", "tools")
 """The options of agent loops that name functions and classes."""
@@ -81,6 +83,9 @@ def _of_a_task(
     yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
     for option, spec in _options(task):
         yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
+    if "python" in task.agent_loop_options.get("tools", ()):
+        sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)
+        yield NamedFunction(f"tools = python in {sandbox}", partial(check_sandbox, sandbox))
     if task.judging.kind != "rq" or for_judges:
         for judge in task.judges:
             if not is_url(judge):

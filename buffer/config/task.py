@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from buffer.config.dataset import DatasetSection, ImagesSection
 from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
+from buffer.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from buffer.config.section import YEAR_S, Count, Section
 from buffer.config.strategy import StrategySection
 from buffer.model.byte_size import format_size
@@ -40,6 +41,9 @@ OWNED_BY_PROMPTS = frozenset(
 
 _FUNCTIONS = "producer_workers.judges.built_in"
 
+RUNS_PROGRAMS = "python_tests"
+"""The judge that runs what a model wrote, and whose ground truth is no answer: tests."""
+
 JUDGES = {
     "reasoning_gym": BuiltInJudge(
         f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
@@ -49,9 +53,9 @@ JUDGES = {
     "math_verify": BuiltInJudge(
         f"{_FUNCTIONS}:math_verify", "mathematical equality (`rolloutmq[math]`)", is_unsafe=True
     ),
-    "python_tests": BuiltInJudge(
+    RUNS_PROGRAMS: BuiltInJudge(
         f"{_FUNCTIONS}:python_tests",
-        "the tests that a program passes, in a sandbox",
+        "the tests that a program passes, in `judging.sandbox`",
         is_unsafe=True,
     ),
 }
@@ -63,11 +67,6 @@ NO_JUDGE = "environment"
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
 """A judge; or judges by pattern of the data source, each one judge or several with weights."""
-
-
-def is_url(judge: str) -> bool:
-    """Return whether a judge is a service at a URL."""
-    return judge.startswith(("http://", "https://"))
 
 
 def judge_names(spec: JudgeSpec) -> list[str]:
@@ -157,6 +156,11 @@ class JudgingSection(Section):
     retries: int = Field(2, ge=0, le=1000)
     """kind rq and judges at a URL: further attempts after a judge failed, was killed or was lost,
     before the rollout fails
+    """
+    sandbox: Sandbox = BUBBLEWRAP
+    """where python_tests runs programs. bubblewrap: without files, network, environment and other
+    processes; it must be installed. weak: with limits of time, memory and files only, so that a
+    program may read what its user may. Or the URL of a service with SandboxFusion's form of HTTP
     """
     grace_s: float = Field(10.0, ge=0, le=YEAR_S)
     """time that a judge has to finish when an abort pause begins; then it is cancelled, and its

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from buffer.config.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall, has_ended
@@ -197,7 +198,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
     """Runs several turns with tools.
 
     `tools` are functions, or "module:function" each; `mcp` names MCP servers (mcp_server.py); for
-    `parser` see tool_parsers.py.
+    `parser` see tool_parsers.py; `sandbox` is that of the tool `python`, as in `JudgingSection`.
     """
 
     def __init__(
@@ -207,10 +208,11 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         mcp: Sequence[Any] = (),
         parser: str = "hermes",
         call_timeout_s: float = 30.0,
+        sandbox: str = BUBBLEWRAP,
         max_turns: int = 8,
         **common: Any,
     ) -> None:
-        toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s)
+        toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s, sandbox=sandbox)
         environment = ToolEnvironment(toolbox, tool_parser(parser, common["tokenizer"]))
         super().__init__(environment=environment, max_turns=max_turns, **common)
 

@@ -16,11 +16,13 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter, ValidationError, validate_call
 
+from buffer.config.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
-from producer_workers.user_code.sandbox import Limits, run_python
+from producer_workers.user_code.program import Limits
+from producer_workers.user_code.sandbox import check_sandbox, run_program
 from producer_workers.user_code.user_function import USER_ERRORS, attempt
 
 _THREADS = 16
@@ -37,7 +39,7 @@ Tool = str | Callable[..., Any]
 Or "module:function", or a name of BUILT_IN.
 """
 
-BUILT_IN = {"python": "producer_workers.agent_loops.toolbox:python"}
+BUILT_IN = ("python",)
 
 McpCommand = str | Sequence[str]
 """A program with its arguments that is an MCP server, or the URL of one."""
@@ -50,9 +52,16 @@ class Toolbox:
     """
 
     def __init__(
-        self, tools: Sequence[Tool], *, mcp: Sequence[McpCommand] = (), call_timeout_s: float = 30.0
+        self,
+        tools: Sequence[Tool],
+        *,
+        mcp: Sequence[McpCommand] = (),
+        call_timeout_s: float = 30.0,
+        sandbox: str = BUBBLEWRAP,
     ) -> None:
-        self._functions = _load(tools)
+        if "python" in tools:
+            check_sandbox(sandbox)
+        self._functions = _load(tools, sandbox)
         self._checked = {
             name: validate_call(function) for name, function in self._functions.items()
         }
@@ -116,18 +125,21 @@ def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[
     return own + [schema for server in map(McpServer, mcp) for schema in server.schemas()]
 
 
-def _load(tools: Sequence[Tool]) -> dict[str, Callable[..., Any]]:
-    functions = [
-        load_object(BUILT_IN.get(tool, tool), kind="tool", built_in=BUILT_IN)
-        if isinstance(tool, str)
-        else tool
-        for tool in tools
-    ]
+def _load(tools: Sequence[Tool], sandbox: str = BUBBLEWRAP) -> dict[str, Callable[..., Any]]:
+    functions = [_function(tool, sandbox) for tool in tools]
     for tool, function in zip(tools, functions, strict=True):
         if not inspect.isroutine(function):
             raise ConfigError(f"tool {tool!r} is not a function", hint='give "module:function"')
     _refuse_duplicates([function.__name__ for function in functions])
     return {function.__name__: function for function in functions}
+
+
+def _function(tool: Tool, sandbox: str) -> Any:
+    if tool == "python":
+        return python_tool(sandbox)
+    if isinstance(tool, str):
+        return load_object(tool, kind="tool", built_in=BUILT_IN)
+    return tool
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:
@@ -147,10 +159,15 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-async def python(code: str) -> str:
-    """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
-    # The docstring above is what the model reads about this tool.
-    outcome = await asyncio.get_running_loop().run_in_executor(
-        _PYTHON_THREADS, run_python, code, "", PYTHON_LIMITS
-    )
-    return outcome.describe()
+def python_tool(sandbox: str) -> Callable[..., Any]:
+    """Return the tool that runs the programs of a model in `sandbox`."""
+
+    async def python(code: str) -> str:
+        """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
+        # The docstring above is what the model reads about this tool.
+        outcome = await asyncio.get_running_loop().run_in_executor(
+            _PYTHON_THREADS, run_program, code, "", PYTHON_LIMITS, sandbox
+        )
+        return outcome.describe()
+
+    return python

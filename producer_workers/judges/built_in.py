@@ -16,9 +16,11 @@ from typing import Any
 
 import orjson
 
+from buffer.config.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.user_code.sandbox import Limits, run_python
+from producer_workers.user_code.program import Limits
+from producer_workers.user_code.sandbox import run_program
 
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
@@ -121,19 +123,22 @@ def as_latex(text: str) -> str:
     return f"${number}$" if number is not None else text
 
 
-def python_tests(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
+def python_tests(
+    *, response: str, ground_truth: Any, state: object = None, sandbox: str = BUBBLEWRAP
+) -> dict[str, float]:
     """Run the response as a program: {"score": share of passed tests, "passed_all": 0 or 1}.
 
     `ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input":
     …, "output": …}: what the program gets on stdin, and what it must print (white space at the ends
     of lines aside). The program is the last ```python block of the response, or all of it. It runs
-    in `producer_workers.user_code.sandbox`. Raises ValueError where the ground truth is not a test.
+    in `sandbox` (`producer_workers.user_code.sandbox`). Raises ValueError where the ground truth is
+    not a test.
     """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):
         raise ValueError(f"the ground truth {ground_truth!r:.80} holds no tests")
     program = program_of(response)
-    passed = [_passes(program, test) for test in tests]
+    passed = [_passes(program, test, sandbox) for test in tests]
     return {"score": sum(passed) / len(passed), "passed_all": float(all(passed))}
 
 
@@ -147,14 +152,15 @@ def _is_test(test: Any) -> bool:
     return isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= set(test))
 
 
-def _passes(program: str, test: Any) -> bool:
+def _passes(program: str, test: Any, sandbox: str) -> bool:
     limits = Limits(time_s=TEST_S)
     if isinstance(test, dict):
-        outcome = run_python(program, str(test["input"]), limits)
+        outcome = run_program(program, str(test["input"]), limits, sandbox)
         return outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(str(test["output"]))
     # A program that exits before its test has not passed it, so the test must print a mark.
     mark = secrets.token_hex(8)
-    outcome = run_python(f"{program}\n\n{test}\n\nprint('\\n{mark}')\n", "", limits)
+    tested = f"{program}\n\n{test}\n\nprint('\\n{mark}')\n"
+    outcome = run_program(tested, "", limits, sandbox)
     return outcome.exit_code == 0 and outcome.stdout.endswith(f"\n{mark}\n")
 
 

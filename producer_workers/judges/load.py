@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from buffer.config.task import JUDGES, JudgeSpec, JudgingSection, is_url
+from buffer.config.sandbox import is_url
+from buffer.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from producer_workers.judges.composed_judge import compose
@@ -20,6 +22,7 @@ from producer_workers.judges.function_judge import (
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
 from producer_workers.user_code.cheap import is_cheap
+from producer_workers.user_code.sandbox import check_sandbox
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
@@ -30,7 +33,7 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
     judging = judging or JudgingSection()
     if is_url(spec):
         return HttpJudge(spec, judging)
-    return judge_from_function(spec, _function(spec), judging.timeout_s)
+    return judge_from_function(spec, _function(spec, judging), judging.timeout_s)
 
 
 def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
@@ -40,7 +43,7 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
     """
     if is_url(spec):
         return HttpJudge(spec, judging)
-    function = _function(spec)
+    function = _function(spec, judging)
     is_safe = spec in JUDGES and not JUDGES[spec].is_unsafe
     if runs_inline(function, judging, is_safe=is_safe):
         return judge_from_function(spec, function, judging.timeout_s)
@@ -68,11 +71,14 @@ def _path(spec: str) -> str:
     return JUDGES[spec].path if spec in JUDGES else spec
 
 
-def _function(spec: str) -> Callable[..., Any]:
+def _function(spec: str, judging: JudgingSection) -> Callable[..., Any]:
     function = load_object(_path(spec), kind="judge", built_in=JUDGES)
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
     chosen: Callable[..., Any] = function
+    if spec == RUNS_PROGRAMS:
+        check_sandbox(judging.sandbox)
+        return partial(chosen, sandbox=judging.sandbox)
     return chosen
 
 

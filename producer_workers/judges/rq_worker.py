@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from math import ceil
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from buffer.config.sandbox import BUBBLEWRAP
+from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.server.process import OWNER, follow_owner
 from buffer.store.nodes import Servers
@@ -88,7 +90,7 @@ def score(
 
     Raises JudgeError.
     """
-    chosen = load_judge(judge)
+    chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges.get(judge, BUBBLEWRAP)))
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     states = [rollout_of(fields) for fields in rollouts]
     rewards = asyncio.run(judge_all(chosen, states))
@@ -108,7 +110,8 @@ def _limit(timeout_s: float, memory_mb: int) -> None:
 class JudgeJob(Job):
     """A job that may only call `score`, with a judge that this worker knows."""
 
-    judges: ClassVar[frozenset[str]] = frozenset()
+    judges: ClassVar[Mapping[str, str]] = {}
+    """the sandbox of each, for those that need one"""
 
     def perform(self) -> Any:
         """Judge, and return the rewards.
@@ -134,10 +137,10 @@ class JudgeWorker(Worker):
 class JudgePool:
     """Runs rq workers as processes and restarts them when they die.
 
-    `judges` are those they may run.
+    `judges` are those they may run, each with its sandbox.
     """
 
-    def __init__(self, url: str, run: str, judges: Collection[str], workers: int) -> None:
+    def __init__(self, url: str, run: str, judges: Mapping[str, str], workers: int) -> None:
         self._url = url
         self._run = run
         self._judges = judges
@@ -146,8 +149,10 @@ class JudgePool:
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C, then wait until the workers have finished their jobs."""
-        for judge in self._judges:
-            load_judge(judge)  # before the first fork, so that no work-horse imports it again
+        for judge, sandbox in self._judges.items():
+            load_judge(
+                judge, JudgingSection(sandbox=sandbox)
+            )  # before the first fork, so that no work-horse imports it again
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         workers = [self._start() for _ in range(self._count)]
@@ -180,7 +185,7 @@ class JudgePool:
         if self._stopping:  # stopped between the fork and the lines above
             return
         follow_owner()
-        JudgeJob.judges = frozenset(self._judges)
+        JudgeJob.judges = self._judges
         try:
             self._serve()
         except redis.RedisError as error:

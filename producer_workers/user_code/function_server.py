@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 
 import orjson
 
+from buffer.config.task import JUDGES, RUNS_PROGRAMS
 from buffer.errors import RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.wire import decode
@@ -41,6 +42,7 @@ class Order(TypedDict):
     what: str
     name: str
     memory_mb: int
+    sandbox: str
     parent: int
     fd: int
 
@@ -51,6 +53,8 @@ def main(order: Order) -> None:
     connection = socket.socket(fileno=order["fd"])
     try:
         function = load_object(order["path"], kind="function")
+        if order["path"] == JUDGES[RUNS_PROGRAMS].path:
+            function = partial(function, sandbox=order["sandbox"])
         limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported
         connection.sendall(_frame(READY, order, Outcome(error=error)))

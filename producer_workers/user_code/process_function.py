@@ -71,7 +71,7 @@ class ProcessFunction:
     ) -> None:  # fmt: skip
         self._order = Order(
             path=path, shape=shape, what=what, name=name, memory_mb=judging.memory_mb,
-            parent=os.getpid(), fd=-1,
+            sandbox=judging.sandbox, parent=os.getpid(), fd=-1,
         )  # fmt: skip
         self._what = what
         self._limit_s = judging.timeout_s

@@ -1,60 +1,73 @@
-"""Run a Python program that a model wrote, in a process with limits.
+"""Run a Python program that a model wrote, in a sandbox.
 
-The kernel limits CPU time, address space, size and number of files; a wall clock ends the rest.
-Where the kernel permits it (`unshare`, without root), the process has no network and takes its
-children with it when it ends. It still reads and writes what its user may: run it in a container if
-the model may be malicious.
+bubblewrap: the program sees nothing but its interpreter; see `bubblewrap` and `syscall_filter`.
+weak: a process with limits of time, memory and files, without a network where the kernel permits
+`unshare`. It reads and writes what its user may, the environments of that user's processes too.
+A URL: a service runs it; see `external_sandbox`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import math
 import os
+import resource
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from buffer.config.sandbox import BUBBLEWRAP, WEAK, is_url
+from buffer.errors import ConfigError, SandboxUnavailable
+from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
+from producer_workers.user_code.external_sandbox import run_at
+from producer_workers.user_code.http_request import check_aiohttp
+from producer_workers.user_code.program import DEFAULT_LIMITS, Limits, Outcome
 
 log = logging.getLogger("rolloutmq.worker")
 
-_LIMITER = str(Path(__file__).with_name("sandbox_limiter.py"))
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
 LONGEST_OUTPUT = 64 * 1024
-"""Bytes of stdout and of stderr that are kept; the program may write `file_mb`."""
+"""Bytes of stdout and of stderr that are kept. A program that writes `file_mb` is ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one program. `time_s` limits both the wall clock and the CPU time."""
+class _Start:
+    """How a program is started, beside its limits."""
 
-    time_s: float = 10.0
-    memory_mb: int = 1024
-    file_mb: int = 16
-    files: int = 64
+    command: Sequence[str]
+    folder: str = "/"
+    environment: dict[str, str] = field(default_factory=dict)
+    files: Sequence[int] = ()
+    """descriptors that bubblewrap reads and closes"""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a program ended. `exit_code` is negative for a signal; None after the time limit."""
-
-    exit_code: int | None
-    stdout: str
-    stderr: str
-
-    def describe(self) -> str:
-        """Return what it printed, and what went wrong."""
-        if self.exit_code is None:
-            return f"{self.stdout}error: the time limit was reached"
-        if self.exit_code == 0:
-            return self.stdout
-        last = self.stderr.strip().splitlines()[-1:] or [f"exit code {self.exit_code}"]
-        return f"{self.stdout}error: {last[0]}"
+def check_sandbox(sandbox: str) -> None:
+    """Raise SandboxUnavailable where programs cannot be run in `sandbox` on this machine."""
+    if is_url(sandbox):
+        check_aiohttp(f"sandbox {sandbox}")
+        return
+    if sandbox not in (BUBBLEWRAP, WEAK):
+        raise ConfigError(
+            f"sandbox {sandbox!r:.80} is not known", hint=f"{BUBBLEWRAP}, {WEAK} or a URL"
+        )
+    if shutil.which("prlimit") is None:
+        raise SandboxUnavailable(
+            "programs of a model are limited by prlimit, which is not installed",
+            hint="install util-linux, or set sandbox to a URL",
+        )
+    if sandbox == BUBBLEWRAP:
+        check_bubblewrap()
 
 
 @functools.cache
@@ -65,51 +78,116 @@ def isolation() -> tuple[str, ...]:
         if tried.returncode == 0:
             return _UNSHARE
     log.warning(
-        "programs in the sandbox can use the network: this kernel forbids `unshare` without root"
+        "programs in the weak sandbox can use the network: this kernel forbids `unshare` without "
+        "root"
     )
     return ()
 
 
-def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Run a program in a folder of its own, which is removed.
+def run_program(
+    program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS, sandbox: str = BUBBLEWRAP
+) -> Outcome:
+    """Run a program, and keep nothing of it.
 
-    Blocks for little more than `limits.time_s`.
+    Blocks for little more than `limits.time_s`, and longer for a service that does not answer.
+    Raises SandboxUnavailable, and JudgeError where a service fails.
     """
+    if is_url(sandbox):
+        return asyncio.run(run_at(sandbox, program, stdin, limits))
+    check_sandbox(sandbox)
+    start = _start_weakly if sandbox == WEAK else _start_caged
+    with file_of(stdin.encode()) as given, start(program, limits) as how:
+        process = subprocess.Popen(
+            [*_limited(limits), *how.command],
+            cwd=how.folder,
+            env=how.environment,
+            pass_fds=how.files,
+            start_new_session=True,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        return _outcome(process, limits)
+
+
+@contextmanager
+def _start_caged(program: str, limits: Limits) -> Iterator[_Start]:
+    with file_of(program.encode()) as text, rules_file() as rules:
+        command = caged(text, rules, limits.disk_mb)
+        yield _Start(command, files=(text.fileno(), rules.fileno()))
+
+
+@contextmanager
+def _start_weakly(program: str, limits: Limits) -> Iterator[_Start]:
     with tempfile.TemporaryDirectory(prefix="rolloutmq-") as folder:
         Path(folder, "program.py").write_text(program, encoding="utf-8")
-        out = Path(folder, ".stdout")
-        err = Path(folder, ".stderr")
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*isolation(), sys.executable, "-I", _LIMITER, *_words(limits), "program.py"],
-                cwd=folder,
-                env={"PATH": os.environ.get("PATH", ""), "HOME": folder},
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
-            )
-            exit_code = _wait(process, stdin, limits.time_s)
-        return Outcome(exit_code, _head(out), _head(err))
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": folder}
+        # -I: neither the user's packages nor the environment may change the program.
+        command = [*isolation(), sys.executable, "-I", "program.py"]
+        yield _Start(command, folder, environment)
 
 
-def _words(limits: Limits) -> list[str]:
-    return [str(limits.time_s), str(limits.memory_mb), str(limits.file_mb), str(limits.files)]
+def _limited(limits: Limits) -> list[str]:
+    """Return the command that lowers the limits of what follows it, children included."""
+    asked = {
+        "cpu": (resource.RLIMIT_CPU, math.ceil(limits.time_s)),
+        "as": (resource.RLIMIT_AS, limits.memory_mb << 20),
+        "fsize": (resource.RLIMIT_FSIZE, limits.file_mb << 20),
+        "nofile": (resource.RLIMIT_NOFILE, limits.files),
+        "core": (resource.RLIMIT_CORE, 0),
+    }
+    words = [f"--{name}={_at_most(*limit)}" for name, limit in asked.items()]
+    return [shutil.which("prlimit") or "prlimit", *words, "--"]
 
 
-def _wait(process: subprocess.Popen[bytes], stdin: str, time_s: float) -> int | None:
+def _at_most(limit: int, value: int) -> int:
+    _, hard = resource.getrlimit(limit)
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
+    """Read what a program writes until it ends, and end it with its children at a limit."""
+    deadline = time.monotonic() + limits.time_s
+    outputs = [bytearray(), bytearray()]
+    problem = ""
+    with ExitStack() as closing:
+        streams = [process.stdout, process.stderr]
+        for stream in streams:
+            assert stream is not None
+            closing.enter_context(stream)
+        try:
+            problem = _read(process, outputs, deadline, limits.file_mb << 20)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
+    return Outcome(None if problem else process.returncode, stdout, stderr, problem)
+
+
+def _read(
+    process: subprocess.Popen[bytes], outputs: list[bytearray], deadline: float, most: int
+) -> str:
+    """Keep the beginning of each output; return which limit was reached, "" for none."""
+    sizes = [0, 0]
+    with selectors.DefaultSelector() as open_streams:
+        for number, stream in enumerate((process.stdout, process.stderr)):
+            assert stream is not None
+            open_streams.register(stream, selectors.EVENT_READ, number)
+        while open_streams.get_map():
+            for key, _ in open_streams.select(max(0.0, deadline - time.monotonic())):
+                chunk = os.read(key.fd, LONGEST_OUTPUT)
+                kept = outputs[key.data]
+                kept += chunk[: LONGEST_OUTPUT - len(kept)]
+                sizes[key.data] += len(chunk)
+                if not chunk:
+                    open_streams.unregister(key.fileobj)
+            if max(sizes) > most:
+                return f"it wrote more than {most >> 20} MiB"
+            if time.monotonic() >= deadline:
+                return "the time limit was reached"
     try:
-        process.communicate(stdin.encode(), timeout=time_s)
+        process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # End the processes that it started, too.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return process.returncode
-
-
-def _head(file: Path) -> str:
-    with file.open("rb") as stream:
-        return stream.read(LONGEST_OUTPUT).decode(errors="replace")
+        return "the time limit was reached"
+    return ""

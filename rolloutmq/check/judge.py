@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.config.task import TaskSection
+from buffer.config.task import RUNS_PROGRAMS, TaskSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
@@ -19,9 +19,6 @@ from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.check.finding import Finding
 
 WRONG = "This answer is wrong on purpose."
-
-RUNS_PROGRAMS = "python_tests"
-"""The judge whose ground truth is no answer: tests."""
 
 Scores = dict[str, dict[str, float] | BaseException]
 """By kind of answer: its reward, or why there is none."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from buffer.errors import ConfigError
+from buffer.config.sandbox import BUBBLEWRAP, WEAK
+from buffer.errors import ConfigError, SandboxUnavailable
 from buffer.hub import is_id
+from producer_workers.user_code.sandbox import check_sandbox
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -65,7 +67,9 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
     template = TEMPLATES / choices.template
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(template.iterdir()):
-        if file.suffix in (".py", ".jsonl"):
+        if file.suffix == ".py":
+            _write(folder / file.name, [file], values)
+        elif file.suffix == ".jsonl":
             shutil.copyfile(file, folder / file.name)
     parts = [TEMPLATES / "shared" / "head.toml", template / "task.toml", _engine(choices.gpus)]
     _write(folder / "config.toml", parts, values)
@@ -93,8 +97,18 @@ def _values(folder: Path, choices: Choices) -> dict[str, object]:
         "workers": choices.gpus - ranks,
         "about": KINDS[choices.template],
         "files": "\n".join(f"| `{name}` | {FILES[name]} |" for name in own),
+        "sandbox": _sandbox(),
         "note": TINY_NOTE if choices.model == TINY else "",
     }
+
+
+def _sandbox() -> str:
+    """Return the sandbox that works on this machine."""
+    try:
+        check_sandbox(BUBBLEWRAP)
+    except SandboxUnavailable:
+        return WEAK
+    return BUBBLEWRAP
 
 
 def _dataset(data: str | None) -> str:

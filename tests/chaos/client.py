@@ -137,9 +137,10 @@ def sweep(run: Run) -> None:
 
 
 def judge(url: str) -> None:
+    from buffer.config.sandbox import BUBBLEWRAP
     from producer_workers.judges.rq_worker import JudgePool
 
-    JudgePool(url, RUN, {judge_spec()}, 1).run()
+    JudgePool(url, RUN, {judge_spec(): BUBBLEWRAP}, 1).run()
 
 
 def main(role: str, name: str, url: str, root: str, *flags: str) -> None:

@@ -97,7 +97,7 @@ async def ask_twice(task: AgentTask) -> None:
     ("loop", "options", "turns"),
     [
         ("multi_turn", {"environment": Doubt()}, 3),
-        ("tools", {"tools": ["python"]}, 1),
+        ("tools", {"tools": ["python"], "sandbox": "weak"}, 1),
         ("gateway", {"agent": ask_twice}, 2),
     ],
 )

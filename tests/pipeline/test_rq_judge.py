@@ -54,7 +54,7 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """`rolloutmq judge` with two workers; at the end it leaves on SIGTERM."""
     config = tmp_path_factory.mktemp("judges") / "run.toml"
     tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
-    tasks += TASK.format(name="python_tests", mine="")
+    tasks += TASK.format(name="python_tests", mine="").replace('"rq"', '"rq", sandbox = "weak"')
     config.write_text(f'[run]\nname = "{RUN}"\n{tasks}', encoding="utf-8")
     command = [
         sys.executable,

@@ -10,15 +10,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from buffer.config.load import load_config
+from buffer.config.sandbox import is_url
 from buffer.config.sources import fetch
-from buffer.config.task import is_url
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
@@ -26,6 +26,7 @@ from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
+    from buffer.config.task import TaskSection
     from buffer.run import Run
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
@@ -147,7 +148,7 @@ def judge(
     from producer_workers.judges.rq_worker import JudgePool, judge_url
 
     tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
-    judges = {name for task in tasks for name in task.judges if not is_url(name)}
+    judges = _judges_of(tasks)
     if not judges:
         raise ConfigError(
             "no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"'
@@ -159,6 +160,20 @@ def judge(
         url = judge_url(None, store.servers)
         store.close()
     JudgePool(url, settings.run.name, judges, workers).run()
+
+
+def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
+    """Return the functions that judge `tasks`, each with its sandbox. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for task in tasks:
+        sandbox = task.judging.sandbox
+        for name in task.judges:
+            if not is_url(name) and found.setdefault(name, sandbox) != sandbox:
+                raise ConfigError(
+                    f"tasks of kind rq give judge {name} different sandboxes",
+                    hint="set the same [tasks.<name>.judging] sandbox in all of them",
+                )
+    return found
 
 
 def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:

@@ -107,7 +107,9 @@ def test_a_model_runs_python_and_reads_what_it_prints(chat: Any) -> None:
         '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7); 1 / 0"}}</tool_call>'
     )
     (state,) = run(
-        loop_of(chat, tools=["python"]), TalkingEngine(chat, [program, "42"]), [rollout()]
+        loop_of(chat, tools=["python"], sandbox="weak"),
+        TalkingEngine(chat, [program, "42"]),
+        [rollout()],
     )
     assert "42\nerror: ZeroDivisionError: division by zero" in chat.decode(state.response_ids)
     assert state.status is Status.COMPLETED

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -19,12 +20,13 @@ from buffer.config.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.judges.built_in import math_verify, python_tests
+from producer_workers.judges import built_in as unsafe
+from producer_workers.judges.built_in import math_verify
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 from producer_workers.judges.load import judge_from_function, load_judge, make_judge
-from producer_workers.user_code.sandbox import Limits, isolation, run_python
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
+from tests.producer_workers.user_code.cage import needs_bubblewrap
 
 # -- at a URL ----------------------------------------------------------------
 
@@ -300,7 +302,9 @@ def test_a_truth_without_mathematics_is_the_data_sets_fault() -> None:
 # -- programs ----------------------------------------------------------------
 
 
-def test_programs_are_scored_by_the_tests_they_pass() -> None:
+@pytest.mark.parametrize("sandbox", ["weak", pytest.param("bubblewrap", marks=needs_bubblewrap)])
+def test_programs_are_scored_by_the_tests_they_pass(sandbox: str) -> None:
+    python_tests = partial(unsafe.python_tests, sandbox=sandbox)
     good = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
     tests = ["assert double(2) == 4", "assert double('a') == 'b'"]
     assert python_tests(response=good, ground_truth=tests) == {"score": 0.5, "passed_all": 0.0}
@@ -315,30 +319,3 @@ def test_programs_are_scored_by_the_tests_they_pass() -> None:
     )
     with pytest.raises(ValueError, match="holds no tests"):
         python_tests(response=good, ground_truth=4)
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("bytearray(2 * 2**30)", "MemoryError"),
-        ("open('big', 'wb').write(bytes(32 * 2**20))", "File too large"),
-        ("[open('/dev/null') for _ in range(100)]", "Too many open files"),
-        ("import subprocess\nsubprocess.run(['sleep', '60'])", "time limit"),
-        ("print('kept')\n1 / 0", "kept\nerror: ZeroDivisionError"),
-    ],
-)
-def test_a_program_does_not_get_beyond_its_limits(program: str, said: str) -> None:
-    outcome = run_python(program, limits=Limits(time_s=1.0 if "sleep" in program else 30.0))
-    assert said in outcome.describe()
-
-
-def test_a_program_has_no_network_where_the_kernel_permits_that() -> None:
-    if not isolation():
-        pytest.skip("this kernel does not permit unshare; a warning says so")
-    with service((200, b"1")) as server:
-        url = server.url
-        outcome = run_python(
-            f"import urllib.request\nurllib.request.urlopen({url!r}, b'{{}}', timeout=20)"
-        )
-        assert "unreachable" in outcome.describe()
-    assert not server.asked

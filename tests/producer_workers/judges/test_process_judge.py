@@ -160,7 +160,9 @@ def test_a_process_that_ran_out_of_memory_is_replaced(name: str) -> None:
 def test_functions_are_called_in_processes_unless_they_are_cheap() -> None:
     auto = JudgingSection()
     assert isinstance(load_worker_judge("gsm8k", auto), FunctionJudge)
-    assert isinstance(load_worker_judge("python_tests", auto), ProcessJudge)
+    assert isinstance(
+        load_worker_judge("python_tests", JudgingSection(sandbox="weak")), ProcessJudge
+    )
     assert isinstance(load_worker_judge("gsm8k", JudgingSection(kind="process")), ProcessJudge)
     path = f"{HOSTILE}:score"
     assert isinstance(load_worker_judge(path, JudgingSection(kind="inline")), FunctionJudge)
