@@ -69,6 +69,17 @@ class EchoStore(Store):
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
 
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        reply = self.call(script, keys, args, (), tail_args)
+        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
+
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         uploads = list(uploads)
         replies = super().upload_and_call(script, key, uploads)

