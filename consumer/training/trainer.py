@@ -383,11 +383,8 @@ class Trainer:
 
         Write a checkpoint; where there is nothing new to write, keep only the newest.
         """
-        step = self._position.step
-        log.warning(
-            "memory is full of batches that are not committed: writing a checkpoint now",
-            extra={"step": step},
-        )
+        message = "memory is full of batches that are not committed: writing a checkpoint now"
+        log.warning(message, extra={"step": self._position.step})
         newest = self._checkpoints.steps()[-1:]
         self._checkpoint()
         if self._begun:
