@@ -83,7 +83,10 @@ def _embedded_server() -> str:
 
 def _cuda_of_torch() -> str:
     """Return the version of CUDA that torch was built for; its module takes seconds to import."""
-    found = find_spec("torch")
+    try:
+        found = find_spec("torch")
+    except ModuleNotFoundError:
+        return ""
     file = Path(found.origin).with_name("version.py") if found and found.origin else None
     if file is None or not file.is_file():
         return ""

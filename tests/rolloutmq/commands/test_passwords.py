@@ -36,6 +36,8 @@ ARGUMENTS = {
 COMMANDS = sorted(all_commands())
 SERVERLESS = {
     "acl",
+    "check",
+    "init",
     "eval",
     "logs",
     "report",

@@ -95,7 +95,7 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     ),
     "Which groups failed, and why?": scored("dead"),
     "How many rollouts wait for judges of kind rq?": lambda answer, told: answer == ["0"],
-    "Which runs are on the server?": lambda answer, told: (
+    "Which runs are on the server, and in folders here?": lambda answer, told: (
         answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
     ),
     "Who may do what?": lambda answer, told: answer[0].startswith("user default on "),
