@@ -10,12 +10,16 @@ set back. How often each of these may happen is the `Budget` of a history.
 
 A state is the key space of the server and the state of each process (`world.py`). Two states that
 differ only in names of tokens, ids of stream entries and a common shift of time are one
-(`canonical.py`), so most histories lead to states that are known already, and the search ends.
+(`canonical.py`). With few processes and faults, the search ends; with more, it stops at a limit and
+reports the depth up to which all was seen.
 
 In each state, the invariants are checked against the key space (`state_invariants.py`); for each
 call, what it may change (`call_invariants.py`), and that calling it again changes nothing (I13).
 From a sample of the states the run is finished without further faults: every group must be trained
-once, or be a dead letter (`finish.py`).
+once, or have ended in another way (`finish.py`).
+
+Not modelled: several tasks (I4), memory marks (I12), barred workers and stopped tasks (I11), receipts
+(I10), quarantine and refill, loss of server data, order policies, clusters.
 
     python -m tests.model_check --minutes 5
 """

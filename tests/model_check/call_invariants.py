@@ -19,8 +19,8 @@ ROLE_OF = {
 }
 """Scripts for the holder of a role, whose nonce is the first argument of the operation."""
 
-MAY_CHANGE_BATCHES = {"take_batch", "quarantine", "refill", "commit", "forget"}
 STALE = 2
+"""Stale threshold of every history, in train steps."""
 
 
 def check_call(what: str, before: Image, after: Image, reply: Any) -> None:

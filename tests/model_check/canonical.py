@@ -15,7 +15,7 @@ from tests.model_check.server_image import Entry, Image
 LEASE_MS = 10_000
 _NAME = re.compile(r"q[0-9a-f]{31}|\b\d{13}-\d+\b")
 _PAST = re.compile(r"(?:taken|archived)_ms=\d+")
-_IGNORED = {b"submitted_ms", b"weights_ms", b"created_ms", b"digest", b"claimed"}
+_IGNORED = {b"submitted_ms", b"weights_ms", b"created_ms", b"digest"}
 """Fields that nothing is decided by; `digest` is checked to be that of the other fields."""
 
 

@@ -24,7 +24,6 @@ from buffer.store.script_calls import Upload
 from buffer.store.store import Store
 
 TASK = "t"
-MANY = 1000
 
 
 class Pending(NamedTuple):
@@ -218,7 +217,7 @@ def commit(run: Run, nonce: str, step: int) -> None:
     run.ledger.commit(nonce, step, step)
 
 
-# -- of anybody ---------------------------------------------------------------------------------
+# -- of any process -----------------------------------------------------------------------------
 
 
 def reap(run: Run) -> Any:
@@ -260,7 +259,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         heartbeat,
         submit,
         release,
-        deregister,
         open_producer,
         enqueue,
         reissue,

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from buffer.groups.claim import Claim
 from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import PolicyVersion
@@ -16,7 +17,7 @@ from buffer.run import Run
 from buffer.store import in_memory
 from buffer.store.scripts import Script
 from tests.model_check import operations
-from tests.model_check.call_invariants import check_call, check_role
+from tests.model_check.call_invariants import STALE, check_call, check_role
 from tests.model_check.canonical import LEASE_MS, Keys
 from tests.model_check.operations import TASK, Called, Finished, Pending, SteppedStore
 from tests.model_check.processes import FIRST, Process, Start
@@ -28,7 +29,7 @@ _numbers = count()
 
 
 class Budget(NamedTuple):
-    """How often each fault may happen in one history, and each thing that could go on for ever."""
+    """How often each fault may happen in one history, and each move that could repeat for ever."""
 
     deaths: int = 0
     lost_replies: int = 0
@@ -89,7 +90,7 @@ class World:
         self.store.around = self._carry_out
         if scripts is not None:
             self.store.scripts = scripts
-        settings = {"stale_threshold": 2, "max_tries": 2, "lease_ms": LEASE_MS, **limits}
+        settings = {"stale_threshold": STALE, "max_tries": 2, "lease_ms": LEASE_MS, **limits}
         self.limits = RunLimits(**{"tasks": {TASK: TaskLimits()}, **settings})
         with frozen(self.clock):
             self.run = Run.create(self.store, "run", RUN_NONCE, self.limits, FIRST, "/0")
@@ -222,6 +223,8 @@ class World:
                 check_role(came.what, str(pending.args[0]), state.image, image)
             check_state(image, self.limits)
             over = came if isinstance(came, Finished) else self._over(pending, came)
+            if over is not None and isinstance(over.result, Claim):
+                self._read_histories(over.result.jobs)
             self._known[name] = (image, came, over)
         return self._known[name]
 
@@ -232,14 +235,14 @@ class World:
     def _ended(
         self, state: State, number: int, slot: int, pending: Pending, over: Finished
     ) -> State:
-        ended = state.processes[number].ended(slot, pending, over, self._made_by)
-        return _with(state, number, ended)
+        made_by = lambda job: self._histories[job.payload]  # noqa: E731
+        return _with(state, number, state.processes[number].ended(slot, pending, over, made_by))
 
-    def _made_by(self, job: Job) -> tuple[PolicyVersion, ...]:
-        """Return the weights of the tokens that a job has: its bytes never change."""
-        if job.payload not in self._histories:
-            self._histories[job.payload] = operations.made_by(self.run, job)
-        return self._histories[job.payload]
+    def _read_histories(self, jobs: list[Job]) -> None:
+        """Note the weights of the tokens that jobs have, while the server has their bytes."""
+        for job in jobs:
+            if job.payload not in self._histories:
+                self._histories[job.payload] = operations.made_by(self.run, job)
 
     def _arrive(self, state: State, number: int) -> State:
         image, _, _ = self._call(state, state.late[number])
