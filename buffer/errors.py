@@ -17,6 +17,7 @@
     │   ├── RunExists                   5  another run has that name
     │   ├── RunNotFound                 5  no run on this server has that name
     │   ├── LostRun                     5  the server is not the one that the checkpoint knows
+    │   ├── RunDamaged              5  a key of the run is gone, or something else wrote to it
     │   ├── RoleHeld                    5  another trainer or producer still sends heartbeats
     │   └── ProducerGone                5  a trainer waits for a batch, and there is no producer
     ├── Fenced                          5  a newer process holds what this process held
@@ -158,6 +159,10 @@ class RunNotFound(RunError):
 
 class LostRun(RunError):
     """The server holds no run, or another run than the checkpoint knows (I6)."""
+
+
+class RunDamaged(RunError):
+    """A key of the run is gone, or holds what no process of rolloutmq writes: which, and what."""
 
 
 class RoleHeld(RunError):

@@ -20,7 +20,7 @@ from buffer.control.receipts import Receipts
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound, SchemaVersionError
+from buffer.errors import RunDamaged, RunExists, RunNotFound, SchemaVersionError, StoreError
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
@@ -42,7 +42,8 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.keys import EVERY_META, Keys, run_of_meta
+from buffer.store.key_fields import HINT, require_fields, text_fields
+from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
@@ -131,6 +132,8 @@ class Run:
                 tail_args=settings.to_meta(),
                 durable=True,
             )
+        if reply[0] == "DAMAGED":
+            raise _without_meta(keys)
         if reply[0] == "EXISTS":
             _, other, created_ms, _ = reply
             raise RunExists(
@@ -156,7 +159,8 @@ class Run:
             return Continuation(limits, origin)
         _require_schema(keys.run, meta)
         ledger = _read_hash(store, "create run", keys.ledger("train"))
-        step = int(ledger.get("taken", 0)) + 1
+        require_fields("ledger", keys.ledger("train"), ledger)
+        step = int(ledger["taken"]) + 1
         return continue_run(keys.run, meta, limits, origin, step)
 
     @classmethod
@@ -168,8 +172,11 @@ class Run:
         keys = Keys(name)
         store = store.at(keys.meta)
         meta = _read_hash(store, "open run", keys.meta)
+        if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
+            raise _without_meta(keys)
         _require_schema(name, meta)
-        run = cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
+        limits = _limits_in(keys.meta, meta)
+        run = cls(store, name, meta["nonce"], limits)
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
@@ -257,17 +264,22 @@ class Run:
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     @staticmethod
-    def names(store: Store) -> list[str]:
-        """Return the names of the runs on a server. Walks the key space: never for a hot path."""
+    def names(store: Store, *, damaged: bool = False) -> list[str]:
+        """Return the names of the runs on a server. Walks the key space: never for a hot path.
 
-        def scan() -> list[bytes]:
-            return [
+        With `damaged`, also of those that have lost their `meta`, and cannot be opened.
+        """
+        patterns = (EVERY_META, EVERY_CONTROL) if damaged else (EVERY_META,)
+
+        def scan() -> set[bytes]:
+            return {
                 key
                 for _, client in store.servers.masters()
-                for key in client.scan_iter(EVERY_META, count=1000)
-            ]
+                for pattern in patterns
+                for key in client.scan_iter(pattern, count=1000)
+            }
 
-        return sorted(run_of_meta(key.decode()) for key in store.retrying("runs", scan))
+        return sorted({run_of_key(key.decode()) for key in store.retrying("runs", scan)})
 
     def refresh_limits(self) -> bool:
         """Adopt limits that were changed on the server; return whether any were. One short read."""
@@ -280,7 +292,7 @@ class Run:
             "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
         )
         changed = self.adopt_limits(parse_stamp(*stamp))
-        return changed, self.memory.use(memory.ByteCount.parse(held))
+        return changed, self.memory.use(memory.ByteCount.parse(self.keys.bytes, held))
 
     def adopt_limits(self, stamp: LimitsStamp) -> bool:
         """Read the limits if the server has another stamp; return whether it has."""
@@ -293,7 +305,7 @@ class Run:
         meta = _read_hash(self.store, "limits", self.keys.meta)
         if meta.get("nonce") != self.nonce:
             return  # the run is gone, or another one: the next call that needs it reports that
-        self.limits.adopt(RunLimits.from_meta(meta))
+        self.limits.adopt(_limits_in(self.keys.meta, meta))
         self._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
 
     def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
@@ -351,8 +363,31 @@ class Run:
 
 
 def _read_hash(store: Store, what: str, key: str) -> dict[str, str]:
-    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
-    return {name.decode(): value.decode() for name, value in raw.items()}
+    try:
+        raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
+    except StoreError as error:
+        if "WRONGTYPE" in error.message:
+            raise RunDamaged(f"{key} is of another type", hint=HINT) from error
+        raise
+    return text_fields(raw)
+
+
+def _without_meta(keys: Keys) -> RunDamaged:
+    return RunDamaged(
+        f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
+        hint="restore the data of the server, or delete the other keys to begin anew",
+    )
+
+
+def _limits_in(key: str, meta: dict[str, str]) -> RunLimits:
+    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
+    require_fields("meta", key, meta)
+    if missing := [name for name in RunLimits.model_fields if name not in meta]:
+        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
+    try:
+        return RunLimits.from_meta(meta)
+    except ValueError as error:
+        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
 
 
 def _require_schema(name: str, meta: dict[str, str]) -> None:
@@ -365,6 +400,8 @@ def _require_schema(name: str, meta: dict[str, str]) -> None:
             "makes one",
         )
     schema = meta.get("schema")
+    if schema is None:
+        raise RunDamaged(f"{Keys(name).meta} has no field schema", hint=HINT)
     if schema == LOADING:
         raise RunNotFound(
             f"run {name!r} is being restored from a snapshot, or that was interrupted",

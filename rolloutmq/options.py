@@ -264,7 +264,7 @@ def choose_run(store: Store, run: str | None) -> str:
     """Return `run` if it exists, or the only run on the server if `run` is None."""
     if run is not None:
         valid_name("run", run)
-    names = Run.names(store)
+    names = Run.names(store, damaged=True)
     if run in names or (run is None and len(names) == 1):
         return run or names[0]
     if not names:

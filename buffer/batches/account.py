@@ -13,10 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from buffer.batches.field_check import FieldCheck
+from buffer.batches.key_check import FoundKey, KeyCheck
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.memory import ByteCount, Memory
+from buffer.batches.record_check import RecordCheck
+from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
 from buffer.model.damage import Damage, DamageKind
-from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, POOLS, group_id, split_group_id
+from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys, SlotKeys
 from buffer.store.scripts import Arg
@@ -193,36 +197,55 @@ class Account:
         return audit
 
     def _miscounts(self, task: TaskAccount) -> Iterator[Damage]:
-        key = self._keys.progress(task.task)
         for name, text in task.faults():
+            is_end = name in ENDS
+            key = self._keys.ended(task.task, name) if is_end else self._keys.progress(task.task)
             yield Damage(DamageKind.COUNT, text, key, field=name, task=task.task)
 
     def fsck(self) -> Audit:
-        """Check the totals, every draw of every task, every manifest, what workers hold, the bytes.
+        """Check every key: its name, type and fields, every draw, manifest, record, lease and byte.
 
-        Works on a live run.
+        Works on a live run, and never ends because of what it finds.
         """
-        audit = self.totals()
-        for task in audit.tasks:
-            draws = chain(range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.outside))
-            while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
-                self._check(audit, gids, task.cursor)
-        for ledger in ("train", "eval"):
-            self._check_manifests(audit, BatchLedger(self._store, self._keys, self._limits, ledger))
-        audit.damage += self._check_holds()
-        audit.damage += Memory(self._store, self._keys, self._limits).damage()
+        store, keys, limits = self._store, self._keys, self._limits
+        audit = Audit([], leases=0, bytes=ByteCount(0, 0))
+        key_check = KeyCheck(store, keys, limits)
+        found = list(key_check.walk())
+        audit.damage += key_check.damage(found)
+        checks = {
+            "the fields": FieldCheck(store, keys, limits, found).damage(),
+            "the totals": self._check_draws(audit),
+            "the manifests of training": self._check_manifests("train"),
+            "the manifests of evaluations": self._check_manifests("eval"),
+            "what workers hold": self._check_holds(found),
+            "the records": self._check_records(found),
+        }
+        for what, damage in checks.items():
+            _collect(audit, what, damage)
         return audit
 
-    def _check(self, audit: Audit, gids: Sequence[str], cursor: int) -> None:
+    def _check_draws(self, audit: Audit) -> Iterator[Damage]:
+        """Count all groups into `audit`, and yield what is wrong with the counts and draws."""
+        totals = self.totals()
+        audit.tasks, audit.leases, audit.bytes = totals.tasks, totals.leases, totals.bytes
+        yield from totals.damage
+        for task in totals.tasks:
+            draws = chain(range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.outside))
+            while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
+                audit.checked += len(gids)
+                yield from self._check(gids, task.cursor)
+            if sum(task.places.values()) != task.entered:
+                yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
+
+    def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
         for gid, stages in zip(gids, self.places_of(gids), strict=True):
-            audit.checked += 1
             task, draw = split_group_id(gid)
             # a draw from the cursor on need not have entered yet
             if not stages and not cursor <= draw < IMPORTED_FROM:
-                text = f"{gid} is in no stage"
-                audit.damage.append(Damage(DamageKind.LOST, text, task=task, gid=gid))
+                key = self._keys.group(gid)
+                yield Damage(DamageKind.LOST, f"{gid} is in no stage", key, task=task, gid=gid)
             elif len(stages) > 1:
-                audit.damage.append(_doubled(gid, ", ".join(stages)))
+                yield _doubled(gid, ", ".join(stages))
 
     def places(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
@@ -240,40 +263,94 @@ class Account:
         task, draw = split_group_id(gid)
         return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
 
-    def _check_holds(self) -> Iterator[Damage]:
+    def _check_holds(self, found: Sequence[FoundKey]) -> Iterator[Damage]:
         """Yield what is wrong with what workers hold, each worker at one instant."""
         keys = self._keys
         listed = self._store.each(
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
         )
-        workers = sorted({worker.decode() for members in listed for worker in members})
+        known = {worker.decode(errors="replace") for members in listed for worker in members}
+        holders = {each.name.removeprefix("holds:") for each in found if each.kind == "holds"}
+        workers = sorted(filter(NAME.fullmatch, known | holders))
         calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
         replies = self._store.call_many("check_holds", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
             for fault in faults:
                 yield Damage(DamageKind.HOLDS, fault, keys.holds(worker))
+        for worker in sorted(known - set(workers)):
+            text = f"{worker!r} in {keys.leases} or {keys.workers} is no worker"
+            yield Damage(DamageKind.INDEX, text, keys.leases, field=worker)
 
-    def _check_manifests(self, audit: Audit, ledger: BatchLedger) -> None:
+    def _check_manifests(self, name: str) -> Iterator[Damage]:
+        """Yield what is wrong with the batches that are not archived, and those that are kept."""
+        ledger = BatchLedger(self._store, self._keys, self._limits, name)
+        archived = ledger.archive.steps()
         steps = ledger.steps()
         seen: Counter[str] = Counter()
-        for step in range(steps.freed + 1, steps.taken + 1):
-            manifest = ledger.manifest(step)
+        for step in range(archived.start, steps.taken + 1):
+            key = self._keys.batch(name, step)
+            try:
+                manifest = ledger.manifest(step)
+            except RunDamaged as error:
+                yield Damage(DamageKind.MANIFEST, error.message, key, step=step)
+                continue
+            # archived ones are gone after a loss of data; their bytes show if they should not be
             if manifest is None and step > ledger.steps().freed:
-                text = f"the manifest of {ledger.name} step {step} is gone"
-                key = self._keys.batch(ledger.name, step)
-                audit.damage.append(Damage(DamageKind.MANIFEST, text, key, step=step))
-            gids = manifest.gids if manifest else []
-            seen.update(gids)
-            for gid, stages in zip(gids, self._stages_in_slices(gids), strict=True):
+                text = f"the manifest of {name} step {step} is gone"
+                yield Damage(DamageKind.MANIFEST, text, key, step=step)
+            if manifest and manifest.archived and step > ledger.steps().freed:
+                text = f"batch {step} of {name} is archived, and {ledger.steps()} says otherwise"
+                yield Damage(DamageKind.STEPS, text, self._keys.ledger(name))
+            # the oldest archived batch may be freed in part
+            if manifest and not manifest.is_complete and step != archived.start:
+                text = f"the manifest of {name} step {step} lacks groups: {manifest.header}"
+                yield Damage(DamageKind.MANIFEST, text, key, step=step)
+            if manifest is None or step <= steps.freed:
+                continue
+            seen.update(manifest.gids)
+            stages_of = self._stages_in_slices(manifest.gids)
+            for gid, stages in zip(manifest.gids, stages_of, strict=True):
                 # a group may be archived between the two reads, but never leaves a batch otherwise
                 if stages not in (["taken"], ["archived"]):
-                    where = f"batch {step} of {ledger.name}; {', '.join(stages) or 'nowhere'}"
-                    audit.damage.append(_doubled(gid, where))
-        audit.damage += [_doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1]
+                    yield _doubled(gid, f"batch {step} of {name}; {', '.join(stages) or 'nowhere'}")
+        yield from (_doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
+
+    def _check_records(self, found: Sequence[FoundKey]) -> Iterator[Damage]:
+        """Yield what is wrong with records and payloads, and if the count of bytes is.
+
+        On a live run the count is a range: bytes that were held throughout are seen once, those
+        that came or went in between once or never.
+        """
+        memory = Memory(self._store, self._keys, self._limits)
+        before = memory.count()
+        check = RecordCheck(self._store, self._keys, self._limits)
+        yield from check.damage()
+        # in a cluster, payloads may outlive what a lost node knew of them
+        if not self._keys.spread:
+            yield from check.orphans(each.key for each in found if each.kind == "payload")
+        after = memory.count()
+        least, most = before.came - after.went, after.came - before.went
+        if not least <= check.weight <= most:
+            text = (
+                f"{before.held} payload bytes are counted, but the records add up to "
+                f"{check.weight} ({least} to {most} expected)"
+            )
+            yield Damage(DamageKind.BYTES, text, self._keys.bytes)
 
     def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
         for start in range(0, len(gids), SLICE):
             yield from self.places_of(gids[start : start + SLICE])
+
+
+def _collect(audit: Audit, what: str, damage: Iterator[Damage]) -> None:
+    """Add what a check yields; damage that ends the check itself is reported, too."""
+    try:
+        audit.damage.extend(damage)
+    except StoreUnavailable:
+        raise
+    except (RunError, StoreError, ConfigError) as error:
+        text = f"{what} could not be checked: {error.message}"
+        audit.damage.append(Damage(DamageKind.UNCHECKED, text))
 
 
 def _doubled(gid: str, where: str) -> Damage:

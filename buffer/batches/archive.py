@@ -6,13 +6,24 @@ last N batches, or what was exported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from buffer.errors import RunDamaged
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.store.key_fields import HINT, read_counts
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+
+
+def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
+    """Return the manifest in the lines of a key. Raises RunDamaged."""
+    try:
+        return Manifest.parse(step, lines)
+    except ValueError as error:
+        text = f"the manifest of step {step} in {key} cannot be read: {error}"
+        raise RunDamaged(text, hint=HINT) from error
 
 
 class Forgotten(NamedTuple):
@@ -88,12 +99,12 @@ class Archive:
         key = self._keys.batch(self._name, step)
         raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
         lines = [line.decode() for line in raw]
-        return Manifest.parse(step, lines) if lines else None
+        return parse_manifest(key, step, lines) if lines else None
 
     def _counters(self) -> tuple[int, int, int]:
         """Return the newest forgotten and archived steps, and the groups archived after them."""
         names = ("forgotten", "freed", "slice")
         ledger = self._keys.ledger(self._name)
         values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, *names))
-        forgotten, freed, done = (int(value or 0) for value in values)
+        forgotten, freed, done = read_counts("ledger", ledger, names, values)
         return forgotten, freed, done

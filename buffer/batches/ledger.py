@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.batches.archive import Archive
-from buffer.errors import ConfigError, LedgerError, ScriptError
+from buffer.batches.archive import Archive, parse_manifest
+from buffer.errors import ConfigError, LedgerError, RunDamaged, ScriptError
 from buffer.groups.order_index import expire_all, fill_index
 from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.store.key_fields import HINT, read_counts
 from buffer.store.keys import Keys, SlotKeys
 from buffer.store.replies import unfenced, unknown_reply
 from buffer.store.scripts import Arg
@@ -98,7 +99,7 @@ class BatchLedger:
     def _taken(self, reply: list[Any], step: int, tasks: Sequence[str]) -> Manifest | NotReady:
         match reply:
             case ["OK", *lines]:
-                return Manifest.parse(step, lines)
+                return parse_manifest(self._keys.batch(self.name, step), step, lines)
             case ["SHORT", *rows]:
                 return NotReady(_missing(rows))
             case ["CHECKPOINT_NOW", *rows]:
@@ -134,7 +135,8 @@ class BatchLedger:
 
         A script searches only a bounded range. It changes nothing and replies BLOCKED if too many
         stale groups precede the fresh ones, and UNORDERED if the index lacks ready groups (after a
-        change of policy, for example); both are corrected here. Raises Fenced.
+        change of policy, for example); both are corrected here. Raises Fenced, and RunDamaged where
+        the record of a group of the pool is gone.
         """
         reply: list[Any] = []
         for _ in range(_ORDER_PASSES):
@@ -144,6 +146,11 @@ class BatchLedger:
                     expire_all(self._store, self._keys, self._limits, task, "completed")
                 case ["UNORDERED", task]:
                     fill_index(self._store, self._keys, self._limits, args["nonce"], task)
+                case ["DAMAGED", record]:
+                    raise RunDamaged(
+                        f"{record} is gone, and its group is in a pool: {script} did nothing",
+                        hint=HINT,
+                    )
                 case _:
                     return reply
         raise ScriptError(f"{script}: still {reply} after {_ORDER_PASSES} attempts to put in order")
@@ -244,7 +251,7 @@ class BatchLedger:
         values = self._store.retrying(
             "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
         )
-        return LedgerSteps(*(int(value or 0) for value in values))
+        return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:
         """Return the recorded manifest of a step, or None if it was not taken or was freed."""

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.batches.archive import Archive
-from buffer.groups.record_walk import RecordWalk
 from buffer.model.byte_size import format_size
-from buffer.model.damage import Damage, DamageKind
 from buffer.model.limits import RunLimits
+from buffer.store.key_fields import read_counts
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -31,10 +29,9 @@ class ByteCount(NamedTuple):
     went: int
 
     @classmethod
-    def parse(cls, values: Sequence[bytes | None]) -> ByteCount:
-        """Parse the FIELDS of the key `bytes`."""
-        came, went = (int(value or 0) for value in values)
-        return cls(came, went)
+    def parse(cls, key: str, values: Sequence[bytes | None]) -> ByteCount:
+        """Parse the FIELDS of the key `bytes`. Raises RunDamaged."""
+        return cls(*read_counts("bytes", key, FIELDS, values))
 
     @property
     def held(self) -> int:
@@ -82,51 +79,13 @@ class Memory:
     def count(self) -> ByteCount:
         """Return the bytes as the scripts counted them."""
         bytes_key = self._keys.bytes
-        return ByteCount.parse(
-            self._store.retrying("bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS))
+        values = self._store.retrying(
+            "bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)
         )
+        return ByteCount.parse(bytes_key, values)
 
     def use(self, count: ByteCount | None = None) -> MemoryUse:
         """Compare the bytes with the marks, now or at a given count."""
         return MemoryUse(
             (count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes
         )
-
-    def damage(self) -> list[Damage]:
-        """Return what is wrong if the count differs from the sizes in the records.
-
-        On a live run the count is a range: bytes that were held throughout are seen once, those
-        that came or went in between once or never. O(living groups).
-        """
-        before = self.count()
-        weighed = self.weigh()
-        after = self.count()
-        least = before.came - after.went
-        most = after.came - before.went
-        if least <= weighed <= most:
-            return []
-        text = (
-            f"{before.held} payload bytes are counted, but the records add up to {weighed} "
-            f"({least} to {most} expected)"
-        )
-        return [Damage(DamageKind.BYTES, text, self._keys.bytes)]
-
-    def weigh(self) -> int:
-        """Add up the bytes of all records, and of archived batches that are retained.
-
-        A group that is archived in between is counted once.
-        """
-        walk = RecordWalk(self._store, self._keys)
-        total = 0
-        seen = set()
-        for task in self._limits.tasks:
-            for gid, record in walk.records(task):
-                total += int(record.get("prompt", 0))
-                # before the first result, the payload is the prompt, which is counted already
-                if record["payload"] != "init":
-                    total += int(record["size"])
-                    seen.add(gid)
-        for name in ("train", "eval"):
-            entries = Archive(self._store, self._keys, self._limits, name).entries()
-            total += sum(entry.payload.size for entry in entries if entry.gid not in seen)
-        return total

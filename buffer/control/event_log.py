@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer.store.key_fields import text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -54,5 +55,5 @@ class EventLog:
 def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
     """Return the event in an entry of the stream."""
     identity = entry[0].decode()
-    fields = {name.decode(): value.decode() for name, value in entry[1].items()}
+    fields = text_fields(entry[1])
     return int(identity.partition("-")[0]), fields.pop("event", "?"), fields

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.model.ids import LANES, POOLS
+from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -130,15 +131,20 @@ class ProduceProgress:
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
+def _taken(keys: Keys, value: bytes | None) -> int:
+    return read_counts("ledger", keys.ledger("train"), ["taken"], [value])[0]
+
+
 def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
     """Return the progress of some tasks, in two round trips for runs of every size.
 
     `thresholds`: the stale threshold of each of these tasks; "" for one whose groups do not age.
+    Raises RunDamaged for a counter that cannot be read.
     """
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
     before = store.retrying("progress", lambda: store.control.hget(keys.ledger("train"), "taken"))
-    step = int(before or 0) + 1
+    step = _taken(keys, before) + 1
     pipe = store.control.pipeline(transaction=False)
     for task, threshold in thresholds.items():
         cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"
@@ -156,13 +162,12 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     width = 2 + len(POOLS) + len(LANES)
     pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
-    counters = {
-        task: {k.decode(): v.decode() for k, v in part[1].items()} for task, part in parts.items()
-    }
+    counters = {task: text_fields(part[1]) for task, part in parts.items()}
     for task, cursor in zip(tasks, cursors, strict=True):
-        counters[task]["cursor"] = (cursor or b"0").decode()
+        counters[task]["cursor"] = str(read_counts("cursors", keys.cursors, [task], [cursor])[0])
+        require_fields("progress", keys.progress(task), counters[task])
     return ProduceProgress(
-        next_consumer_step=int(taken or 0) + 1,
+        next_consumer_step=_taken(keys, taken) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
         leftovers={
             task: Leftovers(

@@ -14,7 +14,9 @@ from typing import Any
 
 import orjson
 
+from buffer.errors import RunDamaged
 from buffer.model.ids import split_group_id
+from buffer.store.key_fields import HINT, read_counts
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -72,7 +74,7 @@ class DeadLetters:
         letter = self._store.retrying(
             "dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid))
         )
-        return orjson.loads(letter) if letter else None
+        return _parse(gid, letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:
         """Yield all letters, the newest first.
@@ -104,7 +106,18 @@ class DeadLetters:
 def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) -> DeadLetter | None:
     if letter is None:  # requeued or dropped since the slice was read
         return None
-    fields = orjson.loads(letter)
+    fields = _parse(gid, letter)
+    (count,) = read_counts("group", f"the record of {gid}", ["tries"], [tries])
     return DeadLetter(
-        gid, fields["reason"], fields.get("worker", ""), int(tries or 0), age_ms, fields.get("step")
+        gid, fields["reason"], fields.get("worker", ""), count, age_ms, fields.get("step")
     )
+
+
+def _parse(gid: str, letter: bytes) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = orjson.loads(letter)
+        if "reason" not in fields:
+            raise ValueError("it has no reason")
+    except (ValueError, TypeError) as error:
+        raise RunDamaged(f"the dead letter of {gid} cannot be read: {error}", hint=HINT) from error
+    return fields

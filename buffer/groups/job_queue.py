@@ -19,6 +19,7 @@ from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
 from buffer.rollouts.rollout import PolicyVersion
+from buffer.store.key_fields import read_counts
 from buffer.store.keys import Keys
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unfenced
@@ -100,7 +101,7 @@ class JobQueue:
         cursor = self._store.retrying(
             "cursor", lambda: self._store.control.hget(self._keys.cursors, task)
         )
-        return int(cursor or 0)
+        return read_counts("cursors", self._keys.cursors, [task], [cursor])[0]
 
     def next_draw(self, nonce: str, task: str) -> int:
         """Return the cursor, moved past draws that are in the run already. Raises Fenced.

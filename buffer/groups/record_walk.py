@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 
 from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
+from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -33,18 +34,28 @@ class RecordWalk:
         self._keys = keys
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
-        """Yield (gid, record) of the living groups of a task: drawn ones before others."""
+        """Yield (gid, record) of the living groups of a task: drawn ones before others.
+
+        Raises RunDamaged for a record that cannot be read.
+        """
+        for gid, record in self.unchecked(task):
+            require_fields("group", self._keys.group(gid), record)
+            yield gid, record
+
+    def unchecked(self, task: str) -> Iterator[tuple[str, Record]]:
+        """Yield what `records` does, whatever the fields of a record are."""
         draws = self._living(task)
         while page := list(islice(draws, PAGE)):
             gids = [group_id(task, draw) for draw in page]
             for gid, fields in zip(gids, self._hashes(gids), strict=True):
                 if fields:
-                    yield gid, {name.decode(): value.decode() for name, value in fields.items()}
+                    yield gid, text_fields(fields)
 
     def _living(self, task: str) -> Iterator[int]:
-        counters = ("HMGET", self._keys.progress(task), "cursor", "reach", "put", "imported")
-        (counts,) = self._store.each("records", [counters])
-        cursor, reach, put, imported = (int(count or 0) for count in counts)
+        key = self._keys.progress(task)
+        names = ("cursor", "reach", "put", "imported")
+        (counts,) = self._store.each("records", [("HMGET", key, *names)])
+        cursor, reach, put, imported = read_counts("progress", key, names, counts)
         yield from self._living_between(task, 0, max(cursor, reach))
         yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
 

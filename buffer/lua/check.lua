@@ -26,7 +26,7 @@ local function found(place) reply[#reply + 1] = place end
 local entry = held[2] or ''
 for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
   -- two lanes may assign the same id: within one millisecond, or after the clock was set back
-  local there = entry ~= '' and redis.call('XRANGE', jobs, entry, entry)[1]
+  local there = string.find(entry, '^%d+%-%d+$') and redis.call('XRANGE', jobs, entry, entry)[1]
   if there and there[2][2] == gid then found('waiting') end
 end
 local owner, token = held[11], held[12]

@@ -30,10 +30,10 @@ if known[1] ~= nonce then return {'UNKNOWN'} end
 local reply = control_state(control)
 table.insert(reply, 1, 'OK')
 
--- Return how often the group was tried; nil if it is not held under `claimed`.
+-- Return how often the group was tried; nil if it is not held under `claimed`, or its record is gone.
 local function add(gid, new_tries, claimed)
   local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc', 'aborts', 'token')
-  if claimed and record[8] ~= claimed then return end
+  if not record[3] or (claimed and record[8] ~= claimed) then return end
   reply[#reply + 1] = gid
   record[2] = int(num(record[2]) + new_tries)
   for k = 1, 7 do reply[#reply + 1] = record[k] or '' end
@@ -54,7 +54,7 @@ if bad and barred_ms ~= '0' then
 end
 
 -- the groups of every pair are read before anything is written
-local now, claimed, given, refused, open = now_ms(), {}, {}, nil, ' ' .. reply[4] .. ' '
+local now, claimed, given, lost, refused, open = now_ms(), {}, {}, {}, nil, ' ' .. reply[4] .. ' '
 local has_marks = low_bytes > 0 or high_bytes > 0
 local stored = has_marks and held_bytes(bytes) or 0
 for n, jobs, progress, lane in each_unit do
@@ -68,13 +68,23 @@ for n, jobs, progress, lane in each_unit do
     elseif is_above and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
       entries, refused = {}, mark
     end
-    if #entries > 0 then given[n] = {gids = {}, ids = {}} end
-    for i, entry in ipairs(entries) do
+    local ids = {}
+    for _, entry in ipairs(entries) do
       local gid = entry[2][2]
-      given[n].ids[i], given[n].gids[i] = entry[1], gid
-      claimed[#claimed + 1] = {gid = gid, tries = add(gid, 1)}
+      local tries = add(gid, 1)
+      if tries then
+        ids[#ids + 1], claimed[#claimed + 1] = entry[1], {gid = gid, tries = tries}
+      else
+        lost[#lost + 1] = {jobs = jobs, id = entry[1], gid = gid}
+      end
     end
+    if #ids > 0 then given[n] = ids end
   end
+end
+-- without its record a group cannot run: fsck reports it as lost
+for _, one in ipairs(lost) do
+  redis.call('XDEL', one.jobs, one.id)
+  log_event(events, 'record_gone', 'gid', one.gid)
 end
 if #claimed == 0 then
   if refused then
@@ -95,8 +105,8 @@ redis.call('HSET', holds, 'digest', int(before + digest), unpack(tokens))
 if before == 0 then redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker) end
 for n, jobs, progress in each_unit do
   if given[n] then
-    redis.call('XDEL', jobs, unpack(given[n].ids))
-    redis.call('HINCRBY', progress, 'running', #given[n].gids)
+    redis.call('XDEL', jobs, unpack(given[n]))
+    redis.call('HINCRBY', progress, 'running', #given[n])
   end
 end
 for _, one in ipairs(claimed) do

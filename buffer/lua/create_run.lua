@@ -13,11 +13,13 @@
 -- ARGV operation token       nonce of this call
 -- ARGV version   ''|0..      of the limits that these are based on; '' = there was no run
 -- ARGV field, value  name, text..65536 x0..64  limits of the run, for meta
--- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema | CONFLICT (read the run again)
+-- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema | DAMAGED (meta is gone) | CONFLICT (read the run again)
 -- keeps I6 (a run is known by its nonce), I13 (operation); compare-and-set, so that no change is undone unseen
 
 local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema', 'limits_version', 'limits_op')
 if known[1] and known[1] ~= nonce then return {'EXISTS', known[1], known[2], known[3]} end
+-- what is left of a run whose meta is gone is not a new run: its batches would be trained again
+if not known[1] and redis.call('EXISTS', control) == 1 then return {'DAMAGED'} end
 if known[1] and known[5] == operation then return {'OK'} end
 local current = num(known[4])
 if known[1] and version ~= current then return {'CONFLICT'} end

@@ -24,7 +24,7 @@
 -- ARGV most      0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
 -- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
---       | BLOCKED task | UNORDERED task
+--       | BLOCKED task | UNORDERED task | DAMAGED record (it is gone: nothing was done)
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -52,10 +52,11 @@ if problem == 'unordered' then return {'UNORDERED', task} end
 -- read first: a wrong type stops the script before it writes
 local is_known = redis.call('HLEN', worker_records .. owner) > 0
 
-local substitute = '-'
+local substitute = member and string.match(member, ':(.*)$') or '-'
+local line = member and manifest_line(groups, substitute)
+if member and not line then return {'DAMAGED', groups .. substitute} end
 if member then
-  substitute = string.match(member, ':(.*)$')
-  redis.call('LSET', batch, place, manifest_line(groups, substitute))
+  redis.call('LSET', batch, place, line)
   take_out(completed, order_index, progress, {member})
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else

@@ -13,7 +13,7 @@
 -- ARGV step  0..    T
 -- ARGV task  name
 -- replies OK filled open (positions that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN | BLOCKED task
---       | UNORDERED task
+--       | UNORDERED task | DAMAGED record (it is gone: nothing was done)
 -- keeps I1, I5 (the record shows which group replaced which), I7, I8 (the cut of the header), I13 (a position is filled once)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -40,6 +40,7 @@ for i, member in ipairs(members) do
   local gid = string.match(member, ':(.*)$')
   notes[open[i]] = string.gsub(notes[open[i]], '%-$', gid)
   lines[i] = manifest_line(groups, gid)
+  if not lines[i] then return {'DAMAGED', groups .. gid} end
 end
 -- the batch first: a worker may not write it, and is stopped here
 redis.call('RPUSH', batch, unpack(lines))

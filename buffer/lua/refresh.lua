@@ -20,9 +20,9 @@
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
 local cut = int(step - threshold)
-local members = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. cut, 'LIMIT', 0, limit)
+local found = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. cut, 'LIMIT', 0, limit)
 local freed, went = {}, 0
-local gids, records = records_of(groups, members, 'payload', 'chunks', 'draw', 'size', 'prompt', 'newest')
+local gids, records, members = records_of(groups, found, 'payload', 'chunks', 'draw', 'size', 'prompt', 'newest')
 for i, member in ipairs(members) do
   local gid, record = gids[i], records[i]
   -- the worker that claims the group reads which members are older than the cut (I14)

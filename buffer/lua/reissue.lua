@@ -39,8 +39,9 @@ local count = math.min(free, limit, held)
 if count <= 0 then return {'OK', 0, held} end
 
 local jobs = lane == 'eval' and jobs_eval or jobs_resume
-local members = redis.call('ZRANGE', pool, 0, count - 1)
-local gids, records = records_of(groups, members, 'payload', 'version')
+local gids, records, members = records_of(groups, redis.call('ZRANGE', pool, 0, count - 1), 'payload', 'version')
+count = #members
+if count == 0 then return {'OK', 0, held} end
 redis.call('ZREM', pool, unpack(members))
 -- with the groups: a producer that dies now, or another one, continues the same batch
 if tail then redis.call('HSET', progress, 'tail_step', int(tail)) end

@@ -29,9 +29,9 @@ for n, pool, lag in each_unit do
   moved = moved + #members
 end
 for _, pooled in pairs(found) do
-  for k, member in ipairs(pooled.members) do
-    redis.call('ZADD', pooled.pool, pooled.top, member)
-    if num(pooled.records[k][1]) > step then redis.call('HSET', groups .. pooled.gids[k], 'version', int(step)) end
+  for _, member in ipairs(pooled.members) do redis.call('ZADD', pooled.pool, pooled.top, member) end
+  for k, gid in ipairs(pooled.gids) do
+    if num(pooled.records[k][1]) > step then redis.call('HSET', groups .. gid, 'version', int(step)) end
   end
 end
 if moved < limit then redis.call('HDEL', control, 'recovering') end

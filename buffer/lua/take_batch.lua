@@ -22,6 +22,7 @@
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
 --       | BLOCKED task | UNORDERED task (nothing was done; see buffer/batches/ledger.py)
+--       | DAMAGED record (it is gone, and its group is in the pool: nothing was done)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
 -- memory that only a checkpoint frees), I13 (step)
 
@@ -74,7 +75,9 @@ local name, lines, taken = string.match(batch, ':batch:(.*)$'), {header}, {}
 for n in each_unit do
   for _, member in ipairs(chosen[n]) do
     local gid = string.match(member, ':(.*)$')
-    lines[#lines + 1], taken[#taken + 1] = manifest_line(groups, gid), groups .. gid
+    local line = manifest_line(groups, gid)
+    if not line then return {'DAMAGED', groups .. gid} end
+    lines[#lines + 1], taken[#taken + 1] = line, groups .. gid
   end
 end
 -- first: a caller that may not write them (ACL) is stopped before a group has moved

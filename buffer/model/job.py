@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from typing import Literal
 
+from buffer.errors import RunDamaged
 from buffer.model.ids import split_group_id
 from buffer.rollouts.group import RolloutGroup
 
@@ -44,8 +46,14 @@ class Job:
 
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
-        """Return the job in one row of the reply to a claim."""
+        """Return the job in one row of the reply to a claim. Raises RunDamaged."""
         gid, lane, tries, payload, chunks, size, crc, aborts = row
+        numbers = (chunks, size, tries, aborts or "0")
+        if not all(re.fullmatch(r"-?\d{1,16}", number) for number in numbers) or chunks == "0":
+            raise RunDamaged(
+                f"the record of {gid} does not say where its bytes are: {list(row)}",
+                hint="something else wrote to it; `rolloutmq fsck` lists all that is wrong",
+            )
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
         return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from buffer.model.ids import split_group_id
 from buffer.model.job import PayloadRef
 
+_LINE = re.compile(
+    r"([\w.-]+-\d{10}) (\S+) ([1-9]\d{0,3}) (\d+) (-|[0-9a-f]+) (\d+) (-|\d+)", re.ASCII
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
@@ -35,7 +39,10 @@ class ManifestEntry:
     @classmethod
     def parse(cls, line: str) -> ManifestEntry:
         """Return the entry in a line of the server."""
-        gid, token, chunks, size, crc, samples, version = line.split(" ")
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{line[:200]!r} is not the line of a group")
+        gid, token, chunks, size, crc, samples, version = match.groups()
         ref = PayloadRef(gid, token, int(chunks), int(size), "" if crc == "-" else crc)
         return cls(ref, int(samples), None if version == "-" else int(version))
 
@@ -58,6 +65,13 @@ class Manifest:
         """Return the number of groups that were quarantined since the batch was taken."""
         found = re.search(r" revision=(\d+)", self.header)
         return int(found[1]) if found else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether no line is missing: all that were asked for are here, or left open."""
+        asked = re.search(r" asked=(\S+) strict=1", self.header)
+        counts = [pair.rpartition("=")[2] for pair in asked[1].split(",")] if asked else []
+        return not asked or sum(map(int, counts)) == len(self.entries) + self.open_places.total()
 
     @property
     def open_places(self) -> Counter[str]:
@@ -101,7 +115,12 @@ class Manifest:
 
     @classmethod
     def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
-        """Return the manifest in `lines` of the server: a header, and one line per group."""
+        """Return the manifest in `lines` of the server: a header, and one line per group.
+
+        Raises ValueError where they are no manifest of that step.
+        """
+        if not f"{lines[0]} ".startswith(f"step={step} "):
+            raise ValueError(f"its header is {lines[0][:80]!r}")
         return cls(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.batches.account import TaskAccount
+from buffer.batches.ledger import LedgerSteps
 from buffer.batches.memory import MemoryUse
 from buffer.control.event_log import Event, parse_event
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
@@ -19,6 +20,7 @@ from buffer.model.ids import LANES
 from buffer.model.trainer_report import TrainerReport
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.store.key_fields import read_counts, require_fields, text_fields
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
@@ -210,7 +212,7 @@ class Snapshot:
 
 
 def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
-    """Read a run, with its newest `events`. Raises StoreUnavailable.
+    """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
 
     O(tasks + workers + log N), and no payload bytes.
     """
@@ -218,15 +220,16 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
     run.refresh_limits()
     audit = run.account.totals()
     replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
-    control = _text(replies["control"])
-    ledger = [int(v or 0) for v in replies["ledger"]]
+    control = _hash(run.keys.control, "control", replies["control"])
+    steps = run.keys.ledger("train")
+    ledger = read_counts("ledger", steps, LedgerSteps._fields, replies["ledger"])
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
     return Snapshot(
         run=run.name,
         now_ms=now_ms,
-        meta=_text(replies["meta"]),
+        meta=_hash(run.keys.meta, "meta", replies["meta"]),
         control=control,
         taken=ledger[0],
         committed=ledger[1],
@@ -240,7 +243,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         workers=tuple(run.fleet.workers()),
         trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
-        report=TrainerReport.parse(_text(replies["report"])),
+        report=TrainerReport.parse(text_fields(replies["report"])),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
         last_step=run.limits.steps,
@@ -308,7 +311,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
     too_old = counts.pop("too_old")
     if not counts["none"]:
         del counts["none"]
-    progress = _text(replies[f"progress:{name}"])
+    progress = _hash(run.keys.progress(name), "progress", replies[f"progress:{name}"])
     return TaskView(
         account=account,
         is_eval=is_eval,
@@ -331,5 +334,8 @@ def _asked(header: bytes | None, task: str) -> int:
     return int(asked.get(task, 0))
 
 
-def _text(fields: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in fields.items()}
+def _hash(key: str, kind: str, raw: dict[bytes, bytes]) -> dict[str, str]:
+    """Return the fields of a hash. Raises RunDamaged."""
+    fields = text_fields(raw)
+    require_fields(kind, key, fields)
+    return fields

@@ -124,9 +124,13 @@ EVERY_META = "rmq:{*}:meta"
 """Pattern of the `meta` keys of all runs on a server."""
 
 
-def run_of_meta(key: str) -> str:
-    """Return the name of the run that a `meta` key belongs to."""
-    return key.removeprefix("rmq:{").removesuffix("}:meta")
+EVERY_CONTROL = "rmq:{*}:control"
+"""The same of the `control` keys."""
+
+
+def run_of_key(key: str) -> str:
+    """Return the name of the run that a `meta` or `control` key belongs to."""
+    return key.removeprefix("rmq:{").partition("}:")[0]
 
 
 def clock_beside(key: str) -> str:

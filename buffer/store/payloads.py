@@ -16,6 +16,7 @@ a reader then raises PayloadMissing, and the group is generated again.
 from __future__ import annotations
 
 import gc
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -234,8 +235,18 @@ class PayloadStore:
 
     def _chunks(self, entry: bytes) -> list[str]:
         """Return the keys of an entry that a script has listed."""
-        gid, token, chunks = entry.decode().split(" ")
-        return self._keys.payload_chunks(gid, token, int(chunks))
+        return [
+            key
+            for gid, token, chunks in _listed([entry])
+            for key in self._keys.payload_chunks(gid, token, chunks)
+        ]
+
+
+def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:
+    """Return (gid, token, chunks) of entries that scripts list; others name no payload."""
+    texts = [entry.decode(errors="replace") for entry in entries]
+    matches = [re.fullmatch(r"(\S+) (\S+) (\d{1,4})", text) for text in texts]
+    return [(match[1], match[2], int(match[3])) for match in matches if match]
 
 
 def _set(name: str, part: Pieces) -> SetCommand:
@@ -335,10 +346,10 @@ def pin_listed(store: Store, keys: Keys) -> int:
     (found,) = store.each("pin", [("SRANDMEMBER", keys.unpinned, PIN)])
     if not found:
         return 0
-    parts = [entry.decode().split(" ") for entry in found]
+    parts = _listed(found)
     commands: list[Command] = []
     for gid, token, chunks in parts:
-        commands += [("PERSIST", name) for name in keys.payload_chunks(gid, token, int(chunks))]
+        commands += [("PERSIST", name) for name in keys.payload_chunks(gid, token, chunks)]
     _name_prompts(store, keys, [(gid, token) for gid, token, _ in parts if token.endswith(PROMPT)])
     store.each("pin", commands, on_payloads=True)
     store.each("pin", [("SREM", keys.unpinned, *found)])

@@ -14,6 +14,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from buffer.errors import ScriptError
 from buffer.store.bulk_io import Command, pipelined, send
 from buffer.store.durability import Durability
+from buffer.store.key_fields import HINT
 from buffer.store.scripts import Arg, KeysByName, Script
 
 T = TypeVar("T")
@@ -129,7 +130,9 @@ class ScriptRunner:
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
         if not text.startswith("WRONGTYPE"):
-            return error
+            # a script failed on a field that is missing, or that is no number
+            is_bug = "user_script" in text
+            return ScriptError(f"{script.name}: {text[:300]}", hint=HINT) if is_bug else error
         kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
         expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
         wrong = [
@@ -140,7 +143,7 @@ class ScriptRunner:
         return ScriptError(
             f"{script.name}: {', '.join(wrong) or 'a record'}, "
             "and not what buffer/store/keys.py says",
-            hint="something else wrote to the keys of this run",
+            hint=HINT,
         )
 
 

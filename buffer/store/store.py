@@ -20,6 +20,7 @@ from buffer.errors import StoreError, StoreFull, StoreUnavailable
 from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.store.connection_errors import describe_connection_error
 from buffer.store.durability import Durability
+from buffer.store.key_fields import HINT
 from buffer.store.nodes import Role, Servers
 from buffer.store.retry import Backoff, OutageLog, is_transient
 from buffer.store.script_calls import (
@@ -332,6 +333,8 @@ class Store:
         # only errors about users: another one is a bug, and its words could fit any description
         is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
         hint = describe_connection_error(self.url, error).hint if is_about_user else ""
+        if "WRONGTYPE" in str(error):
+            hint = HINT
         return StoreError(f"{what}: the server refused: {error}", hint=hint)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:

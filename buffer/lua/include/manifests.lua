@@ -1,13 +1,13 @@
 -- manifests: manifest_line, the entry of a group in a manifest; cut_of, the oldest version in it.
 
--- The line of a group: "gid token chunks size crc samples version", '-' for a missing field.
+-- The line of a group: "gid token chunks size crc samples version", '-' for a missing field; nil where its record is gone.
 local function manifest_line(groups, gid)
   local payload, chunks, size, crc, samples, version =
     unpack(redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version'))
+  if not (payload and chunks and size) then return end
   if crc == '' then crc = '-' end
   if version == '' then version = '-' end
-  return gid .. ' ' .. (payload or '-') .. ' ' .. (chunks or '-') .. ' ' .. (size or '-') .. ' ' .. (crc or '-') .. ' ' ..
-    (samples or '-') .. ' ' .. (version or '-')
+  return table.concat({gid, payload, chunks, size, crc or '-', samples or '-', version or '-'}, ' ')
 end
 
 -- The oldest version of a task that a batch may hold, as take_batch noted it in the header.

@@ -19,7 +19,14 @@ from redis.exceptions import NoPermissionError, ResponseError
 from rich.console import Console
 from rich.text import Text
 
-from buffer.errors import RunNotFound, SchemaVersionError, StoreError, StoreUnsafe, WireError
+from buffer.errors import (
+    RunError,
+    SchemaVersionError,
+    StoreError,
+    StoreUnavailable,
+    StoreUnsafe,
+    WireError,
+)
 from buffer.monitoring.console import console
 from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
@@ -141,8 +148,8 @@ def doctor(
     """
     with open_server(redis_url, run_dir) as (store, address):
         findings = store.retrying("check", lambda: check_all(store.servers))
-        names = Run.names(store) if run is None else [choose_run(store, run)]
-        diagnoses = {name: _examine(store, name) for name in names}
+        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
+        diagnoses = {name: diagnose_run(store, name) for name in names}
     if as_json:
         runs = {
             name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()
@@ -166,21 +173,17 @@ def doctor(
         )
 
 
-def _examine(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
+def diagnose_run(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
     """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
     try:
         run = Run.open(store, name)
-    except (RunNotFound, SchemaVersionError) as error:
-        return None, [
-            Symptom(
-                "fault",
-                error.message,
-                None,
-                error.hint or "inspect it with the version that created it",
-            )
-        ]
-    snap = take_snapshot(run)
-    return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
+        snap = take_snapshot(run)
+        return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
+    except StoreUnavailable:
+        raise
+    except (RunError, StoreError, SchemaVersionError) as error:
+        fix = error.hint or "inspect it with the version that created it"
+        return None, [Symptom("fault", error.message, None, fix)]
 
 
 def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:

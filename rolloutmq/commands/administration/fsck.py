@@ -7,7 +7,7 @@ in two steps of the surviving weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,19 @@ _SHOWN = 20
 class WatchedAccount(Account):
     """An account that reports how many draws it has checked."""
 
-    def __init__(self, run: Run, advance: Callable[[int], object]) -> None:
+    def __init__(self, run: Run, bar: Progress) -> None:
         super().__init__(run.store, run.keys, run.limits)
-        self._advance = advance
+        self._bar = bar
+        self._job = bar.add_task("checking every draw", total=None)
+
+    def totals(self) -> Audit:
+        audit = super().totals()
+        self._bar.update(self._job, total=sum(task.drawn + task.outside for task in audit.tasks))
+        return audit
 
     def places_of(self, gids: Sequence[str]) -> list[list[str]]:
         found = super().places_of(gids)
-        self._advance(len(gids))
+        self._bar.advance(self._job, len(gids))
         return found
 
 
@@ -77,14 +83,13 @@ def fsck(
         raise AccountError(
             f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two "
             f"places, {len(twice)} trained twice, "
-            f"{len(audit.faults)} totals that do not add up",
+            f"{len(audit.faults)} further faults",
             hint="keep the server's data folder as it is and report this with the output of --json",
         )
 
 
 def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     """Run `Account.fsck` with a progress bar on stderr."""
-    total = sum(task.drawn + task.outside for task in run.account.totals().tasks)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -95,8 +100,7 @@ def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     with Progress(
         *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
     ) as progress:
-        job = progress.add_task("checking every draw", total=total)
-        return WatchedAccount(run, lambda count: progress.advance(job, count)).fsck()
+        return WatchedAccount(run, progress).fsck()
 
 
 def could_lose(run: Run) -> list[str]:
@@ -155,7 +159,7 @@ def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
             grid.add_row(how, *map(count, values), style="bold")
     screen.print(grid)
     screen.print()
-    _verdict(screen, "the totals of one instant add up", audit.faults)
+    _verdict(screen, "all keys are as they must be, and the totals add up", audit.faults)
     _verdict(screen, f"0 of {count(audit.checked)} groups are lost", audit.lost, "lost")
     _verdict(screen, "no group is in two places or two batches", audit.doubled, "doubled")
     _verdict_on_steps(screen, steps)

@@ -71,7 +71,10 @@ def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
     busy.raw.xdel(stream, busy.raw.xrange(stream)[0][0])
     found = audit(busy)
     assert found.lost == [WAITING]
-    assert found.faults == ["math: 9 enqueued, but 8 in all stages"]
+    assert found.faults == [
+        "math: 9 enqueued, but 8 in all stages",
+        f"{stream} lacks {WAITING}, which is waiting",
+    ]
 
 
 def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene) -> None:
@@ -157,7 +160,10 @@ def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
     busy.raw.zadd(busy.keys.pool("math", pool), {member(busy, READY): 0})
     found = audit(busy)
     assert found.doubled == [f"{READY} (pool, pool)"]
-    assert found.faults == ["math: 9 enqueued, but 10 in all stages"]
+    assert found.faults == [
+        "math: 9 enqueued, but 10 in all stages",
+        f"{busy.keys.pool('math', pool)} has '{READY}', and no record says so",
+    ]
 
 
 def test_fsck_finds_a_waiting_group_that_also_runs(busy: Scene) -> None:

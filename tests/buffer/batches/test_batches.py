@@ -121,7 +121,10 @@ def test_groups_without_tokens_never_age(scene: Scene) -> None:
     (job,) = scene.claim()
     scene.submit(job, None)
     assert scene.pool("completed") == [(job.gid, float("inf"))]
-    scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 50, "committed": 50, "freed": 50})
+    scene.raw.hset(
+        scene.keys.ledger("train"),
+        mapping=dict.fromkeys(("taken", "committed", "freed", "forgotten"), 50),
+    )
     assert scene.run.buffer.refresh_staleness("math") == {"math": 0}
     assert scene.take(51).entries[0].version is None
     scene.check()

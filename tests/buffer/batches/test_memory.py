@@ -5,16 +5,17 @@ What a group costs, that every byte is counted, and who waits for room.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
 
-from buffer.batches.memory import Memory
+from buffer.batches.record_check import RecordCheck
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
+from buffer.model.damage import Damage
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
 from buffer.rollouts import wire
@@ -104,21 +105,20 @@ def test_fsck_of_the_bytes_holds_while_groups_move(
     """What moves between the two reads may be seen or not; neither is a fault."""
     scene.open_trainer()
     scene.ready(0, 0, 0)
-    weigh = Memory.weigh
+    damage = RecordCheck.damage
     moves: list[Callable[[], object]] = [
         lambda: scene.ready(0),
         lambda: scene.take(1),
         lambda: scene.run.ledger.commit(scene.trainer, 1, 1),
     ]
 
-    def moving(memory: Memory) -> int:
-        weighed = weigh(memory)
+    def moving(check: RecordCheck) -> Iterator[Damage]:
+        yield from damage(check)
         moves.pop(0)()
-        return weighed
 
-    monkeypatch.setattr(Memory, "weigh", moving)
+    monkeypatch.setattr(RecordCheck, "damage", moving)
     while moves:
-        assert scene.run.memory.damage() == []
+        scene.check()
 
 
 # -- the marks ---------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""Checks the hashes and lists of a run that are no records of groups, each against its second copy.
+
+What is compared was read at several instants: a difference counts only if it is still there when it
+is read again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from buffer.batches.key_check import FoundKey
+from buffer.model.damage import Damage, DamageKind
+from buffer.model.limits import RunLimits
+from buffer.store.key_fields import text_fields, wrong_fields
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+
+_WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
+_LINEAGE = re.compile(r"[\w.-]+:\d+")
+_TRIES = 3
+"""Readings of two keys that differ before that counts as damage."""
+
+
+class FieldCheck:
+    """Checks the fields of the keys that were found; those of a wrong type are left out."""
+
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, found: Sequence[FoundKey]
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._found: Mapping[str, FoundKey] = {each.name: each for each in found}
+        self._hashes = [each for each in found if each.kind in _WITH_FIELDS and each.type == "hash"]
+
+    def damage(self) -> Iterator[Damage]:
+        """Yield what is missing, cannot be read, or contradicts another key."""
+        commands = [("HGETALL", each.key) for each in self._hashes]
+        for each, raw in zip(self._hashes, self._store.each("fields", commands), strict=True):
+            fields = text_fields(raw)
+            if each.name == "ledger:eval" and fields:
+                # an evaluation takes before it commits
+                fields = {"committed": "0", "freed": "0", **fields}
+            yield from wrong_fields(each.kind, each.key, fields)
+        yield from self._lineages()
+        yield from self._cursors()
+        yield from self._workers()
+        for ledger in ("train", "eval"):
+            yield from self._steps(ledger)
+
+    def _lineages(self) -> Iterator[Damage]:
+        keys = self._keys
+        entries = self._read(("LRANGE", keys.lineages, 0, -1), "lineages", "list") or []
+        was_opened = self._read(("HGET", keys.control, "trainer_seen_ms"), "control", "hash")
+        if was_opened and "lineages" not in self._found:
+            text = f"{keys.lineages} is gone, and a trainer has opened the run"
+            yield Damage(DamageKind.KEY_GONE, text, keys.lineages)
+        for entry in entries:
+            if not _LINEAGE.fullmatch(entry.decode(errors="replace")):
+                text = f"{keys.lineages} contains {entry!r}, which is no lineage:step"
+                yield Damage(DamageKind.FIELD, text, keys.lineages)
+
+    def _cursors(self) -> Iterator[Damage]:
+        """Yield the tasks whose cursor differs from its copy in the account."""
+        keys = self._keys
+        for task in self._limits.tasks:
+            for _ in range(_TRIES):
+                mine = self._read(("HGET", keys.cursors, task), "cursors", "hash")
+                copy = self._read(
+                    ("HGET", keys.progress(task), "cursor"), f"progress:{task}", "hash"
+                )
+                if (mine or b"0") == (copy or b"0"):
+                    break
+            else:
+                text = f"{keys.cursors} has {_shown(mine)} for {task}, the account {_shown(copy)}"
+                yield Damage(DamageKind.COUNT, text, keys.cursors, field=task, task=task)
+
+    def _workers(self) -> Iterator[Damage]:
+        """Yield the workers of which either the heartbeat or the record is there, not both."""
+        keys = self._keys
+        listed = self._read(("ZRANGE", keys.workers, 0, -1), "workers", "zset") or []
+        recorded = [name.removeprefix("worker:") for name in self._found if _is_worker(name)]
+        for worker in sorted({*(each.decode(errors="replace") for each in listed), *recorded}):
+            command = [("ZSCORE", keys.workers, worker), ("EXISTS", keys.worker(worker))]
+            both = self._store.each("workers", command, "control")
+            if (both[0] is not None) == bool(both[1]):
+                continue
+            gone, other = keys.workers, keys.worker(worker)
+            if both[0] is not None:
+                gone, other = other, gone
+            text = f"worker {worker} is in {other}, and not in {gone}"
+            yield Damage(DamageKind.INDEX, text, gone, field=worker)
+
+    def _steps(self, ledger: str) -> Iterator[Damage]:
+        """Yield how the steps of a ledger contradict each other and the manifests that exist."""
+        before = self._counts(ledger)
+        names = [re.fullmatch(rf"batch:{ledger}:(\d+)", name) for name in self._found]
+        steps = {int(match[1]) for match in names if match}
+        wrong = list(_contradictions(before, steps)) if before is not None else []
+        # a step that was taken or freed since the keys were listed explains a difference
+        if wrong and self._counts(ledger) == before:
+            key = self._keys.ledger(ledger)
+            for text in wrong:
+                yield Damage(DamageKind.STEPS, f"{key}: {text}", key)
+
+    def _counts(self, ledger: str) -> tuple[int, int, int] | None:
+        names = ("forgotten", "freed", "taken")
+        values = self._read(
+            ("HMGET", self._keys.ledger(ledger), *names), f"ledger:{ledger}", "hash"
+        )
+        try:
+            forgotten, freed, taken = (int(value or 0) for value in values or ())
+        except ValueError:  # a field that cannot be read is reported as such
+            return None
+        return forgotten, freed, taken
+
+    def _read(self, command: tuple[str | int, ...], name: str, kind: str) -> Any:
+        """Return the answer to a command; None if its key has another type."""
+        found = self._found.get(name)
+        if found is not None and found.type != kind:
+            return None
+        return self._store.each("fields", [command], "control")[0]
+
+
+def _is_worker(name: str) -> bool:
+    return name.startswith("worker:")
+
+
+def _shown(value: bytes | None) -> str:
+    return value.decode(errors="replace") if value is not None else "none"
+
+
+def _contradictions(counts: tuple[int, int, int], steps: set[int]) -> Iterator[str]:
+    forgotten, freed, taken = counts
+    if not forgotten <= freed <= taken:
+        yield f"forgotten {forgotten}, freed {freed}, taken {taken} are not in this order"
+    beyond = sorted(step for step in steps if not forgotten < step <= taken)
+    if beyond:
+        shown = ", ".join(map(str, beyond[:5]))
+        yield f"there are manifests of the steps {shown}, and {forgotten + 1} to {taken} are kept"

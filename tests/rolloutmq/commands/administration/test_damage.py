@@ -1,0 +1,140 @@
+"""Any one key of a run may be deleted, renamed, given another type, or changed in one field.
+
+`fsck` then says which. No command and no process ends in a traceback, and no group is trained
+twice.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+
+import pytest
+import redis
+
+from buffer.errors import RolloutMQError
+from buffer.monitoring.console import console
+from buffer.monitoring.run_view import take_snapshot
+from buffer.run import Run
+from buffer.store.store import Store
+from rolloutmq.commands.administration.doctor import diagnose_run
+from rolloutmq.commands.look.status import show
+from tests.buffer.busy_run import busy_run, moves
+from tests.buffer.damage import Harm, every_harm
+from tests.buffer.scene import Scene
+from tests.buffer.time_machine import put_back, remember
+
+HARMLESS = re.compile(
+    # made anew, or only looked at; `order` is filled again by the next take
+    "(bell:.*|clock|report|events|order:.*|worker:.*|suspects) .*"
+    # an empty queue; a time; what waits to be freed, or died with its group
+    "|jobs:.* deleted|(leases|workers|dead) member moved|payload:.*|garbage member .*"
+)
+"""Damage that costs nothing, and need not be found."""
+
+ONE_COPY = re.compile(
+    "meta .* [+-]1|meta limits_op .*"
+    "|control (epoch|producer_name|weights_.*|.*_seen_ms) .*"
+    "|ledger:train (committed|keep|slice|forgotten|freed) .*"
+    "|progress:.* (target|consumed|order_.*|bucket.*|causes|enqueue_.*|err.*|fail.*|filtered_in_row) .*"
+    "|progress:.* (prod.*|raw.*|arrivals) .*"
+    "|group:.* (aborts|tries|samples|tokens|reward|.*_ms|owner|released|token|lineage) .*"
+    "|group:.* (lane|entry|arrival) .*|group:.* (size|chunks) [+-]1"
+)
+"""Values without a second copy, at least in some stages: one that could be right is believed."""
+
+
+NAMED_BY_WHAT_IS_MISSING = re.compile(
+    "garbage .*|batch:train:2 .*|meta schema .*|ledger:train .*|workers .*"
+)
+"""Keys that are not named themselves, but the payload, group or step that is missing for them."""
+
+
+@pytest.fixture
+def busy(store: Store) -> Scene:
+    return busy_run(store, store.control, "demo")
+
+
+def representative(scene: Scene) -> list[Harm]:
+    """Every harm of one key of each kind, and of one record of each stage."""
+    chosen: dict[tuple[str, str], str] = {}
+    harms: list[Harm] = []
+    for harm in every_harm(scene.raw, scene.name):
+        stage = scene.record(harm.name[6:]).get("stage", "") if harm.kind == "group" else ""
+        if chosen.setdefault((harm.kind, stage), harm.key) == harm.key:
+            harms.append(harm)
+    return harms
+
+
+@contextmanager
+def harmed(scene: Scene, harm: Harm) -> Iterator[None]:
+    """Damage one key for a while in which nothing else changes it."""
+    whole = scene.raw.dump(harm.key)
+    ttl_ms = max(0, scene.raw.pttl(harm.key))
+    harm.do(scene.raw)
+    yield
+    scene.raw.delete(harm.key + "x")
+    scene.raw.restore(harm.key, ttl_ms, whole, replace=True)
+
+
+def fsck(scene: Scene) -> list[str]:
+    """What fsck says, with the keys."""
+    try:
+        found = Run.open(scene.store, scene.name).account.fsck()
+    except RolloutMQError as error:
+        return [error.message]
+    return [f"{damage.key} {damage.text}" for damage in found.damage]
+
+
+def test_fsck_finds_every_key_that_was_damaged(busy: Scene) -> None:
+    unseen, unnamed = [], []
+    for harm in representative(busy):
+        with harmed(busy, harm):
+            found = fsck(busy)
+        if not found and not (HARMLESS.fullmatch(str(harm)) or ONE_COPY.fullmatch(str(harm))):
+            unseen.append(str(harm))
+        names = (harm.key, harm.name.partition(":")[2])
+        if found and not any(name and name in text for text in found for name in names):
+            unnamed.append(str(harm))
+    assert unseen == []
+    assert [name for name in unnamed if not NAMED_BY_WHAT_IS_MISSING.fullmatch(name)] == []
+    busy.check()
+
+
+def test_no_command_and_no_process_ends_in_a_traceback(busy: Scene) -> None:
+    """Nor is a group trained twice, or lost without a word."""
+    moment = remember(busy.raw, busy.name)
+    for harm in representative(busy):
+        if harm.how.split()[-1] not in ("deleted", "type", "junk"):
+            continue
+        put_back(busy.raw, busy.name, moment)
+        harm.do(busy.raw)
+        steps: dict[str, Callable[[], object]] = {"look": partial(look, busy), **moves(busy)}
+        for name, step in [*steps.items(), ("look again", steps["look"])]:
+            try:
+                step()
+            except RolloutMQError:
+                pass
+            except Exception as error:  # what a user would see as a traceback
+                raise AssertionError(f"{harm}: {name}") from error
+        trained = [gid for step in range(3, 6) for gid in gids_of(busy, step)]
+        assert len(trained) == len(set(trained)), harm
+
+
+def look(scene: Scene) -> None:
+    """What fsck, doctor and status show."""
+    fsck(scene)
+    diagnose_run(scene.store, scene.name)
+    with redirect_stdout(io.StringIO()):
+        show(console(), take_snapshot(Run.open(scene.store, scene.name)))
+
+
+def gids_of(scene: Scene, step: int) -> list[str]:
+    """The groups of a batch, as far as its manifest can be read."""
+    with suppress(redis.ResponseError):
+        lines = scene.raw.lrange(scene.keys.batch("train", step), 1, -1)
+        return [line.decode(errors="replace").partition(" ")[0] for line in lines]
+    return []
