@@ -162,7 +162,8 @@ def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
     check(site)
     assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
     report = TrainerReport.parse(site.fields(site.run.keys.report))
-    assert report.training and report.training.step == STEPS
+    assert report.training
+    assert report.training.step == STEPS
     assert report.evaluations["quiz"].step == STEPS
 
 
