@@ -56,16 +56,21 @@ def command(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Command:
     def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         where = [] if cwd else ["--run-dir", str(server.folder)]
         monkeypatch.chdir(cwd or ROOT)
-        monkeypatch.setattr(sys, "argv", ["rolloutmq", *args, *where])
-        out = io.StringIO()
-        err = io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
-            main()
-        return subprocess.CompletedProcess(
-            sys.argv, int(left.value.code or 0), out.getvalue(), err.getvalue()
-        )
+        return rolloutmq_here(monkeypatch, *args, *where)
 
     return run
+
+
+def rolloutmq_here(monkeypatch: pytest.MonkeyPatch, *args: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, with its environment and folder."""
+    monkeypatch.setattr(sys, "argv", ["rolloutmq", *args])
+    out = io.StringIO()
+    err = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+        main()
+    return subprocess.CompletedProcess(
+        sys.argv, int(left.value.code or 0), out.getvalue(), err.getvalue()
+    )
 
 
 def rolloutmq(*args: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
