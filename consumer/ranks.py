@@ -85,12 +85,12 @@ class Ranks:
         self._store: Any = PrefixStore("rolloutmq", _get_default_store()) if group else None
 
     def post(self, name: str, value: Any) -> None:
-        """Leave a JSON value for other ranks, once for each name. Waits for nobody."""
+        """Store a JSON value for other ranks, once for each name, without waiting for them."""
         with self._connected():
             self._store.set(name, orjson.dumps(value).decode())
 
     def posted(self, name: str) -> Any:
-        """Return the value that a rank has left under `name`; None if none has yet."""
+        """Return the value that a rank stored under `name`; None if none has yet."""
         with self._connected():
             return orjson.loads(self._store.get(name)) if self._store.check([name]) else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,22 @@ MetricsAddress = Annotated[
         "ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
+GroupId = Annotated[
+    str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
+]
+OneTask = Annotated[str | None, typer.Option("--task", help="Only groups of this task.")]
+Limit = Annotated[
+    int, typer.Option("--limit", min=1, max=1_000_000, help="The highest number of rows.")
+]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def set_flags(overrides: Sequence[str]) -> list[str]:
+    """Return the arguments that give a command these values of `Overrides`."""
+    return [part for override in overrides for part in ("--set", override)]
 
 
 @dataclass(frozen=True, slots=True)

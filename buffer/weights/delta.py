@@ -10,9 +10,9 @@ transport. Its reader applies the changes to the base, which it has or fetches: 
 ends at a whole version. Only a result with the checksums of the whole version is ever used, so a
 base that is not what it says is refused.
 
-A file is changed word by word (16 bits), whatever tensors it has: where the words are, and what is
-added to each, modulo 65,536. Positions are those in blocks of 65,536 words, modulo which distances
-are counted.
+A delta knows no tensors: it treats a file as words of 16 bits, and holds the position of each
+changed word and the difference to add to it, modulo 65,536. Positions are counted within blocks of
+65,536 words, as distances from the changed word before.
 """
 
 from __future__ import annotations

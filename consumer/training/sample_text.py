@@ -53,7 +53,7 @@ def response_text(member: dict[str, Any]) -> str:
 
 
 def code_block(text: str) -> str:
-    """Return Markdown that shows the text as it is, whatever it contains."""
+    """Return Markdown that shows any text unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

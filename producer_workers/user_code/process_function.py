@@ -236,7 +236,7 @@ class _Process:
         self._answers.clear()
         for answer in left:
             answer.set_exception(_Ended(reason))
-            answer.exception()  # retrieved, also if nobody waits for it
+            answer.exception()  # retrieved here, as its caller may be gone
 
 
 def _kill(process: subprocess.Popen[bytes]) -> str:

@@ -137,7 +137,7 @@ class _Caller:
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody waits for the call any more
+    with suppress(RuntimeError):  # the loop was closed, and the caller with it
         loop.call_soon_threadsafe(callback)
 
 

@@ -12,7 +12,7 @@ from buffer.config.sources import fetch
 from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
 from buffer.store.url import mask_url
-from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides
+from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
 from rolloutmq.presets import find_config
 
@@ -101,7 +101,7 @@ def _detach(
     """Start the run in the background and exit."""
     from rolloutmq.launch.detached import start_detached
 
-    command = [str(config), *(part for each in given for part in ("--set", each))]
+    command = [str(config), *set_flags(given)]
     command += [f"--{name}" for name, is_set in flags.items() if is_set]
     command += ["--redis-url", redis_url] if redis_url else []
     url = settings.redis.resolve_url(redis_url)
@@ -125,7 +125,7 @@ def create(
     settings = _load(config, given)
     from rolloutmq.launch import creation
 
-    command = [str(config), *(part for each in given for part in ("--set", each))]
+    command = [str(config), *set_flags(given)]
     created = creation.create(settings, command, redis_url, quiet=as_json)
     if as_json:
         emit(created.facts())

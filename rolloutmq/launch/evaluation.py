@@ -30,6 +30,7 @@ from consumer.training.evaluation import Evaluator, log_wait_reason
 from consumer.training.step_log import StepWriter, read_evaluations
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.preparation import run_command
+from rolloutmq.options import set_flags
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LOCK_FILE, is_owned
 
@@ -72,7 +73,7 @@ def evaluate_model(
     if step:
         screen.print(f"exporting the checkpoint of step {step} of {run_folder}")
         _export([str(path), str(step), str(target)], [*overrides, f"run.dir={run_folder}"])
-    # a server of its own, whatever REDIS_URL and the config name
+    # a server of its own, even where REDIS_URL or the config names another
     with EmbeddedServer(folder / "server") as server:
         launcher = Launcher(
             settings, path, given, redis_url=server.url, chaos=False, screen=screen,
@@ -124,8 +125,7 @@ def _find(config: TrainingConfig, what: str) -> tuple[Path, int]:
 
 
 def _export(arguments: list[str], overrides: list[str]) -> None:
-    flags = [part for override in overrides for part in ("--set", override)]
-    run_command(["export-model", *arguments, "--float32", *flags])
+    run_command(["export-model", *arguments, "--float32", *set_flags(overrides)])
 
 
 def _held_out(config: TrainingConfig) -> list[str]:

@@ -34,6 +34,7 @@ from rolloutmq.launch.preparation import (
     start_server,
 )
 from rolloutmq.launch.report import account_line, finish
+from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
@@ -81,7 +82,7 @@ class Launcher:
         self._config = config
         self._redis_url = redis_url
         self._with_chaos = chaos
-        self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
+        self._command = [str(path), *set_flags(overrides)]
         self._folder = config.run.folder
         self._console = screen or open_console()
         self._children: list[Child] = []

@@ -60,7 +60,7 @@ def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1)
     """
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
-            hint = "remove trainer_gpus and worker_gpus"
+            hint = "start it on a machine with GPUs, or remove trainer_gpus and worker_gpus"
             raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
         return Placement([], [[] for _ in range(launch.workers)])
     trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus

@@ -34,7 +34,7 @@ TokenFile = Annotated[
 ]
 ReadOnly = Annotated[
     bool,
-    typer.Option("--read-only", help="Refuse all actions, whatever the token."),
+    typer.Option("--read-only", help="Refuse all actions, even with the token."),
 ]
 
 

@@ -21,7 +21,7 @@ import redis
 
 from buffer.server.acl import ROLES, user_name
 from tests.pipeline.site import Process, Site
-from tests.rolloutmq.conftest import rolloutmq_here
+from tests.rolloutmq.conftest import in_process
 from tests.tls import Authority, start_tls_redis
 
 RQ = ("--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=1")
@@ -34,12 +34,10 @@ class Roles:
     site: Site
     urls: dict[str, str]
     raw: Any
-    patch: pytest.MonkeyPatch
 
     def command(self, role: str, *words: str) -> tuple[int, str]:
         """Run a command with the user of a role, in this process; exit code and output."""
-        self.patch.setenv("REDIS_URL", self.urls[role])
-        done = rolloutmq_here(self.patch, *words, "--run", self.site.name)
+        done = in_process(*words, "--run", self.site.name, REDIS_URL=self.urls[role])
         return done.returncode, done.stdout + done.stderr
 
     def start(self, role: str, verb: str, *more: str) -> Process:
@@ -58,15 +56,13 @@ class Roles:
 
 
 @pytest.fixture
-def roles(
-    make_site: Callable[..., Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Roles]:
+def roles(make_site: Callable[..., Site], tmp_path: Path) -> Iterator[Roles]:
     site = make_site(steps=6)
     authority = Authority(tmp_path / "authority")
     for name in ("server", *ROLES):
         authority.issue(name)
     secrets = tmp_path / "secrets"
-    users = rolloutmq_here(monkeypatch, "acl", "--run", site.name, "--secrets", str(secrets)).stdout
+    users = in_process("acl", "--run", site.name, "--secrets", str(secrets)).stdout
     known = dict(line.split(" ") for line in secrets.read_text().splitlines())
     (tmp_path / "users.acl").write_text(
         f"user default off\nuser root on >root ~* &* +@all\n{users}", encoding="utf-8"
@@ -85,7 +81,7 @@ def roles(
         }
         root = authority.url(port, "server").replace("://", "://root:root@")
         raw = stack.enter_context(redis.Redis.from_url(root))
-        yield Roles(site, urls, raw, monkeypatch)
+        yield Roles(site, urls, raw)
         site.close()
 
 

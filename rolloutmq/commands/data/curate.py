@@ -15,7 +15,7 @@ from buffer.monitoring.console import console
 from buffer.query.language import parse
 from rolloutmq.commands.data.snapshot import progress
 from rolloutmq.commands.look.groups import WHERE_HELP, read_where
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit, plural
 
 EXPORT_EPILOG = """Example: rolloutmq export good.parquet --where '{"reward": {"$gte": 0.5}}'"""
@@ -34,7 +34,7 @@ def export(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
     ],
-    task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
+    task: OneTask = None,
     status: Annotated[
         str | None,
         typer.Option(

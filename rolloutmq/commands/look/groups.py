@@ -14,7 +14,7 @@ from buffer.model.ids import POOLS
 from buffer.monitoring.console import console
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import AsJson, Limit, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, state, table, version_style
 
 LS_EPILOG = """Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens"""
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_groups(
-    task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
+    task: OneTask = None,
     status: Annotated[
         str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")
     ] = None,
@@ -43,9 +43,7 @@ def list_groups(
     order: Annotated[
         str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
-    limit: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="The highest number of rows.")
-    ] = 50,
+    limit: Limit = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,

@@ -18,7 +18,7 @@ from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from rolloutmq.commands.look.folder_list import folders_table, read_folders
-from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, choose_run, open_server
+from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
 from rolloutmq.output import age, count, emit, state, table
 
 EPILOG = """
@@ -30,9 +30,6 @@ Examples: rolloutmq runs
 Delete = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Remove this run and all its data from the server."),
-]
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
 ]
 
 

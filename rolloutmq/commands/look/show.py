@@ -15,7 +15,15 @@ from buffer.model.ids import split_group_id
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import FoundGroup, find_group
 from buffer.rollouts.rollout import VersionSpan
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
+from rolloutmq.options import (
+    AsJson,
+    GroupId,
+    RedisUrl,
+    RunDir,
+    RunName,
+    open_target,
+    stopped_samples,
+)
 from rolloutmq.output import count, emit, facts, state, version_style
 
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
@@ -30,9 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    gid: Annotated[
-        str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
-    ],
+    gid: GroupId,
     member: Annotated[
         int | None, typer.Option(min=0, help="Show only this rollout of the group.")
     ] = None,

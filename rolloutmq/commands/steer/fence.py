@@ -8,7 +8,7 @@ import typer
 
 from buffer.errors import ConfigError
 from buffer.monitoring.console import console
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import age, emit, plural
 
 FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"
@@ -23,9 +23,7 @@ def fence(
         str,
         typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
     ],
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
-    ] = False,
+    yes: Yes = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,

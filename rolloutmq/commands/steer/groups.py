@@ -14,7 +14,17 @@ from buffer.groups.record_walk import RecordWalk
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import locate
 from buffer.run import Run
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import (
+    AsJson,
+    GroupId,
+    Limit,
+    OneTask,
+    RedisUrl,
+    RunDir,
+    RunName,
+    Yes,
+    open_target,
+)
 from rolloutmq.output import age, emit, plural, table
 
 DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
@@ -27,10 +37,8 @@ def register(app: typer.Typer) -> None:
 
 
 def dead(
-    task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
-    limit: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="The highest number of rows.")
-    ] = 50,
+    task: OneTask = None,
+    limit: Limit = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -79,9 +87,7 @@ def requeue(
         str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
     ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
-    ] = False,
+    yes: Yes = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -118,9 +124,7 @@ DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
 
 
 def drop(
-    gid: Annotated[
-        str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
-    ] = "",
+    gid: GroupId = "",
     task: Annotated[
         str,
         typer.Option(
@@ -133,9 +137,7 @@ def drop(
             metavar="WORKER", help="Worker that runs the group: its lease is revoked, too."
         ),
     ] = "",
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
-    ] = False,
+    yes: Yes = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
