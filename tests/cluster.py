@@ -80,7 +80,7 @@ class Node:
             return False
 
     def ask(self, *command: str | int) -> Any:
-        with redis.Redis(port=self.port, socket_timeout=5.0) as client:
+        with redis.Redis(port=self.port, socket_timeout=60.0) as client:
             return client.execute_command(*command)
 
     def signal(self, number: signal.Signals) -> None:
@@ -188,7 +188,7 @@ class Cluster:
 
 def until(true: Callable[[], bool], what: str) -> None:
     """Wait for something that comes by itself."""
-    for _ in range(1500):
+    for _ in range(15_000):
         if true():
             return
         time.sleep(0.02)
