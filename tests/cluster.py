@@ -94,7 +94,7 @@ class Node:
         with self.connect() as client:
             return client.execute_command(*command)
 
-    def connect(self, timeout_s: float = 60.0) -> redis.Redis:
+    def connect(self, timeout_s: float = 5.0) -> redis.Redis:
         """A plain client that never retries."""
         return redis.Redis(port=self.port, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
