@@ -7,25 +7,12 @@ import math
 import orjson
 
 from buffer.maintenance.repair.image import Entry, Hash, Value, ZSet
-from buffer.maintenance.repair.records import count, is_count, queue_of
+from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import LANES, POOLS
 
 LETTER = orjson.dumps({"reason": "the reason was lost"})
 """A dead letter whose reason is gone."""
-
-
-def rest(state: Rebuilt) -> None:
-    """Return running groups to the queue, with their try: no worker of the run is alive."""
-    running = [record for record in state.records.values() if record["stage"] == "running"]
-    for record in running:
-        for name in ("token", "owner", "entry"):
-            record[name] = ""
-        tries = max(0, int(record["tries"]) - 1)
-        lane = queue_of(record, state.limits)
-        record |= {"stage": "waiting", "lane": lane, "tries": str(tries)}
-    if running:
-        state.notes.append(f"{len(running)} groups of workers that are gone wait again")
 
 
 def queues(state: Rebuilt) -> dict[str, Value]:
@@ -74,6 +61,11 @@ def pools(state: Rebuilt) -> dict[str, Value]:
             found[name][member] = _score(state, name, member, record)
         elif record["stage"] == "waiting" and record["payload"] != "init" and record["version"]:
             found[f"age:{task}"][gid] = _older(state, f"age:{task}", gid, float(record["version"]))
+            continue
+        known = state.image.zset(f"age:{task}").get(gid)
+        # its worker reports the age of a running group
+        if record["stage"] == "running" and known is not None:
+            found[f"age:{task}"][gid] = known
     for task in state.limits.tasks:
         index = f"order:{task}:completed"
         kept = state.image.zset(index)

@@ -2,8 +2,8 @@
 
     records, ends, manifests, checkpoint ─▶ groups, batches ─▶ queues, pools, indexes ─▶ counters
 
-The values are those of a run at rest: trainer, producer and workers are gone, and what they held is
-free again. Bytes are never changed; those that nothing names any more are listed as garbage.
+Nobody holds a role, and no worker is registered. Payloads are never changed; those that nothing
+names any more are listed as garbage.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 
 from buffer.batches.position import Position
 from buffer.control.control import Mode
-from buffer.maintenance.repair.accounts import accounts, archived_lines, byte_count
+from buffer.maintenance.repair.accounts import accounts, byte_count
 from buffer.maintenance.repair.batches import LEDGERS, LedgerRepair, dissolve
 from buffer.maintenance.repair.draws import close_what_cannot_return, lose_unusable, settle_ends
+from buffer.maintenance.repair.garbage import garbage
+from buffer.maintenance.repair.holds import holds, rest
 from buffer.maintenance.repair.image import Hash, Image, Value
-from buffer.maintenance.repair.queues import letters, pools, queues, rest
+from buffer.maintenance.repair.queues import letters, pools, queues
 from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import LANES
@@ -25,8 +27,9 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.store.keys import TABLE
 
 _FORK = re.compile(r"[^:\s]+:\d+")
-_GARBAGE = re.compile(r"\S+ \S+ \d+")
-_ROLE = re.compile(r"(trainer|producer)_(seen_ms|name|turns|doing|doing_ms|closed)")
+ROLE = re.compile(r"(trainer|producer)(_(seen_ms|name|turns|doing|doing_ms|closed))?|repaired")
+"""Fields of `control` about the holders of roles, who are gone, and the mark of a repair."""
+
 _MODES = ("operator_mode", "trainer_mode")
 _STRICTNESS = (Mode.RUN, Mode.KEEP, Mode.DRAIN, Mode.ABORT, Mode.FINISH)
 """As in include/control_changes.lua: the stricter mode of operator and trainer applies."""
@@ -45,7 +48,7 @@ def rebuild(
     close_what_cannot_return(state)
     rest(state)
     values = others(image) | control(image)
-    values |= queues(state) | pools(state) | letters(state)
+    values |= queues(state) | pools(state) | letters(state) | holds(state)
     values |= accounts(state) | byte_count(state) | _batches(state) | _ends(state)
     values["lineages"] = Value("list", lineages(state))
     values["garbage"] = Value("set", garbage(state))
@@ -86,28 +89,6 @@ def _bitmap(draws: set[int]) -> bytes:
     return bytes(data)
 
 
-def garbage(state: Rebuilt) -> set[str]:
-    """Return the payloads that are not needed: those that are listed, and those without a name."""
-    image = state.image
-    redrawn = {(gid, "init") for gid in state.lost}
-    used = {
-        (gid, token)
-        for gid, record in state.records.items()
-        for token in ("init", record["payload"])
-    }
-    used |= {(gid, token) for gid, token, *_ in (line.split(" ") for line in archived_lines(state))}
-    listed = {line for line in image.members("garbage") if _GARBAGE.fullmatch(line)}
-    kept = {line for line in listed if tuple(line.split(" ")[:2]) not in used | redrawn}
-    named = used | redrawn
-    for line in kept | image.members("unpinned"):
-        gid, token, *_ = [*line.split(" "), ""]
-        named.add((gid, token))
-    for (gid, token), payload in image.payloads.items():
-        if (gid, token) not in named and not payload.expires and " " not in gid + token:
-            kept.add(f"{gid} {token} {max(1, payload.chunks)}")
-    return kept
-
-
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, if they can be read; nobody holds a role."""
     values = {}
@@ -136,11 +117,7 @@ def lineages(state: Rebuilt) -> list[str]:
 def control(image: Image) -> dict[str, Value]:
     """Return the control state, with the modes that hold, and without holders of roles."""
     found = image.hash("control")
-    fields: Hash = {
-        name: value
-        for name, value in found.items()
-        if name not in ("trainer", "producer") and not _ROLE.fullmatch(name)
-    }
+    fields: Hash = {name: value for name, value in found.items() if not ROLE.fullmatch(name)}
     for name in ("epoch", "changed_ms", "recovering"):
         if name in fields and not is_count(fields[name]):
             del fields[name]
@@ -161,10 +138,13 @@ def control(image: Image) -> dict[str, Value]:
         for lane in LANES
         if all(lane in fields.get(n.replace("mode", "lanes"), lane).split() for n in _MODES)
     ]
+    lanes = fields.get("lanes", "")
+    if set(lanes.split()) != set(open_lanes):
+        lanes = " ".join(open_lanes)
     epoch = str(count(fields.get("epoch"), 1))
     return {
         "control": Value(
             "hash",
-            fields | {"epoch": epoch, "mode": strictest, "lanes": " ".join(open_lanes)},
+            fields | {"epoch": epoch, "mode": strictest, "lanes": lanes},
         )
     }

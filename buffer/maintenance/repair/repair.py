@@ -3,8 +3,8 @@
 A plan is made of one reading of the index, and carried out in one transaction (MULTI) of a server
 that watched its keys since before the reading: if anything of the run has moved, nothing is
 changed. A repair that dies anywhere has therefore changed all or nothing. Before the transaction, a
-copy of every key that it changes is on disk. It fences what may still run: roles are vacant, leases
-and registrations gone.
+copy of every key that it changes is on disk. It fences what may still run: roles are vacant, and no
+worker is registered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import redis
 from buffer.batches.position import Position
 from buffer.errors import RoleHeld, SnapshotError
 from buffer.maintenance.repair.backup import SavedKey, read_backup, write_backup
+from buffer.maintenance.repair.garbage import prompts_ahead
 from buffer.maintenance.repair.image import PAGE, Image, Value, read_image
-from buffer.maintenance.repair.rebuild import rebuild
+from buffer.maintenance.repair.rebuild import ROLE, rebuild
 from buffer.maintenance.repair.records import count
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
@@ -31,27 +32,25 @@ from buffer.store.store import Store
 _MARK = "repaired"
 """Field of `control`: the operation of the last repair, until a process opens the run."""
 
-_AT_REST = ("leases", "workers", "holds:", "worker:", "bell:", "clock", "control", "events")
-"""Names of keys that change whenever a run rests: not damage."""
+_WORKERS = ("workers", "worker:")
+"""Names of keys that are deleted in every repair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a repair would change: `values` by name (None: the key is deleted).
 
-    `foreign`: keys of payloads that hold something else, which are deleted.
+    `payloads`: keys of payloads to delete: they hold something else, or prompts of draws that have
+    not entered.
     """
 
     values: dict[str, Value | None]
-    foreign: list[str]
+    payloads: list[str]
     notes: list[str]
     lost: list[str]
     closed: list[str]
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing is damaged."""
-        return not (self.foreign or any(not n.startswith(_AT_REST) for n in self.values))
+    damaged: list[str]
+    """names of keys that are not as they should be; a repair also ends all roles"""
 
 
 class Repair:
@@ -85,14 +84,20 @@ class Repair:
 
     def _plan(self, image: Image) -> Plan:
         state, wanted = rebuild(image, self._limits, self._position, self._now_ms())
-        found = {
-            name: value for name, value in image.values.items() if value.data or value.data == b""
-        }
-        changed: dict[str, Value | None] = {
+        # an empty queue is a key as well
+        found = {n: v for n, v in image.values.items() if v != Value("stream", [])}
+        values: dict[str, Value | None] = {
             name: value for name, value in wanted.items() if found.get(name) != value
         }
-        changed |= {name: None for name in image.values if name not in wanted}
-        return Plan(changed, image.foreign, state.notes, state.lost, state.closed)
+        values |= {name: None for name in found if name not in wanted}
+        damaged = sorted(name for name in values if not name.startswith(_WORKERS))
+        fields = image.hash("control").items()
+        control = {name: value for name, value in fields if not ROLE.fullmatch(name)}
+        if "control" in damaged and Value("hash", control) == wanted["control"]:
+            damaged.remove("control")
+        ahead = [self._keys.payload(gid, "init") for gid in prompts_ahead(state)]
+        payloads = [*image.foreign, *ahead]
+        return Plan(values, payloads, state.notes, state.lost, state.closed, damaged)
 
     def carry_out(self, path: Path) -> Plan:
         """Change what the plan of this moment says, and keep a copy in a new file.
@@ -109,18 +114,19 @@ class Repair:
                 plan = self._plan(image)
                 names = [self._keys.prefix + name for name in plan.values]
                 head = {"run": self._keys.run, "nonce": self._nonce, "operation": operation}
-                freed = [*self._freed(image, plan), *plan.foreign]
+                freed = [*self._freed(image, plan), *plan.payloads]
                 write_backup(
                     path, {**head, "created_ms": self._now_ms()}, self._save([*names, *freed])
                 )
                 pipe.multi()
                 for name, value in plan.values.items():
                     _write(pipe, self._keys.prefix + name, value)
+                # in a cluster they lie elsewhere, and nothing names them
+                store.each("repair", [("UNLINK", key) for key in plan.payloads])
                 pipe.hset(self._keys.control, _MARK, operation)
                 pipe.execute()
             except redis.WatchError as error:
                 raise self._moved() from error
-        store.each("repair", [("UNLINK", key) for key in plan.foreign])
         return plan
 
     def undo(self, path: Path) -> int:

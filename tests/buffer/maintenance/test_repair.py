@@ -11,11 +11,15 @@ import pytest
 
 from buffer.batches.position import Position
 from buffer.errors import RoleHeld, SnapshotError, WireError
+from buffer.maintenance.repair import repair
+from buffer.maintenance.repair.image import Image, read_image
 from buffer.maintenance.repair.repair import Plan, Repair
+from buffer.model.manifest import Manifest
 from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.run import Run
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import exact, run_keys
-from tests.buffer.scene import Scene
+from tests.buffer.scene import FIRST, Scene
 
 DRAWS = 12
 
@@ -61,6 +65,9 @@ class Story:
         run = self.scene.run
         return Repair(run.store, run.keys, run.limits, run.nonce, position)
 
+    def ready(self, task: str) -> list[str]:
+        return [gid for gid, _ in self.scene.pool("completed", task)]
+
     def carry_out(self) -> Plan:
         self.copies += 1
         path = self.folder / f"copy-{self.copies}"
@@ -79,7 +86,7 @@ class Story:
 
     def _train(self, step: int) -> bool:
         answer = self.scene.run.ledger.take(self.scene.trainer, step, {"math": 1, "code": 1})
-        if not hasattr(answer, "gids"):
+        if not isinstance(answer, Manifest):
             return False
         self.trainer.position.add(answer)
         return True
@@ -102,14 +109,91 @@ def story(make_scene: Callable[..., Scene], tmp_path: Path) -> Story:
     return Story(make_scene(max_tries=1, stale_threshold=20), tmp_path)
 
 
-def test_plan_for_a_run_without_damage_is_empty(story: Story) -> None:
-    plan = story.repair(story.trainer.checkpoints[3]).plan()
-    print(plan)
-    assert not (plan.lost or plan.closed)
-    story.scene.raw.hset(story.scene.keys.control, "trainer", "")
-    rest = story.carry_out()
-    again = story.repair(story.trainer.checkpoints[3]).plan()
-    assert again.values == {}, (again.values, rest.values)
+def test_run_without_damage_is_left_as_it_is(story: Story) -> None:
+    for position in (story.trainer.checkpoints[3], None):
+        plan = story.repair(position).plan()
+        assert (plan.damaged, plan.payloads, plan.lost, plan.closed) == ([], [], [], [])
+    story.carry_out()
+    story.finish()
+
+
+def test_repair_is_refused_while_a_process_of_the_run_is_alive(story: Story) -> None:
+    scene = story.scene
+    moves: list[Callable[[], object]] = [scene.worker, scene.open_producer, story.trainer.open]
+    for open_one in moves:
+        open_one()
+        before = exact(scene.raw, scene.name)
+        with pytest.raises(RoleHeld, match="was alive"):
+            story.carry_out()
+        assert exact(scene.raw, scene.name) == before
+        story.leave()
+
+
+def test_repair_changes_nothing_where_the_run_changes_meanwhile(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was silent for long submits while the plan is made."""
+    scene = story.scene
+    scene.raw.delete(scene.keys.pool("math", "completed"))
+
+    def read(*args: Any) -> Image:
+        image = read_image(*args)
+        scene.raw.hincrby(scene.keys.progress("math"), "produced_samples", 1)
+        return image
+
+    monkeypatch.setattr(repair, "read_image", read)
+    with pytest.raises(RoleHeld, match="by another process"):
+        story.carry_out()
+    assert not scene.raw.exists(scene.keys.pool("math", "completed"))
+
+
+def test_repair_can_be_undone_until_the_run_is_opened(story: Story) -> None:
+    scene = story.scene
+    damaged = [damage(story, random.Random(seed)) for seed in range(9)]
+    before = scene.dump()
+    story.carry_out()
+    copy = story.folder / "copy-1"
+    assert scene.dump() != before, damaged
+    story.repair().undo(copy)
+    assert scene.dump() == before
+    with pytest.raises(SnapshotError, match="cannot be put back"):
+        story.repair().undo(copy)
+    story.carry_out()
+    scene.open_producer()
+    with pytest.raises(SnapshotError, match="opened since"):
+        story.repair().undo(story.folder / "copy-2")
+
+
+def test_nothing_is_trained_twice_where_no_checkpoint_is_known(story: Story) -> None:
+    """What was archived is not known any more: what is missing is closed."""
+    scene = story.scene
+    scene.raw.delete(scene.keys.ended("math", "archived"))
+    scene.raw.delete(scene.keys.group(story.ready("math")[-1]))
+    plan = story.repair().carry_out(story.folder / "copy")
+    assert len(plan.closed) == 3  # two batches were archived
+    assert plan.lost == []
+    story.finish()
+
+
+def test_manifest_that_is_gone_becomes_a_new_revision(story: Story) -> None:
+    scene = story.scene
+    known = scene.run.ledger.recorded(3)
+    gone = scene.run.ledger.recorded(4)
+    for step in (3, 4):
+        scene.raw.delete(scene.keys.batch("train", step))
+    story.carry_out()
+    assert scene.run.ledger.recorded(3) == known  # as the checkpoint has it
+    rebuilt = scene.run.ledger.recorded(4)
+    assert set(rebuilt.entries) == set(gone.entries)
+    assert rebuilt.revision == 1
+    story.finish()
+
+
+def test_run_without_its_settings_is_created_again_and_repaired(story: Story) -> None:
+    scene = story.scene
+    scene.raw.delete(scene.keys.meta, scene.keys.control)
+    Run.create(scene.store, scene.name, scene.run.nonce, scene.run.limits, FIRST, "/weights/0")
+    story.carry_out()
     story.finish()
 
 
@@ -151,54 +235,69 @@ def damage(story: Story, chance: random.Random) -> str:
 def change(raw: Any, key: str, chance: random.Random) -> str:
     """Change a value in a key."""
     junk = chance.choice(["", "junk", "0", "1", "7", "-3", "9999"])
-    match raw.type(key).decode():
-        case "hash":
-            field = chance.choice(sorted(raw.hkeys(key)))
-            raw.hdel(key, field) if chance.random() < 0.4 else raw.hset(key, field, junk)
-            return f"{field.decode()} = {junk!r}"
-        case "zset":
-            member = chance.choice(raw.zrange(key, 0, -1))
-            raw.zrem(key, member)
-            if chance.random() < 0.4:
-                raw.zadd(key, {chance.choice([junk, member]): chance.choice([-1, 0, 3, 10**6])})
-            return f"{member!r}"
-        case "list":
-            place = chance.randrange(raw.llen(key))
-            raw.lset(key, place, junk)
-            if chance.random() < 0.5:
-                raw.lrem(key, 1, junk)
-            return f"line {place} = {junk!r}"
-        case "stream":
-            entries = raw.xrange(key)
-            entry = chance.choice(entries)[0] if entries else b"0-0"
-            raw.xdel(key, entry)
-            if chance.random() < 0.4:
-                raw.xadd(key, {"gid": junk, "payload": "init"})
-            return f"{entry!r}"
-        case "string":
-            if b"payload:" in key.encode() or chance.random() < 0.3:
-                raw.set(key, raw.get(key)[:-1] or b"x")
-                return "cut"
-            bit = chance.randrange(DRAWS)
-            raw.setbit(key, bit, 1 - raw.getbit(key, bit))
-            return f"bit {bit}"
-        case "set":
-            raw.sadd(key, junk)
-    return "member"
+    kind = raw.type(key).decode()
+    if kind == "set":
+        raw.sadd(key, junk)
+        return "member"
+    moves = {
+        "hash": change_hash,
+        "zset": change_zset,
+        "list": change_list,
+        "stream": change_stream,
+        "string": change_string,
+    }
+    return moves[kind](raw, key, chance, junk)
 
 
-@pytest.mark.parametrize("seed", range(60))
+def change_hash(raw: Any, key: str, chance: random.Random, junk: str) -> str:
+    field = chance.choice(sorted(raw.hkeys(key)))
+    raw.hdel(key, field) if chance.random() < 0.4 else raw.hset(key, field, junk)
+    return f"{field.decode()} = {junk!r}"
+
+
+def change_zset(raw: Any, key: str, chance: random.Random, junk: str) -> str:
+    member = chance.choice(raw.zrange(key, 0, -1))
+    raw.zrem(key, member)
+    if chance.random() < 0.4:
+        raw.zadd(key, {chance.choice([junk, member]): chance.choice([-1, 0, 3, 10**6])})
+    return f"{member!r}"
+
+
+def change_list(raw: Any, key: str, chance: random.Random, junk: str) -> str:
+    place = chance.randrange(raw.llen(key))
+    raw.lset(key, place, junk)
+    if chance.random() < 0.5:
+        raw.lrem(key, 1, junk)
+    return f"line {place} = {junk!r}"
+
+
+def change_stream(raw: Any, key: str, chance: random.Random, junk: str) -> str:
+    entries = raw.xrange(key)
+    entry = chance.choice(entries)[0] if entries else b"0-0"
+    raw.xdel(key, entry)
+    if chance.random() < 0.4:
+        raw.xadd(key, {"gid": junk, "payload": "init"})
+    return f"{entry!r}"
+
+
+def change_string(raw: Any, key: str, chance: random.Random, junk: str) -> str:
+    if "payload:" in key or chance.random() < 0.3:
+        raw.set(key, raw.get(key)[:-1] or junk)
+        return "cut"
+    bit = chance.randrange(DRAWS)
+    raw.setbit(key, bit, 1 - raw.getbit(key, bit))
+    return f"bit {bit}"
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_damaged_run_is_repaired_and_finishes_with_a_clean_account(story: Story, seed: int) -> None:
     chance = random.Random(seed)
     before = set(names(story, "group:"))
     done = [damage(story, chance) for _ in range(chance.choice((1, 1, 2, 4, 8)))]
-    print(done)
     plan = story.carry_out()
-    print(plan.notes, plan.lost, plan.closed)
     story.scene.check()
     gone = before - set(names(story, "group:"))
-    assert gone <= {f"group:{gid}" for gid in [*plan.lost, *plan.closed]}, gone
+    assert gone <= {f"group:{gid}" for gid in [*plan.lost, *plan.closed]}, (gone, done)
     again = story.repair(story.trainer.checkpoints[3]).plan()
-    print(again)
-    assert again.values == {}
+    assert again.damaged == [], done
     story.finish()
