@@ -78,20 +78,16 @@ class FieldCheck:
                 yield Damage(DamageKind.COUNT, text, keys.cursors, field=task, task=task)
 
     def _workers(self) -> Iterator[Damage]:
-        """Yield the workers of which either the heartbeat or the record is there, not both."""
+        """Yield the workers that have a record, and no heartbeat: no pause would wait for them."""
         keys = self._keys
-        listed = self._read(("ZRANGE", keys.workers, 0, -1), "workers", "zset") or []
-        recorded = [name.removeprefix("worker:") for name in self._found if _is_worker(name)]
-        for worker in sorted({*(each.decode(errors="replace") for each in listed), *recorded}):
-            command = [("ZSCORE", keys.workers, worker), ("EXISTS", keys.worker(worker))]
-            both = self._store.each("workers", command, "control")
-            if (both[0] is not None) == bool(both[1]):
+        for name in self._found:
+            worker = name.removeprefix("worker:")
+            if worker == name or self._read(("ZSCORE", keys.workers, worker), "workers", "zset"):
                 continue
-            gone, other = keys.workers, keys.worker(worker)
-            if both[0] is not None:
-                gone, other = other, gone
-            text = f"worker {worker} is in {other}, and not in {gone}"
-            yield Damage(DamageKind.INDEX, text, gone, field=worker)
+            # one that has left meanwhile has no record any more
+            if self._store.each("workers", [("EXISTS", keys.worker(worker))], "control")[0]:
+                text = f"{keys.workers} lacks {worker}, which has a record"
+                yield Damage(DamageKind.INDEX, text, keys.workers, field=worker)
 
     def _steps(self, ledger: str) -> Iterator[Damage]:
         """Yield how the steps of a ledger contradict each other and the manifests that exist."""
@@ -122,10 +118,6 @@ class FieldCheck:
         if found is not None and found.type != kind:
             return None
         return self._store.each("fields", [command], "control")[0]
-
-
-def _is_worker(name: str) -> bool:
-    return name.startswith("worker:")
 
 
 def _shown(value: bytes | None) -> str:

@@ -214,7 +214,10 @@ class RecordCheck:
 
     def orphans(self, stored: Iterable[str]) -> Iterator[Damage]:
         """Yield which of the payloads that were `stored` before `damage` nothing names."""
-        unnamed = sorted(set(stored) - self.payloads)
+        listed = self._store.each("orphans", [("SMEMBERS", self._keys.garbage)])[0]
+        texts = [entry.decode(errors="replace").split(" ") for entry in listed]
+        garbage = {self._keys.payload(*text[:2]) for text in texts if len(text) == 3}
+        unnamed = sorted(set(stored) - self.payloads - garbage)
         ages = self._store.each("orphans", [("PTTL", key) for key in unnamed])
         # bytes that no script has accepted expire
         kept = [key for key, age in zip(unnamed, ages, strict=True) if age == -1]

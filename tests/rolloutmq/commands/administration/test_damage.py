@@ -29,9 +29,9 @@ from tests.buffer.time_machine import put_back, remember
 
 HARMLESS = re.compile(
     # made anew, or only looked at; `order` is filled again by the next take
-    "(bell:.*|clock|report|events|order:.*|worker:.*|suspects) .*"
+    "(bell:.*|clock|report|events|order:.*|worker:.*|suspects) (?!of another).*"
     # an empty queue; a time; what waits to be freed, or died with its group
-    "|jobs:.* deleted|(leases|workers|dead) member moved|payload:.*|garbage member .*"
+    "|jobs:.* deleted|(leases|workers|dead) member moved|payload:.*|garbage member .*|hold .*"
 )
 """Damage that costs nothing, and need not be found."""
 
@@ -39,13 +39,34 @@ ONE_COPY = re.compile(
     "meta .* [+-]1|meta limits_op .*"
     "|control (epoch|producer_name|weights_.*|.*_seen_ms) .*"
     "|ledger:train (committed|keep|slice|forgotten|freed) .*"
-    "|progress:.* (target|consumed|order_.*|bucket.*|causes|enqueue_.*|err.*|fail.*|filtered_in_row) .*"
-    "|progress:.* (prod.*|raw.*|arrivals) .*"
+    "|progress:.* (target|consumed|order_.*|bucket.*|causes|enqueue_.*|err.*|fail.*) .*"
+    "|progress:.* (prod.*|raw.*|arrivals|filtered_in_row) .*"
     "|group:.* (aborts|tries|samples|tokens|reward|.*_ms|owner|released|token|lineage) .*"
     "|group:.* (lane|entry|arrival) .*|group:.* (size|chunks) [+-]1"
 )
 """Values without a second copy, at least in some stages: one that could be right is believed."""
 
+
+OF_A_MOVE = {
+    ("batch", "last junk"),
+    ("bytes", "came junk"),
+    ("control", "epoch junk"),
+    ("control", "weights junk"),
+    ("cursors", "math junk"),
+    ("garbage", "member junk"),
+    ("group", "chunks junk"),
+    ("group", "payload deleted"),
+    ("group", "stage junk"),
+    ("group", "version junk"),
+    ("jobs", "entry junk"),
+    ("ledger", "taken junk"),
+    ("lineages", "last junk"),
+    ("meta", "tasks junk"),
+    ("pool", "member junk"),
+    ("progress", "consumed junk"),
+    ("suspects", "w0 junk"),
+}
+"""Changed fields that the processes read; the others are the same to them, or only counted."""
 
 NAMED_BY_WHAT_IS_MISSING = re.compile(
     "garbage .*|batch:train:2 .*|meta schema .*|ledger:train .*|workers .*"
@@ -92,9 +113,11 @@ def fsck(scene: Scene) -> list[str]:
 def test_fsck_finds_every_key_that_was_damaged(busy: Scene) -> None:
     unseen, unnamed = [], []
     for harm in representative(busy):
+        if HARMLESS.fullmatch(str(harm)) or ONE_COPY.fullmatch(str(harm)):
+            continue
         with harmed(busy, harm):
             found = fsck(busy)
-        if not found and not (HARMLESS.fullmatch(str(harm)) or ONE_COPY.fullmatch(str(harm))):
+        if not found:
             unseen.append(str(harm))
         names = (harm.key, harm.name.partition(":")[2])
         if found and not any(name and name in text for text in found for name in names):
@@ -108,7 +131,8 @@ def test_no_command_and_no_process_ends_in_a_traceback(busy: Scene) -> None:
     """Nor is a group trained twice, or lost without a word."""
     moment = remember(busy.raw, busy.name)
     for harm in representative(busy):
-        if harm.how.split()[-1] not in ("deleted", "type", "junk"):
+        is_field = " " in harm.how and harm.how != "of another type"
+        if harm.how == "renamed" or (is_field and (harm.kind, harm.how) not in OF_A_MOVE):
             continue
         put_back(busy.raw, busy.name, moment)
         harm.do(busy.raw)
