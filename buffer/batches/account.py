@@ -15,6 +15,7 @@ from itertools import chain, islice
 
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.memory import ByteCount, Memory
+from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys, SlotKeys
@@ -104,19 +105,21 @@ class TaskAccount:
         """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
-    def faults(self) -> Iterator[str]:
-        """Yield a sentence for each pair of counts that disagree."""
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Yield (field of `progress`, sentence) for each pair of counts that disagree."""
         total = sum(self.places.values())
         if total != self.entered:
             put = f" and {self.put} put" if self.put else ""
             imported = f" and {self.imported} imported" if self.imported else ""
-            yield f"{self.task}: {self.enqueued} enqueued{put}{imported}, but {total} in all stages"
+            entered = f"{self.enqueued} enqueued{put}{imported}"
+            yield "enqueued", f"{self.task}: {entered}, but {total} in all stages"
         if self.enqueued != self.cursor + self.ahead:
             cursor = f"{self.cursor}, {self.ahead} ahead of it" if self.ahead else self.cursor
-            yield f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
+            yield "cursor", f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
-            if bits != getattr(self, end):
-                yield f"{self.task}: {getattr(self, end)} counted as {end}, {bits} in the bitmap"
+            counted = getattr(self, end)
+            if bits != counted:
+                yield end, f"{self.task}: {counted} counted as {end}, {bits} in the bitmap"
 
 
 @dataclass(slots=True)
@@ -127,14 +130,32 @@ class Audit:
     leases: int
     bytes: ByteCount
     checked: int = 0
-    faults: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    doubled: list[str] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    """all that is wrong; `faults`, `lost` and `doubled` share it out, for people"""
 
     @property
     def clean(self) -> bool:
         """Return whether every group was found in exactly one stage and all counts agree."""
-        return not (self.faults or self.lost or self.doubled)
+        return not self.damage
+
+    @property
+    def faults(self) -> list[str]:
+        """Return in a sentence each what is wrong beside lost and doubled groups."""
+        return [
+            found.text
+            for found in self.damage
+            if found.kind not in (DamageKind.LOST, DamageKind.DOUBLED)
+        ]
+
+    @property
+    def lost(self) -> list[str]:
+        """Return the ids of groups that are in no stage."""
+        return [found.gid for found in self.damage if found.kind is DamageKind.LOST]
+
+    @property
+    def doubled(self) -> list[str]:
+        """Return the groups that are in two stages or batches, and in which."""
+        return [found.text for found in self.damage if found.kind is DamageKind.DOUBLED]
 
 
 class Account:
@@ -160,14 +181,21 @@ class Account:
         leases, letters, came, went, *rows = (int(number) for number in reply[1:])
         tasks = [_task(name, rows[i * _WIDTH : (i + 1) * _WIDTH]) for i, name in enumerate(names)]
         audit = Audit(tasks, leases=leases, bytes=ByteCount(came, went))
-        audit.faults = [fault for task in tasks for fault in task.faults()]
+        audit.damage = [damage for task in tasks for damage in self._miscounts(task)]
         running = sum(task.running for task in tasks)
         dead = sum(task.dead for task in tasks)
         if running != leases:
-            audit.faults.append(f"{running} groups counted as running, workers hold {leases}")
+            text = f"{running} groups counted as running, workers hold {leases}"
+            audit.damage.append(Damage(DamageKind.COUNT, text, keys.leases))
         if dead != letters:
-            audit.faults.append(f"{dead} groups counted as dead, {letters} dead letters")
+            text = f"{dead} groups counted as dead, {letters} dead letters"
+            audit.damage.append(Damage(DamageKind.COUNT, text, keys.dead))
         return audit
+
+    def _miscounts(self, task: TaskAccount) -> Iterator[Damage]:
+        key = self._keys.progress(task.task)
+        for name, text in task.faults():
+            yield Damage(DamageKind.COUNT, text, key, field=name, task=task.task)
 
     def fsck(self) -> Audit:
         """Check the totals, every draw of every task, every manifest, what workers hold, the bytes.
@@ -181,18 +209,20 @@ class Account:
                 self._check(audit, gids, task.cursor)
         for ledger in ("train", "eval"):
             self._check_manifests(audit, BatchLedger(self._store, self._keys, self._limits, ledger))
-        audit.faults += self._check_holds()
-        audit.faults += Memory(self._store, self._keys, self._limits).faults()
+        audit.damage += self._check_holds()
+        audit.damage += Memory(self._store, self._keys, self._limits).damage()
         return audit
 
     def _check(self, audit: Audit, gids: Sequence[str], cursor: int) -> None:
         for gid, stages in zip(gids, self.places_of(gids), strict=True):
             audit.checked += 1
+            task, draw = split_group_id(gid)
             # a draw from the cursor on need not have entered yet
-            if not stages and not cursor <= split_group_id(gid)[1] < IMPORTED_FROM:
-                audit.lost.append(gid)
+            if not stages and not cursor <= draw < IMPORTED_FROM:
+                text = f"{gid} is in no stage"
+                audit.damage.append(Damage(DamageKind.LOST, text, task=task, gid=gid))
             elif len(stages) > 1:
-                audit.doubled.append(f"{gid} ({', '.join(stages)})")
+                audit.damage.append(_doubled(gid, ", ".join(stages)))
 
     def places(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
@@ -210,8 +240,8 @@ class Account:
         task, draw = split_group_id(gid)
         return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
 
-    def _check_holds(self) -> list[str]:
-        """Return what is wrong with what workers hold, each worker at one instant."""
+    def _check_holds(self) -> Iterator[Damage]:
+        """Yield what is wrong with what workers hold, each worker at one instant."""
         keys = self._keys
         listed = self._store.each(
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
@@ -219,7 +249,9 @@ class Account:
         workers = sorted({worker.decode() for members in listed for worker in members})
         calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
         replies = self._store.call_many("check_holds", calls)
-        return [fault for _ok, *faults in replies for fault in faults]
+        for worker, (_ok, *faults) in zip(workers, replies, strict=True):
+            for fault in faults:
+                yield Damage(DamageKind.HOLDS, fault, keys.holds(worker))
 
     def _check_manifests(self, audit: Audit, ledger: BatchLedger) -> None:
         steps = ledger.steps()
@@ -227,20 +259,26 @@ class Account:
         for step in range(steps.freed + 1, steps.taken + 1):
             manifest = ledger.manifest(step)
             if manifest is None and step > ledger.steps().freed:
-                audit.faults.append(f"the manifest of {ledger.name} step {step} is gone")
+                text = f"the manifest of {ledger.name} step {step} is gone"
+                key = self._keys.batch(ledger.name, step)
+                audit.damage.append(Damage(DamageKind.MANIFEST, text, key, step=step))
             gids = manifest.gids if manifest else []
             seen.update(gids)
             for gid, stages in zip(gids, self._stages_in_slices(gids), strict=True):
                 # a group may be archived between the two reads, but never leaves a batch otherwise
                 if stages not in (["taken"], ["archived"]):
-                    audit.doubled.append(
-                        f"{gid} (batch {step} of {ledger.name}; {', '.join(stages) or 'nowhere'})"
-                    )
-        audit.doubled += [f"{gid} (in {n} batches)" for gid, n in seen.items() if n > 1]
+                    where = f"batch {step} of {ledger.name}; {', '.join(stages) or 'nowhere'}"
+                    audit.damage.append(_doubled(gid, where))
+        audit.damage += [_doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1]
 
     def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
         for start in range(0, len(gids), SLICE):
             yield from self.places_of(gids[start : start + SLICE])
+
+
+def _doubled(gid: str, where: str) -> Damage:
+    task, _ = split_group_id(gid)
+    return Damage(DamageKind.DOUBLED, f"{gid} ({where})", task=task, gid=gid)
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from buffer.batches.archive import Archive
 from buffer.groups.record_walk import RecordWalk
 from buffer.model.byte_size import format_size
+from buffer.model.damage import Damage, DamageKind
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.store import Store
@@ -91,8 +92,8 @@ class Memory:
             (count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes
         )
 
-    def faults(self) -> list[str]:
-        """Return a sentence if the count differs from the sizes in the records, else nothing.
+    def damage(self) -> list[Damage]:
+        """Return what is wrong if the count differs from the sizes in the records.
 
         On a live run the count is a range: bytes that were held throughout are seen once, those
         that came or went in between once or never. O(living groups).
@@ -104,10 +105,11 @@ class Memory:
         most = after.came - before.went
         if least <= weighed <= most:
             return []
-        return [
+        text = (
             f"{before.held} payload bytes are counted, but the records add up to {weighed} "
             f"({least} to {most} expected)"
-        ]
+        )
+        return [Damage(DamageKind.BYTES, text, self._keys.bytes)]
 
     def weigh(self) -> int:
         """Add up the bytes of all records, and of archived batches that are retained.

@@ -94,6 +94,8 @@ def fit(
         position.add(batch.manifest)
         metrics["loss"] = loss.item()
         log.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
+        # for `rolloutmq metrics` and its alerts
+        consumer.report(batch.step, metrics)
         if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
             position.forget(checkpoints.oldest_with(batch.step, 2))
             # atomic, and before the commit, which frees the batches
@@ -103,7 +105,9 @@ def fit(
     for name, task in config.tasks.items():
         if task.eval_of:
             groups = consumer.evaluate(name, config.evaluation_size(name))
-            log.add_evaluation(last, name, Evaluator().evaluate(groups))
+            metrics = Evaluator().evaluate(groups)
+            log.add_evaluation(last, name, metrics)
+            consumer.report(last, metrics, task=name)
     consumer.finish()
     consumer.close()
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-from pydantic import ValidationError
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
@@ -50,21 +49,22 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, oldest first."""
-        names = (path.parent.name for path in self.folder.glob(f"step-*/{POSITION}"))
-        return sorted(
-            int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name)
-        )
+        return [step for step in self._folders() if (self.path(step) / POSITION).exists()]
 
     def read(self, step: int) -> Position:
         """Return the position of a checkpoint. Raises ModelError where its file is unusable."""
         file = self.path(step) / POSITION
         try:
-            return Position.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError) as error:
+            position = Position.model_validate_json(file.read_bytes())
+            if position.step != step:
+                raise ValueError(f"it holds the position of step {position.step}")
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())  # on one line
             raise ModelError(
-                f"{file} is not a checkpoint: {error}",
+                f"{file} is not a checkpoint: {reason}",
                 hint="remove its folder to use an older checkpoint",
             ) from error
+        return position
 
     def newest_whole(self) -> Position | None:
         """Return the newest position whose files are whole, passing over those after it.
@@ -75,15 +75,19 @@ class CheckpointFolder:
         from consumer.weights.saved_state import check_state
 
         problems = []
-        for step in reversed(self.steps()):
+        for step in reversed(self._folders()):
             try:
                 check_state(self.path(step))
                 return self.read(step)
             except ModelError as error:
-                log.warning("passing over the checkpoint of step %s: %s", step, error)
-                problems.append(error)
+                log.warning("passing over the checkpoint of step %s: %s", step, error.message)
+                problems.append(error.message)
         if problems:
-            raise problems[0]
+            raise ModelError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}",
+                hint="put a copy of one of them back; or move the folder away and start with "
+                "--regenerate, which trains from step 1 again",
+            )
         return None
 
     def write(self, position: Position, save: Callable[[Path], None]) -> Path:
@@ -130,14 +134,21 @@ class CheckpointFolder:
     def clear(self, after: int) -> None:
         """Delete the checkpoints that no trainer will continue from.
 
-        These are the steps after `after`, which a replaced trainer wrote late, and the remains of
-        one that was killed while it wrote or deleted.
+        These are the steps after `after`, which are not whole or which a replaced trainer wrote
+        late, and the remains of one that was killed while it wrote or deleted.
         """
-        for step in self.steps():
+        for step in self._folders():
             if step > after:
                 self._remove(self.path(step))
         for remains in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(remains)
+
+    def _folders(self) -> list[int]:
+        """Return the steps of all checkpoints, whole or not, oldest first."""
+        names = (path.name for path in self.folder.glob("step-*"))
+        return sorted(
+            int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name)
+        )
 
     def _remove(self, path: Path) -> None:
         # renamed first: a partly deleted folder must never look like a checkpoint

@@ -131,7 +131,7 @@ class SavedState(Mapping[str, Tensor]):
 
     def _add(self, path: Path) -> None:
         file = self._open.enter_context(_opened(path))
-        spans = orjson.loads((file.metadata() or {}).get(ROWS, "{}"))
+        spans = _spans(file, path)
         for name in file.keys():  # noqa: SIM118 - not a dict
             shape = tuple(file.get_slice(name).get_shape())
             first, total = spans.get(name, (0, None))
@@ -144,8 +144,8 @@ class SavedState(Mapping[str, Tensor]):
 def check_state(folder: Path) -> None:
     """Raise ModelError unless the files in `folder` are all there, each with all of its bytes."""
     for path in _paths(folder):
-        with _opened(path):
-            pass
+        with _opened(path) as file:
+            _spans(file, path)
 
 
 def _name(rank: int, size: int) -> str:
@@ -170,7 +170,19 @@ def _opened(path: Path) -> Any:
         # compares the length of the file with its header
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{path} cannot be read: {error}",
-            hint="remove this checkpoint's folder to use an older one",
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _spans(file: Any, path: Path) -> dict[str, tuple[int, int]]:
+    """Return the first row and the number of all rows of each tensor that is sharded."""
+    try:
+        return dict(orjson.loads((file.metadata() or {}).get(ROWS, "{}")))
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read: {error}",
+        hint="remove this checkpoint's folder to use an older one",
+    )

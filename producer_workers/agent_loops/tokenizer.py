@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import orjson
 
 from buffer.errors import ModelError
 
@@ -71,13 +74,32 @@ def with_system_prompt(
 
 def load_tokenizer(model: str) -> Tokenizer:
     """Load the tokenizer of a model folder or hub name. Raises ModelError."""
-    from transformers import AutoTokenizer
-
     try:
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(model))
+        return cast(Tokenizer, _tokenizer_class(Path(model)).from_pretrained(model))
     except (OSError, ValueError) as error:
         hint = "give a folder with tokenizer.json, or a model name of the hub"
         raise ModelError(f"no tokenizer in {model!r}: {error}", hint=hint) from error
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """Return the class that reads the folder's tokenizer.
+
+    AutoTokenizer imports torch, which takes seconds. Where transformers 5 itself has noted its
+    general class, AutoTokenizer would choose that one.
+    """
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and _names_general_class(config.read_bytes()):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _names_general_class(config: bytes) -> bool:
+    fields = orjson.loads(config)
+    return fields.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in fields
 
 
 def encode_chat(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
-from pathlib import Path
+from contextlib import closing
 
+import orjson
 import pytest
 
 from buffer.model.extras import EXTRAS
 from buffer.server.embedded import EmbeddedServer
-from tests.rolloutmq.conftest import ROOT, rolloutmq
-from tests.rolloutmq.populate import Scene
+from buffer.store.store import Store
+from tests.rolloutmq.conftest import ROOT
+from tests.rolloutmq.populate import populate
 
 ABSENT = f"""
 import sys
@@ -30,11 +35,55 @@ DEMO = str(ROOT / "configs" / "demo.toml")
 FRESH = ["--set", "run.name=fresh"]
 
 
-@pytest.fixture
-def base_install(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that cannot import any extra."""
-    (tmp_path / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
-    return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+ABSENT_FOR = {
+    "run": (["run", DEMO], "gym"),
+    "problems": (["problems", DEMO], "gym"),
+    "warm-start": (["warm-start", DEMO], "train"),
+    "worker": (["worker", DEMO], "train"),
+    "producer": (["producer", DEMO, "--take-over"], "train"),
+    "web": (["web"], "web"),
+    "export": (["export", "groups.parquet"], "parquet"),
+    "train": (["train", DEMO, *FRESH], "train"),  # last: it creates another run
+}
+"""Commands, and the extra that each lacks."""
+COMPLETE = {name: [name] for name in ("status", "ls", "doctor", "metrics", "fsck")}
+
+PROGRAM = """
+import contextlib, io, json, sys
+from rolloutmq.cli import main
+
+answers = {}
+for name, words in json.loads(sys.argv[1]).items():
+    sys.argv = ["rolloutmq", *words]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as left:
+            answers[name] = (left.code or 0, err)
+print(json.dumps({name: (code, err.getvalue()) for name, (code, err) in answers.items()}))
+"""
+"""All commands one after the other, in a process that cannot import any extra."""
+
+
+@pytest.fixture(scope="module")
+def answers(
+    server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
+    """Exit code and errors of each command."""
+    folder = tmp_path_factory.mktemp("base-install")
+    (folder / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
+    with closing(Store(server.url, deadline_s=10)) as store:
+        populate(store)
+    words = COMPLETE | {name: given for name, (given, _) in ABSENT_FOR.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, orjson.dumps(words)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "REDIS_URL": server.url},
+        capture_output=True,
+        check=True,
+    )
+    return dict(orjson.loads(done.stdout))
 
 
 def test_every_extra_is_one_of_the_distribution() -> None:
@@ -42,38 +91,18 @@ def test_every_extra_is_one_of_the_distribution() -> None:
     assert set(EXTRAS.values()) <= project["optional-dependencies"].keys()
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (["run", DEMO], "gym"),
-        (["problems", DEMO], "gym"),
-        (["warm-start", DEMO], "train"),
-        (["train", DEMO, *FRESH], "train"),
-        (["worker", DEMO], "train"),
-        (["producer", DEMO, "--take-over"], "train"),
-        (["web"], "web"),
-        (["export", "groups.parquet"], "parquet"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else words,
-)
+@pytest.mark.parametrize("name", ABSENT_FOR)
 def test_a_command_names_the_extra_that_it_lacks(
-    words: list[str],
-    extra: str,
-    scene: Scene,
-    server: EmbeddedServer,
-    base_install: dict[str, str],
-    tmp_path: Path,
+    answers: dict[str, tuple[int, str]], name: str
 ) -> None:
-    done = rolloutmq(*words, cwd=tmp_path, **base_install, REDIS_URL=server.url)
-    assert done.returncode == 2, done.stderr
-    assert f"pip install 'rolloutmq[{extra}]'" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert re.match(r"error: .+\n(hint:|  .+ \(pip)", done.stderr)
+    code, errors = answers[name]
+    assert code == 2, errors
+    assert f"pip install 'rolloutmq[{ABSENT_FOR[name][1]}]'" in errors
+    assert "Traceback" not in errors
+    assert re.match(r"error: .+\n(hint:|  .+ \(pip)", errors)
 
 
-@pytest.mark.parametrize("words", [["status"], ["ls"], ["doctor"], ["metrics"], ["fsck"]], ids=str)
-def test_what_needs_no_extra_works(
-    words: list[str], scene: Scene, server: EmbeddedServer, base_install: dict[str, str]
-) -> None:
-    done = rolloutmq(*words, cwd=ROOT, **base_install, REDIS_URL=server.url)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", COMPLETE)
+def test_what_needs_no_extra_works(answers: dict[str, tuple[int, str]], name: str) -> None:
+    code, errors = answers[name]
+    assert code == 0, errors

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import ConfigError
 from rolloutmq.presets import find_config, preset_names, presets_folder
-from tests.rolloutmq.conftest import rolloutmq
+from tests.rolloutmq.conftest import in_process
 
 
 def test_a_file_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_a_file_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_name_is_answered_with_the_presets(tmp_path: Path) -> None:
-    done = rolloutmq("run", "qwen3_600b", cwd=tmp_path)
+    done = in_process("run", "qwen3_600b", cwd=tmp_path)
     assert done.returncode == 2
     assert "qwen3_600b: there is no such file, and no preset of that name" in done.stderr
     listed = re.findall(r"[\w.]+", done.stderr.partition("one of ")[2])

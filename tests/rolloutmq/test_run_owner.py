@@ -25,7 +25,7 @@ from rolloutmq.run_owner import (
     own,
     read_record,
 )
-from tests.rolloutmq.conftest import ROOT, json_of, rolloutmq
+from tests.rolloutmq.conftest import ROOT, in_process, json_of, rolloutmq
 
 OWNER = """
 import signal, sys, time
@@ -125,7 +125,7 @@ def test_stop_waits_for_the_end(tmp_path: Path, owner: subprocess.Popen[str]) ->
     assert done.returncode == 0, done.stderr
     assert "run demo stopped before its first checkpoint" in done.stdout
     assert owner.wait(10) == -signal.SIGINT
-    assert "no `rolloutmq run` is running" in rolloutmq("stop", "--run-dir", str(tmp_path)).stderr
+    assert "no `rolloutmq run` is running" in in_process("stop", "--run-dir", str(tmp_path)).stderr
 
 
 @pytest.mark.parametrize("owner", ["slow"], indirect=True)
@@ -143,7 +143,7 @@ def test_stop_now_ends_one_that_waits_and_stop_again_does_not(
     interrupt(tmp_path, at_once=False)
     assert stage(tmp_path) is Stage.STOPPING
     assert owner.poll() is None
-    told = json_of(rolloutmq("stop", "--now", "--run-dir", str(tmp_path), "--json"))
+    told = json_of(in_process("stop", "--now", "--run-dir", str(tmp_path), "--json"))
     assert (told["stage"], told["checkpoint"], told["steps"]) == ("stopped", 0, 8)
     assert owner.wait(10) == -signal.SIGINT
     assert "stopped before its first checkpoint" in waiting.communicate()[0]

@@ -8,6 +8,7 @@ in two steps of the surviving weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
         "faults": audit.faults,
         "lost": audit.lost,
         "doubled": audit.doubled,
+        "damage": [asdict(found) for found in audit.damage],
         "trained_twice": twice,
         "trained_steps": len(steps.steps) if steps else None,
         "replayed_steps": steps.replaced if steps else None,

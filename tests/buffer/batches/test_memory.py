@@ -118,7 +118,7 @@ def test_fsck_of_the_bytes_holds_while_groups_move(
 
     monkeypatch.setattr(Memory, "weigh", moving)
     while moves:
-        assert scene.run.memory.faults() == []
+        assert scene.run.memory.damage() == []
 
 
 # -- the marks ---------------------------------------------------------------------------

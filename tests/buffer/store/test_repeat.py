@@ -12,7 +12,7 @@ from buffer.model.limits import RunLimits
 from tests.buffer.echo_store import MUTATING, EchoStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.whole_story import tell_a_whole_story
-from tests.servers import Server
+from tests.servers import STORES, Server
 
 HINT = "sync"
 """Notes the time, each time."""
@@ -28,7 +28,13 @@ def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[E
 
 
 @pytest.mark.parametrize(
-    ("tail_batch", "order"), [(-1, "staleness"), (0, "staleness"), (0, "length_fair")]
+    ("server", "tail_batch", "order"),
+    [
+        ("valkey", -1, "staleness"),
+        ("valkey", 0, "staleness"),
+        *[(kind, 0, "length_fair") for kind in STORES],
+    ],
+    indirect=["server"],
 )
 def test_no_script_changes_anything_when_it_runs_again(
     echo: EchoStore,

@@ -21,6 +21,7 @@ from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.model.manifest import Manifest
+from buffer.model.trainer_report import TrainerReport
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.store.store import Store
@@ -101,6 +102,10 @@ class Site:
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         return process.wait(timeout=280)
 
+    def fields(self, key: str) -> dict[str, str]:
+        found = self.store.control.hgetall(key)
+        return {name.decode(): value.decode() for name, value in found.items()}
+
     def output(self) -> str:
         return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
 
@@ -156,6 +161,10 @@ def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
         train(*arguments, take_over=True)  # type: ignore[arg-type]
     check(site)
     assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
+    report = TrainerReport.parse(site.fields(site.run.keys.report))
+    assert report.training
+    assert report.training.step == STEPS
+    assert report.evaluations["quiz"].step == STEPS
 
 
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)

@@ -28,8 +28,8 @@ from consumer.ranks import ALONE, Ranks, balanced_shares
 from consumer.weights.saved_state import SavedState, write_state
 from tests.consumer.models.tiny import make_group
 
-STEPS = 3
-CUT = 2
+STEPS = 2
+CUT = 1
 CONFIG: dict[str, Any] = {
     "learning_rate": 1e-3,
     "token_budget": 24,  # several micro-batches, and not as many on each rank

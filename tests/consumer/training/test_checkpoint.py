@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +19,10 @@ from buffer.errors import AccountError, ModelError
 from buffer.model.ids import group_id
 from buffer.model.manifest import Manifest
 from consumer.training.checkpoint import CheckpointFolder
+from consumer.weights.saved_state import Rows, write_state
+from tests.consumer.weights.test_saved_state import Rank
+
+FILES = ("trainer.json", "state-00000-of-00002.safetensors", "state-00001-of-00002.safetensors")
 
 PROGRAM = "tests.consumer.kill_everywhere"
 
@@ -32,6 +39,17 @@ def write(checkpoints: CheckpointFolder, step: int) -> Path:
         (folder / "weights").write_bytes(b"w" * step)
 
     return checkpoints.write(position, save)
+
+
+def write_whole(checkpoints: CheckpointFolder, step: int) -> None:
+    """Write a checkpoint with the state of a trainer of two ranks."""
+
+    def save(folder: Path) -> None:
+        for rank in (0, 1):
+            state = {"model/a": torch.ones(2, 4), "step": torch.tensor(step)}
+            write_state(folder, state, {"model/a": Rows(2 * rank, 2, 4)}, Rank(rank, 2))
+
+    checkpoints.write(Position(step=step, run="demo"), save)
 
 
 @pytest.mark.parametrize("step", [30, 20])
@@ -107,6 +125,52 @@ def test_steps_pass_over_what_is_not_a_checkpoint(tmp_path: Path) -> None:
         if name != "step-000010":
             (tmp_path / name / "trainer.json").touch()
     assert checkpoints.steps() == [1_234_567]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def junk_metadata(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"rows":"{', b'"rows":"}'))
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def of_another_step(file: Path) -> None:
+    file.write_bytes(re.sub(rb'"step": \d', b'"step": 8', file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((damage, name) for damage in (cut, make_folder, Path.unlink) for name in FILES),
+        (junk_metadata, FILES[1]),
+        (of_another_step, FILES[0]),
+    ],
+)
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
+) -> None:
+    """The warning names the file, and the checkpoint is replaced when its step is done again."""
+    checkpoints = CheckpointFolder(tmp_path)
+    for step in (7, 9):
+        write_whole(checkpoints, step)
+    damage(checkpoints.path(9) / name)
+    position = checkpoints.newest_whole()
+    assert position is not None
+    assert position.step == 7
+    assert f"step-000009/{name}" in caplog.text or f"lacks {name}" in caplog.text
+    checkpoints.clear(after=7)
+    write_whole(checkpoints, 9)
+    damage(checkpoints.path(9) / name)
+    damage(checkpoints.path(7) / name)
+    with pytest.raises(ModelError, match=r"no checkpoint in .* is whole: .*; ") as error:
+        checkpoints.newest_whole()
+    assert "--regenerate" in error.value.hint
 
 
 def test_clear_deletes_what_comes_after_and_what_the_dead_left(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from tests.rolloutmq.conftest import Command, rolloutmq
+from tests.rolloutmq.conftest import Command, in_process
 from tests.rolloutmq.populate import Scene, populate
 
 
@@ -25,18 +25,18 @@ def check(done: subprocess.CompletedProcess[str], code: int, *words: str) -> Non
 
 
 def test_no_server_at_all_says_how_to_name_one(tmp_path: Path) -> None:
-    check(rolloutmq("status", cwd=tmp_path), 3, "no --redis-url", "REDIS_URL", "--run-dir")
+    check(in_process("status", cwd=tmp_path), 3, "no --redis-url", "REDIS_URL", "--run-dir")
 
 
 def test_folder_without_a_server(tmp_path: Path) -> None:
-    check(rolloutmq("status", "--run-dir", str(tmp_path)), 3, "has no embedded server")
+    check(in_process("status", "--run-dir", str(tmp_path)), 3, "has no embedded server")
 
 
 def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "runs" / "old"):
         pass
     check(
-        rolloutmq("status", cwd=tmp_path),
+        in_process("status", cwd=tmp_path),
         3,
         "runs/old is not running",
         "rolloutmq server",
@@ -45,7 +45,7 @@ def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
 
 
 def test_server_command_without_a_run(tmp_path: Path) -> None:
-    check(rolloutmq("server", cwd=tmp_path), 2, "no folder under ./runs")
+    check(in_process("server", cwd=tmp_path), 2, "no folder under ./runs")
 
 
 def test_nothing_listens_at_the_url() -> None:
@@ -53,7 +53,7 @@ def test_nothing_listens_at_the_url() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     check(
-        rolloutmq("status", "--redis-url", f"redis://127.0.0.1:{port}/0"),
+        in_process("status", "--redis-url", f"redis://127.0.0.1:{port}/0"),
         3,
         "no server listens there",
     )
@@ -72,7 +72,7 @@ def test_a_host_of_another_machine(scene: Scene, command: Command) -> None:
 
 def test_url_of_no_server() -> None:
     check(
-        rolloutmq("status", "--redis-url", "http://localhost"),
+        in_process("status", "--redis-url", "http://localhost"),
         2,
         "no URL of a Redis server",
         "redis://",
@@ -85,7 +85,7 @@ def test_wrong_password_is_told_without_showing_it(tmp_path: Path) -> None:
         with server.connect() as client:
             client.config_set("requirepass", "right")
         url = f"unix://:wr0ng@{server.socket_path}"
-        done = rolloutmq("status", "--redis-url", url)
+        done = in_process("status", "--redis-url", url)
     check(done, 3, "refuses the user or password")
     assert "wr0ng" not in done.stderr
 
@@ -169,7 +169,7 @@ def test_run_of_another_schema(scene: Scene, store: Store, command: Command) -> 
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    done = rolloutmq("status", cwd=tmp_path, ROLLOUTMQ_DEBUG="1")
+    done = in_process("status", cwd=tmp_path, ROLLOUTMQ_DEBUG="1")
     assert done.returncode == 3
     assert "Traceback" in done.stderr
 

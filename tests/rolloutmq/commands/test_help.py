@@ -14,7 +14,7 @@ import pytest
 
 from rolloutmq.cli import main
 from rolloutmq.command_list import SUMMARIES, all_commands, commands_of
-from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 
 COMMANDS: dict[str, Any] = all_commands()
 PROCESSES = {
@@ -69,7 +69,7 @@ HEAVY = {
 
 
 def test_help_lists_every_exit_code_and_examples() -> None:
-    done = rolloutmq("--help")
+    done = in_process("--help")
     assert done.returncode == 0
     for words in (
         "Exit codes:",
@@ -83,7 +83,7 @@ def test_help_lists_every_exit_code_and_examples() -> None:
 
 
 def test_the_list_names_every_command_as_its_own_help_does() -> None:
-    done = rolloutmq("--help")
+    done = in_process("--help")
     listed = " ".join(done.stdout.split())
     for name, command in COMMANDS.items():
         summary = " ".join(command.help.split("\n\n")[0].split())
@@ -192,7 +192,7 @@ def test_version_is_shown_without_a_server() -> None:
 
 
 def test_unknown_command_is_a_usage_error() -> None:
-    done = rolloutmq("statsu")
+    done = in_process("statsu")
     assert done.returncode == 2
     assert "statsu" in done.stderr
     assert "Traceback" not in done.stderr
@@ -225,7 +225,7 @@ def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
 
 
 def test_all_versions_are_shown_and_a_server_that_is_gone_is_named() -> None:
-    done = rolloutmq("--version", "--all", REDIS_URL="unix:///no.sock")
+    done = in_process("--version", "--all", REDIS_URL="unix:///no.sock")
     assert done.returncode == 0, done.stderr
     shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert {"rolloutmq", "python", "redis", "numpy"} <= shown.keys()

@@ -15,7 +15,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.server.embedded import EmbeddedServer
 from rolloutmq.command_list import all_commands
-from tests.rolloutmq.conftest import ROOT, Command, rolloutmq
+from tests.rolloutmq.conftest import ROOT, Command, in_process, rolloutmq
 from tests.rolloutmq.populate import Scene
 
 COMMANDS: dict[str, Any] = all_commands()
@@ -103,6 +103,6 @@ def test_a_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
 
 def test_tail_ends_with_its_run(server: EmbeddedServer, scene: Scene) -> None:
     scene.run.control.set_mode("operator", Mode.FINISH)
-    done = rolloutmq("tail", "--run-dir", str(server.folder), "--from-start")
+    done = in_process("tail", "--run-dir", str(server.folder), "--from-start")
     assert done.returncode == 0
     assert done.stdout

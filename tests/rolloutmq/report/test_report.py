@@ -13,7 +13,7 @@ from selenium import webdriver
 from buffer.errors import ConfigError
 from consumer.training.step_log import StepWriter
 from rolloutmq.run_owner import own
-from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.rolloutmq.conftest import ROOT, in_process
 
 HOSTILE = (
     "</script><script>document.title = 'taken over'</script><img src=x onerror=alert(1)> &amp;"
@@ -52,7 +52,7 @@ def test_the_page_shows_the_run_and_loads_nothing(
     run_folder: Path, chromium: webdriver.Chrome, tmp_path: Path
 ) -> None:
     page = tmp_path / "r.html"
-    done = rolloutmq("report", str(run_folder), "-o", str(page))
+    done = in_process("report", str(run_folder), "-o", str(page))
     assert done.returncode == 0, done.stderr
     text = page.read_text(encoding="utf-8")
     assert "s3cret" not in text
@@ -72,6 +72,6 @@ def test_the_page_shows_the_run_and_loads_nothing(
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
-    done = rolloutmq("report", str(tmp_path))
+    done = in_process("report", str(tmp_path))
     assert done.returncode == ConfigError.exit_code
     assert "has no train step and no evaluation" in done.stderr

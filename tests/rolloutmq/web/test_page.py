@@ -10,6 +10,7 @@ import pytest
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.expected_conditions import presence_of_element_located
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from buffer.model.ids import group_id
@@ -29,10 +30,13 @@ def until(chromium: Chrome, words: str, place: str = "main") -> str:
 
 
 def go(chromium: Chrome, address: str, view: str) -> None:
+    """Open the page anew, and wait until `view` is drawn."""
     chromium.get("about:blank")
     chromium.get(address)
     until(chromium, "every group is accounted for", "#account")
     chromium.execute_script(f"location.hash = '#/{view}'")
+    drawn = (By.CSS_SELECTOR, f"main[data-shown='#/{view}'] *")
+    WebDriverWait(chromium, PATIENCE_S).until(presence_of_element_located(drawn))
 
 
 def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:

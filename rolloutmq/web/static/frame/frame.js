@@ -37,7 +37,8 @@ const page = {
 };
 
 async function open() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const asked = location.hash;
+  const [path, query] = asked.replace(/^#\/?/, "").split("?");
   const [name, id] = path.split("/");
   const view = VIEWS[name] ?? overview;
   for (const link of document.querySelectorAll("nav a")) {
@@ -61,7 +62,7 @@ async function open() {
   main.replaceChildren(...parts.filter(Boolean));
   opened = view;
   if (data.snapshot) view.update?.(data.snapshot, true);
-  main.dataset.shown = location.hash; // for tests: the view is drawn
+  main.dataset.shown = asked; // for tests: the view is drawn
 }
 
 function onEvent(event, hasSteps) {

@@ -198,7 +198,10 @@ export class Chart {
 
   moveTo(x) {
     const u = this.uplot;
-    if (u?.data[0].length) u.setCursor({ left: u.valToPos(u.data[0][nearest(u.data[0], x)], "x"), top: 8 }, true, false);
+    if (!u?.data[0].length) return;
+    const left = u.valToPos(u.data[0][nearest(u.data[0], x)], "x");
+    // a step outside the zoomed range stands at its edge
+    u.setCursor({ left: Math.min(u.over.clientWidth - 1, Math.max(0, left)), top: 8 }, true, false);
   }
 
   close() {

@@ -16,7 +16,7 @@ from buffer.model.limits import RunLimits
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
-from tests.rolloutmq.conftest import ROOT, Command, rolloutmq
+from tests.rolloutmq.conftest import ROOT, Command, in_process
 
 DEADLINE_S = 60.0
 LEASE_MS = 600
@@ -129,7 +129,7 @@ def test_janitor_once_waits_for_what_an_outage_spared_and_leaves(
     dead_run: Scene, server: EmbeddedServer
 ) -> None:
     dead_run.raw.hset(dead_run.keys.clock, "seen_ms", 1)
-    done = rolloutmq("janitor", "demo", "--once", "--redis-url", server.url)
+    done = in_process("janitor", "demo", "--once", "--redis-url", server.url)
     assert done.returncode == 0, done.stderr
     assert "40 groups revoked from silent workers" in done.stdout
     assert len(dead_run.stream("resume")) == 40

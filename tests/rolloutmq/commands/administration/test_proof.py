@@ -17,7 +17,7 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
-from tests.rolloutmq.conftest import Command, json_of, rolloutmq
+from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps
 
 
@@ -128,7 +128,7 @@ def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
         with server.connect() as client:
             client.config_set("maxmemory-policy", "allkeys-lru")
-        done = rolloutmq("doctor", "--redis-url", server.url)
+        done = in_process("doctor", "--redis-url", server.url)
     assert done.returncode == 3
     assert "allkeys-lru" in done.stdout
     assert "is not safe for a run" in done.stderr

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rolloutmq.commands.look.log_files import LogFiles
 from rolloutmq.run_owner import own
-from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.rolloutmq.conftest import ROOT, in_process
 
 
 def line(second: int, message: str, **fields: object) -> str:
@@ -82,7 +82,7 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
     append(logs, "trainer", line(1, "loads") + "Traceback \x1b[2J\n  ValueError\n" + line(9, "ok"))
     append(logs, "worker-0", line(2, "claims", gid="math-1", seconds=0.123456))
     append(logs, "run", "what the launcher prints\n")
-    done = rolloutmq("logs", "--run-dir", str(tmp_path))
+    done = in_process("logs", "--run-dir", str(tmp_path))
     assert [row.split(maxsplit=1)[1] for row in done.stdout.splitlines()] == [
         "trainer     loads",
         r"trainer     Traceback \x1b[2J",
@@ -90,11 +90,11 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
         "worker-0    claims  gid math-1  seconds 0.1235",
         "trainer     ok",
     ]
-    done = rolloutmq("logs", "-n", "1", "--json", "--run-dir", str(tmp_path))
+    done = in_process("logs", "-n", "1", "--json", "--run-dir", str(tmp_path))
     assert orjson.loads(done.stdout)["file"] == "trainer"
-    done = rolloutmq("logs", "worker", "--run-dir", str(tmp_path))
+    done = in_process("logs", "worker", "--run-dir", str(tmp_path))
     assert len(done.stdout.splitlines()) == 1
-    done = rolloutmq("logs", "judge", "--run-dir", str(tmp_path))
+    done = in_process("logs", "judge", "--run-dir", str(tmp_path))
     assert done.returncode == 2
     assert "one of run, trainer, worker-0" in done.stderr or "trainer, worker-0" in done.stderr
 

@@ -20,7 +20,7 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.monitoring.tracing import trace_id
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from tests.rolloutmq.conftest import ROOT, Command, json_of, rolloutmq
+from tests.rolloutmq.conftest import ROOT, Command, in_process, json_of
 from tests.rolloutmq.populate import ESCAPE, Scene, write_samples, write_steps
 
 PLACES = {"waiting": 4, "running": 1, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
@@ -111,7 +111,7 @@ def test_redis_url_of_the_environment_is_used(
     scene: Scene, server: EmbeddedServer, tmp_path: Path
 ) -> None:
     assert (
-        json_of(rolloutmq("status", "--json", cwd=tmp_path, REDIS_URL=server.url))["run"] == "demo"
+        json_of(in_process("status", "--json", cwd=tmp_path, REDIS_URL=server.url))["run"] == "demo"
     )
 
 

@@ -15,7 +15,7 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 from rolloutmq.run_owner import own
 from tests.cluster import Cluster, start_cluster
-from tests.rolloutmq.conftest import Command, json_of, rolloutmq
+from tests.rolloutmq.conftest import Command, in_process, json_of, rolloutmq
 from tests.rolloutmq.populate import Scene, populate, write_steps
 from tests.servers import SAFE
 
@@ -139,14 +139,14 @@ def test_folders_are_listed_without_a_server_the_running_one_first(tmp_path: Pat
     (old / "weights.bin").write_bytes(bytes(1000))
     (tmp_path / "runs" / "no-run").mkdir()
     with own(tmp_path / "runs" / "new", "new", ["new.toml"], 4):
-        found = json_of(rolloutmq("runs", "--json", cwd=tmp_path))
+        found = json_of(in_process("runs", "--json", cwd=tmp_path))
         assert [(line["run"], line["stage"], line["steps"]) for line in found] == [
             ("new", "preparing", 4),
             ("old", "finished", 8),
         ]
         assert found[1]["bytes"] > 1000
         assert (found[1]["step"], found[1]["reward"]) == (2, 0.2)
-        text = rolloutmq("runs", cwd=tmp_path, COLUMNS="").stdout
+        text = in_process("runs", cwd=tmp_path, COLUMNS="").stdout
     assert "2 of 8" in text
     assert "[finished ]" in text
-    assert rolloutmq("runs", cwd=tmp_path, REDIS_URL="unix:///no.sock").returncode == 3
+    assert in_process("runs", cwd=tmp_path, REDIS_URL="unix:///no.sock").returncode == 3

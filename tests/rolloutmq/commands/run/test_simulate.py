@@ -7,13 +7,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.rolloutmq.conftest import rolloutmq
+from tests.rolloutmq.conftest import in_process
 
 SMALL = ("simulate", "--workers", "2", "--sequences", "16", "--batch-size", "8", "--steps", "6")
 
 
 def test_simulate_prints_every_setting_and_what_it_would_choose() -> None:
-    done = rolloutmq(
+    done = in_process(
         *SMALL, "--staleness", "0", "--staleness", "1", "--pause", "keep", "--pause", "partial"
     )
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_simulate_tells_programs_the_same_and_draws_it(tmp_path: Path) -> None:
     trace = tmp_path / "lengths.jsonl"
     picture = tmp_path / "idle.png"
     trace.write_text("\n".join(["100"] * 9 + ['{"seconds": 100}']), encoding="utf-8")
-    done = rolloutmq(*SMALL, "--trace", str(trace), "--plot", str(picture), "--json")
+    done = in_process(*SMALL, "--trace", str(trace), "--plot", str(picture), "--json")
     document = orjson.loads(done.stdout)
     assert len(document["settings"]) == 10
     assert document["chosen"] in document["settings"]
@@ -45,12 +45,12 @@ def test_simulate_tells_programs_the_same_and_draws_it(tmp_path: Path) -> None:
     "flags", [("--pause", "never"), ("--trace", "/no/such/file"), ("--workers", "0")]
 )
 def test_simulate_refuses_what_cannot_be_asked(flags: tuple[str, str]) -> None:
-    done = rolloutmq(*SMALL, *flags)
+    done = in_process(*SMALL, *flags)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
 def test_simulate_help_has_examples_within_80_columns() -> None:
-    done = rolloutmq("simulate", "--help")
+    done = in_process("simulate", "--help")
     assert "Example: rolloutmq simulate" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
