@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 FUZZ_S ?= 300
-SOAK_ROUNDS ?= 16
+SOAK_S ?= 3600
 # rooms whose tests start no server and no engine
 SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/buffer/config tests/buffer/query/test_query.py tests/buffer/weights \
 	tests/consumer/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker group_runs)
@@ -20,8 +20,8 @@ setup: ## make .venv and install everything (CPU or CUDA builds); a second call 
 demo: setup ## train a small model over Redis with two real vLLM workers; about 3 minutes on 2 cores
 	@.venv/bin/rolloutmq run configs/demo.toml
 
-chaos: setup ## about 280 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N repeats one
-	@$(PY) -m tests.chaos --standard --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
+chaos: setup ## about 280 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N, SERVER=sentinel or cluster
+	@$(PY) -m tests.chaos --standard --servers $(or $(SERVER),single) --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
 
 .PHONY: chaos-mutants chaos-outage
 chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
@@ -38,8 +38,8 @@ model-check: setup ## every interleaving of small histories of the scripts, with
 chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
 	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)
 
-soak: setup ## the same for hours: SOAK_ROUNDS of 15 minutes (16)
-	@$(PY) -m tests.chaos --standard --seconds 600 --faults 400 --rounds $(SOAK_ROUNDS) $(if $(SEED),--seed $(SEED))
+soak: setup ## an hour with servers of every kind, one after the other; SOAK_S=36000 for ten; the table: build/chaos/soak.md
+	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
 
 gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
 	@.venv/bin/rolloutmq gpu-check

@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.retry import Retry
 
 MASTERS = 3
 _PORTS = random.Random(os.getpid())
@@ -49,7 +51,16 @@ class Node:
     folder: Path
     port: int
     options: tuple[str, ...]
+    announced: int = 0
+    """the port by which other servers reach it, if it is not its own"""
+    bus: int = 0
+    """the same for the cluster's own messages"""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def known_port(self) -> int:
+        """The port that servers name for it."""
+        return self.announced or self.port
 
     @property
     def url(self) -> str:
@@ -80,8 +91,12 @@ class Node:
             return False
 
     def ask(self, *command: str | int) -> Any:
-        with redis.Redis(port=self.port, socket_timeout=5.0) as client:
+        with self.connect() as client:
             return client.execute_command(*command)
+
+    def connect(self, timeout_s: float = 5.0) -> redis.Redis:
+        """A plain client that never retries."""
+        return redis.Redis(port=self.port, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -125,27 +140,25 @@ class Cluster:
 
     def _add(self) -> Node:
         port, bus = free_ports(2)
-        options = ["--cluster-enabled", "yes", "--cluster-port", str(bus)]
-        options += [
-            "--cluster-node-timeout",
-            str(self._timeout_ms),
-            "--cluster-replica-validity-factor",
-            "0",
-        ]
-        node = Node(
-            self._binary, self._folder / str(len(self.nodes)), port, (*options, *self._options)
-        )
+        node = self._make(self._binary, self._folder / str(len(self.nodes)), port, bus)
         self.nodes.append(node)
         node.start()
         return node
 
+    def _make(self, binary: str, folder: Path, port: int, bus: int) -> Node:
+        options = (
+            *("--cluster-enabled", "yes", "--cluster-port", str(bus)),
+            *("--cluster-node-timeout", str(self._timeout_ms)),
+            *("--cluster-replica-validity-factor", "0"),
+        )
+        return Node(binary, folder, port, (*options, *self._options), bus=bus)
+
     def _meet(self) -> None:
         for node in self.nodes[1:]:
-            bus = int(node.options[3])
-            self.nodes[0].ask("CLUSTER MEET", "127.0.0.1", node.port, bus)
-        until(self._is_whole, "the cluster to be whole")
+            self.nodes[0].ask("CLUSTER MEET", "127.0.0.1", node.known_port, node.bus)
+        until(self.is_whole, "the cluster to be whole")
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         facts = [node.ask("CLUSTER INFO") for node in self.nodes]
         return all(
             f["cluster_state"] == "ok" and int(f["cluster_known_nodes"]) == len(self.nodes)
@@ -165,12 +178,12 @@ class Cluster:
     def id_of(self, node: Node) -> str:
         return str(node.ask("CLUSTER MYID").decode())
 
-    def ports_of(self, key: str) -> set[int]:
-        """Who serves a key, as the live nodes see it: one, if they agree."""
+    def ports_of(self, key: str, seen_by: Sequence[Node] = ()) -> set[int]:
+        """Who serves a key, as the live nodes see it, or some of them: one, if they agree."""
         slot = key_slot(key.encode())
         return {
             port
-            for node in self.nodes
+            for node in seen_by or self.nodes
             if node.process is not None
             for first, last, (_, port, *_), *_ in node.ask("CLUSTER SLOTS")
             if first <= slot <= last
@@ -179,7 +192,7 @@ class Cluster:
     def master_of(self, key: str) -> Node:
         """The node that serves a key."""
         (port,) = self.ports_of(key)
-        return next(node for node in self.nodes if node.port == port)
+        return next(node for node in self.nodes if node.known_port == port)
 
     def close(self) -> None:
         for node in self.nodes:

@@ -17,25 +17,31 @@ SERVICE = "queue"
 class Watched:
     """Two replicas: one is left when the other has become the primary."""
 
+    down_after_ms = 500
+
     def __init__(self, binary: str, folder: Path, *options: str) -> None:
-        *ports, self._sentinel_port = free_ports(4)
+        *ports, watching = free_ports(4)
         self.primary, *self.replicas = (
-            Node(binary, folder / str(port), port, options) for port in ports
+            self._make(binary, folder / str(port), port, options) for port in ports
         )
+        self.sentinel = Node(binary, folder, watching, ())
         self._binary = binary
         self._folder = folder
         self._sentinel: subprocess.Popen[bytes] | None = None
 
+    def _make(self, binary: str, folder: Path, port: int, options: tuple[str, ...]) -> Node:
+        return Node(binary, folder, port, options)
+
     @property
     def url(self) -> str:
         (nobody,) = free_ports(1)
-        return f"redis+sentinel://127.0.0.1:{nobody},127.0.0.1:{self._sentinel_port}/{SERVICE}"
+        return f"redis+sentinel://127.0.0.1:{nobody},127.0.0.1:{self.sentinel.port}/{SERVICE}"
 
     def start(self) -> None:
         for node in (self.primary, *self.replicas):
             node.start()
         for replica in self.replicas:
-            replica.ask("REPLICAOF", "127.0.0.1", self.primary.port)
+            replica.ask("REPLICAOF", "127.0.0.1", self.primary.known_port)
         until(lambda: all(self._follows(replica) for replica in self.replicas), "the replicas")
         self._watch()
 
@@ -45,17 +51,20 @@ class Watched:
     def _watch(self) -> None:
         config = self._folder / "sentinel.conf"
         config.write_text(
-            f"port {self._sentinel_port}\nbind 127.0.0.1\ndir {self._folder}\nlogfile sentinel.log\n"
-            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 5000\n",
+            f"port {self.sentinel.port}\nbind 127.0.0.1\ndir {self._folder}\nlogfile sentinel.log\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.known_port} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} {self.down_after_ms}\n"
+            f"sentinel failover-timeout {SERVICE} 5000\n",
             encoding="utf-8",
         )
         self._sentinel = subprocess.Popen(
             [self._binary, str(config), "--sentinel"], start_new_session=True
         )
-        eyes = Node(self._binary, self._folder, self._sentinel_port, ())
         until(
-            lambda: eyes.answers() and len(eyes.ask("SENTINEL REPLICAS", SERVICE)) == 2,
+            lambda: (
+                self.sentinel.answers()
+                and len(self.sentinel.ask("SENTINEL REPLICAS", SERVICE)) == 2
+            ),
             "the Sentinel",
         )
 

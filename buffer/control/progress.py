@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.model.ids import LANES, POOLS
+from buffer.store.bulk_io import Command
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -139,20 +140,18 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
     before = store.retrying("progress", lambda: store.control.hget(keys.ledger("train"), "taken"))
     step = int(before or 0) + 1
-    pipe = store.control.pipeline(transaction=False)
+    reads: list[Command] = []
     for task, threshold in thresholds.items():
         cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"
-        pipe.zcount(keys.age(task), "-inf", cut)
-        pipe.hgetall(keys.progress(task))
-        for status in POOLS:
-            pipe.zcard(keys.pool(task, status))
-        for lane in LANES:
-            pipe.xlen(keys.jobs(task, lane))
-    pipe.hmget(keys.cursors, tasks)
+        reads.append(("ZCOUNT", keys.age(task), "-inf", cut))
+        reads.append(("HGETALL", keys.progress(task)))
+        reads += [("ZCARD", keys.pool(task, status)) for status in POOLS]
+        reads += [("XLEN", keys.jobs(task, lane)) for lane in LANES]
+    reads.append(("HMGET", keys.cursors, *tasks))
     # read last: if a batch is taken meanwhile, the newer step is combined with the older counts, so
     # that the producer starts too little rather than too much
-    pipe.hget(keys.ledger("train"), "taken")
-    *rows, cursors, taken = store.retrying("progress", pipe.execute)
+    reads.append(("HGET", keys.ledger("train"), "taken"))
+    *rows, cursors, taken = store.each("progress", reads, "control")
     width = 2 + len(POOLS) + len(LANES)
     pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}

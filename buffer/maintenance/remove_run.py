@@ -29,13 +29,13 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
     do not stall it. Raises StoreError.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
-    removed = _remove(store, store.control, [keys.control])
+    removed = _remove(store, [keys.control])
     for _, client in store.servers.masters():
         for names in _slices(client, keys):
-            count = _remove(store, client, names)
+            count = _remove(store, names)
             removed += count
             advance(count)
-    return removed + _remove(store, store.control, [keys.meta])
+    return removed + _remove(store, [keys.meta])
 
 
 def _slices(client: Any, keys: Keys) -> Iterator[list[str]]:
@@ -45,9 +45,6 @@ def _slices(client: Any, keys: Keys) -> Iterator[list[str]]:
         yield names
 
 
-def _remove(store: Store, client: Any, names: list[str]) -> int:
+def _remove(store: Store, names: list[str]) -> int:
     # one by one: in a cluster they lie in different slots
-    pipe = client.pipeline(transaction=False)
-    for name in names:
-        pipe.unlink(name)
-    return sum(store.retrying("remove", pipe.execute))
+    return sum(store.each("remove", [("UNLINK", name) for name in names]))

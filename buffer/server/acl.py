@@ -11,8 +11,8 @@
 
 A script may only do what its caller may do: the server checks each command inside it. So a user has
 three parts: keys to read, a selector for keys to write, and a selector that permits to call scripts
-with any key of the run, which alone permits nothing. Every role but judge reads all of its run; of
-other runs, it sees nothing but the names.
+with any key of the run, which alone permits nothing. Every role but judge reads all of its run, and
+how many rollouts wait for judges; of other runs, it sees nothing but the names.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def _rules_of_keys(keys: Keys, role: Role) -> list[str]:
     rules = [
         f"&{keys.control} +subscribe +unsubscribe +script|load",
         *(f"%R~{prefix}*" for prefix in prefixes),
+        # lengths and live judges, for doctor; the jobs themselves hold texts of all runs
+        f"%R~rq:queue:{keys.judge_queue} %R~rq:workers:{keys.judge_queue} %R~rq:worker:*",
         _READ,
     ]
     rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +eval +evalsha)")

@@ -183,6 +183,8 @@ class Keys:
         self.holders = self.prefix + "holds:"
         self.worker_records = self.prefix + "worker:"
         self.dead_letters = self.prefix + "dead:"
+        self.judge_queue = f"rmq-judge:{run}"
+        """rq's name of the queue of judge jobs"""
 
     def slots(self, **facts: str | int) -> SlotKeys:
         """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""

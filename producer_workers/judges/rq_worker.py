@@ -31,6 +31,7 @@ from buffer.config.sandbox import BUBBLEWRAP
 from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.server.process import OWNER, follow_owner
+from buffer.store.keys import Keys
 from buffer.store.nodes import Servers
 from buffer.store.store import Store
 from buffer.store.url import open_client
@@ -78,7 +79,7 @@ def open_queue(connection: Any, run: str, **options: Any) -> Queue:
 
     Nothing may open this queue otherwise, since rq's default serializer is pickle.
     """
-    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
+    return Queue(Keys(run).judge_queue, connection=connection, serializer=JSONSerializer, **options)
 
 
 def score(

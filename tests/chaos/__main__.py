@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.chaos.checker import Verdict
-from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan, new_folder
+from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
 from tests.chaos.outage_run import OutageRun
 from tests.chaos.plan import LEASE_MS
 from tests.chaos.recovery_run import RecoveryRun, table
-from tests.chaos.report import lines, recoveries, write_report, write_sum
+from tests.chaos.report import lines, recoveries, soak_table, write_report, write_sum
 
 
 def say(text: str) -> None:
@@ -25,11 +25,10 @@ def say(text: str) -> None:
 
 def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
     """One run with its report."""
-    what = {EmptyServerRun: "-empty", OutageRun: "-away", RecoveryRun: "-deaths"}.get(
-        kind, "-loses" * plan.loses
-    )
-    say(f"seed {plan.seed}, appendfsync {plan.fsync}{what.replace('-', ', ')}")
-    chaos = kind(plan, new_folder(base, f"{plan.fsync}{what}-{plan.seed}"), say)
+    what = {EmptyServerRun: "empty", OutageRun: "away", RecoveryRun: "deaths"}.get(kind, "")
+    name = "-".join(filter(None, (*name_of(plan).split(), what)))
+    say(f"seed {plan.seed}, {name_of(plan)}{what and ', '}{what}")
+    chaos = kind(plan, new_folder(base, f"{name}-{plan.seed}"), say)
     verdict = chaos.run()
     events = read_history(chaos.folders.history)
     path = write_report(chaos.folders.root, asdict(plan), verdict, events)
@@ -42,8 +41,24 @@ def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
     return verdict
 
 
+def name_of(plan: Plan) -> str:
+    """The servers of a run, and what they promise."""
+    replicas = f" wait_replicas={plan.wait_replicas}" if plan.servers != "single" else ""
+    return f"{plan.servers} {plan.fsync}{replicas}{' loses' * plan.loses}"
+
+
+def halves(plan: Plan) -> list[Plan]:
+    """A run that may lose nothing that was acknowledged, and one that may."""
+    half = replace(plan, seconds=plan.seconds / 2, faults=plan.faults // 2)
+    if plan.servers == "single":
+        return [half, replace(half, fsync="everysec", loses=True)]
+    return [replace(half, wait_replicas=1), replace(half, wait_replicas=0)]
+
+
 def run_standard(plan: Plan, base: Path) -> bool:
     """All three kinds of run; whether they were clean."""
+    if plan.servers != "single":
+        return all([run(half, base).clean for half in halves(plan)])
     losing = replace(plan, seconds=plan.seconds / 5, faults=plan.faults // 5, fsync="everysec")
     verdicts = [run(plan, base), run(replace(losing, loses=True), base)]
     empty = run(replace(losing, seconds=20.0, faults=0), base, EmptyServerRun)
@@ -52,6 +67,26 @@ def run_standard(plan: Plan, base: Path) -> bool:
     for line in write_sum(base, figures, 2 * LEASE_MS / 1000):
         say(line)
     return all(verdict.clean for verdict in [*verdicts, empty])
+
+
+def run_soak(plan: Plan, base: Path) -> bool:
+    """Both halves with servers of every kind; whether they were clean."""
+    found = []
+    for servers in SERVERS:
+        share = replace(
+            plan,
+            servers=servers,
+            seconds=plan.seconds / len(SERVERS),
+            faults=plan.faults // len(SERVERS),
+        )
+        for half in halves(share):
+            verdict = run(half, base)
+            found.append((name_of(half), half.seconds, verdict))
+            # after each: who ends it early has the rest
+            (base / "soak.md").write_text("\n".join(soak_table(found)) + "\n", encoding="utf-8")
+    for line in soak_table(found):
+        say(line)
+    return all(verdict.clean for *_, verdict in found)
 
 
 def run_mutants(plan: Plan, base: Path) -> bool:
@@ -88,6 +123,8 @@ def main() -> int:
     parser.add_argument(
         "--loses", action="store_true", help="cut the end of the server's file off, now and then"
     )
+    parser.add_argument("--servers", choices=tuple(SERVERS), default="single")
+    parser.add_argument("--wait-replicas", type=int, default=0)
     parser.add_argument(
         "--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught"
     )
@@ -110,17 +147,28 @@ def main() -> int:
         "--standard", action="store_true", help="all three kinds of run, one after the other"
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="runs one after the other, each with the next seed"
+        "--soak", action="store_true", help="with servers of every kind, one after the other"
     )
     asked = parser.parse_args()
-    names = ("seed", "seconds", "faults", "workers", "fsync", "loses", "mutation")
+    names = (
+        "seed",
+        "seconds",
+        "faults",
+        "workers",
+        "fsync",
+        "loses",
+        "mutation",
+        "servers",
+        "wait_replicas",
+    )
     plan = Plan(**{name: getattr(asked, name) for name in names})
     if asked.mutants:
         return 0 if run_mutants(plan, asked.folder) else 1
     OutageRun.outage_s = asked.outage
-    plans = [replace(plan, seed=seed) for seed in range(plan.seed, plan.seed + asked.rounds)]
-    if asked.standard:
-        clean = [run_standard(one, asked.folder) for one in plans]
+    if asked.soak:
+        clean = run_soak(plan, asked.folder)
+    elif asked.standard:
+        clean = run_standard(plan, asked.folder)
     else:
         special = (
             (asked.empty, EmptyServerRun),
@@ -128,8 +176,8 @@ def main() -> int:
             (asked.deaths, RecoveryRun),
         )
         kind = next((kind for is_asked, kind in special if is_asked), ChaosRun)
-        clean = [run(one, asked.folder, kind).clean for one in plans]
-    return 0 if all(clean) else 1
+        clean = run(plan, asked.folder, kind).clean
+    return 0 if clean else 1
 
 
 if __name__ == "__main__":

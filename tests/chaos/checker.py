@@ -17,6 +17,10 @@ from typing import Any
 
 from tests.chaos.figures import figures
 from tests.chaos.history import CLAIMED, Event
+from tests.chaos.lost_results import lost_results
+
+Span = tuple[float, float]
+"""(begin, end)"""
 
 Fork = tuple[float, str, int]
 """(time, lineage, the step that it forks from)"""
@@ -30,6 +34,10 @@ class Rules:
     rows: int
     answer_of: Any
     """row → the ground truth that its prompt has"""
+    surely_fresh: int = 0
+    """so many steps after its claim a result cannot be too old"""
+    durable: bool = False
+    """replicas are waited for: a failover loses no batch, and no result that was accepted"""
 
 
 @dataclass(repr=False)
@@ -71,6 +79,7 @@ class Checker:
             "not what was trained": self._weights,
             "batch changed": self._redelivery,
             "too old": self._staleness,
+            "result lost": lambda: self.results_lost if self.rules.durable else [],
             "zombie": self._zombies,
             "order": self._order,
             "stuck": self._liveness,
@@ -91,9 +100,18 @@ class Checker:
         ]
 
     @cached_property
-    def losses(self) -> list[float]:
-        """When the server was made to lose what it had acknowledged."""
-        return [event["t"] for event in self.by_op["fault"] if event.get("loses")]
+    def losses(self) -> list[Span]:
+        """When servers were made to lose what they had acknowledged."""
+        return [
+            (event.get("since", event["t"]), event["t"])
+            for event in [*self.by_op["fault"], *self.by_op["loss"]]
+            if event["op"] == "loss" or event.get("loses")
+        ]
+
+    @cached_property
+    def lost_until(self) -> float:
+        """After this nothing acknowledged was lost."""
+        return max((end for _, end in self.losses), default=0.0)
 
     @cached_property
     def surviving(self) -> list[Event]:
@@ -220,7 +238,17 @@ class Checker:
         between = (before["t"], event["t"])
         moves = [*self.ok("quarantine"), *self.ok("refill")]
         changed = [e["t"] for e in moves if int(e["args"]["step"]) == event["step"]]
-        return any(between[0] <= t <= between[1] for t in [*changed, *self.losses])
+        if any(between[0] <= t <= between[1] for t in changed):
+            return True
+        # a take is durable
+        return not self.rules.durable and any(
+            start <= between[1] and end >= between[0] for start, end in self.losses
+        )
+
+    @cached_property
+    def results_lost(self) -> list[str]:
+        """See `lost_results`."""
+        return lost_results(self.events, self.rules.surely_fresh)
 
     def _staleness(self) -> Iterator[str]:
         """At the first delivery of a batch no group is too old; a recorded one is exempt."""
@@ -295,7 +323,7 @@ class Checker:
                 for t, other in claimed[gid]
                 if other != token and mine and mine[0] < t < first[gid, token]
             ]
-            if later and not any(mine[0] < loss for loss in self.losses):
+            if later and mine[0] > self.lost_until:
                 yield f"{gid}: token {token[:8]} was accepted after a later claim"
 
     def _order(self) -> Iterator[str]:
@@ -316,9 +344,8 @@ class Checker:
 
     def _draws(self, task: str) -> Iterator[str]:
         """Gids of acknowledged enqueues since the last loss, one for each time."""
-        since = max(self.losses, default=0.0)
         for event in self.ok("enqueue"):
-            if event["args"]["task"] == task and event["t"] > since:
+            if event["args"]["task"] == task and event["t"] > self.lost_until:
                 for draw in range(int(event["args"]["cursor"]), int(event["reply"][2])):
                     yield f"{task}-{draw:010d}"
 
@@ -337,9 +364,7 @@ class Checker:
             for e in calls
             if (e["who"], e["pid"], e["call"]) not in answered
         ]
-        before = [
-            int(e["args"]["cursor"]) for e in calls if e["t"] <= max(self.losses, default=0.0)
-        ]
+        before = [int(e["args"]["cursor"]) for e in calls if e["t"] <= self.lost_until]
         return {draw for start in [*lost, *before] for draw in range(start, start + 64)}
 
     def _liveness(self) -> Iterator[str]:

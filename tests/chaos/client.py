@@ -87,6 +87,11 @@ def produce(run: Run, folders: Folders) -> None:
     stand_by(run, AgentLoopManager(run, samplers, strategies_of(run.limits)), stop)
 
 
+def judge_url(url: str) -> str:
+    """The server of the judges' queue, if it is another one."""
+    return os.environ.get("CHAOS_JUDGE_URL", url)
+
+
 async def work(run: Run, name: str, url: str) -> None:
     engine = SimulatedEngine(
         SimulatedConfig(
@@ -97,7 +102,7 @@ async def work(run: Run, name: str, url: str) -> None:
         ),
         FIRST_WEIGHTS,
     )
-    judge_store = Store(url, name="chaos-judging")
+    judge_store = Store(judge_url(url), name="chaos-judging")
     rq = RqJudge(
         judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5)
     )
@@ -140,7 +145,7 @@ def judge(url: str) -> None:
     from buffer.config.sandbox import BUBBLEWRAP
     from producer_workers.judges.rq_worker import JudgePool
 
-    JudgePool(url, RUN, {judge_spec(): BUBBLEWRAP}, 1).run()
+    JudgePool(judge_url(url), RUN, {judge_spec(): BUBBLEWRAP}, 1).run()
 
 
 def main(role: str, name: str, url: str, root: str, *flags: str) -> None:

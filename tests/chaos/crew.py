@@ -15,6 +15,8 @@ from buffer.server.process import OWNER
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.history import History
 from tests.chaos.plan import FENCED, LOST, Folders
+from tests.chaos.replicated import Replicated
+from tests.chaos.stepped_server import SteppedServer
 
 ROOT = Path(__file__).parents[2]
 SETTLED_S = 2.0
@@ -66,10 +68,16 @@ class Crew:
     """
 
     def __init__(
-        self, folders: Folders, wiring: Wiring, history: History, env: dict[str, str]
+        self,
+        folders: Folders,
+        wiring: Wiring,
+        servers: SteppedServer | Replicated,
+        history: History,
+        env: dict[str, str],
     ) -> None:
         self.folders = folders
         self._wiring = wiring
+        self._servers = servers
         self._history = history
         self._env = env
         self.members: dict[str, Member] = {}
@@ -84,13 +92,14 @@ class Crew:
     def _start(self, member: Member) -> None:
         env = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._env
         env |= {OWNER: str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        url = self._wiring.link(member.name).url
+        ports = self._wiring.link(member.name).ports
+        env["CHAOS_JUDGE_URL"] = self._servers.judge_url_by(ports)
         words = (
             "-m",
             "tests.chaos.client",
             member.role,
             member.name,
-            url,
+            self._servers.url_by(ports),
             str(self.folders.root),
             *member.flags,
         )

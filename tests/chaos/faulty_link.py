@@ -18,10 +18,12 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tests.chaos.resp import Command, split_commands
+from tests.chaos.way import Way
 
 STRIKES = ("before", "mid_request", "after", "mid_reply", "answer")
 SPELLS = ("delay", "throttle", "split", "half_open", "stall")
@@ -51,34 +53,51 @@ class Strike:
 
 
 class FaultyLink:
-    """One client's way to the server behind the Unix socket `upstream`. `told(kind, script)` hears
-    of every strike.
-    """
+    """One client's ways to the servers. `told(kind, script)` is called for every strike."""
 
     def __init__(
-        self, upstream: str, told: Callable[[str, str], None], anywhere: list[Strike]
+        self, ways: Sequence[Way], told: Callable[[str, str], None], anywhere: list[Strike]
     ) -> None:
         """`anywhere`: strikes of all links together; the first command of any of them that fits
         takes one.
         """
-        self._upstream = upstream
+        self._ways = ways
         self._told = told
         self._strikes: list[Strike] = []
         self._anywhere = anywhere
         self._spells: dict[str, float] = {}
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        self._servers: list[asyncio.Server] = []
+        self._cut: set[str] = set()
+        self._open: dict[str, set[asyncio.StreamWriter]] = {way.name: set() for way in ways}
+        self.ports: dict[str, int] = {}
+        """by the name of the way"""
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        for way in self._ways:
+            server = await asyncio.start_server(partial(self._accept, way), "127.0.0.1", 0)
+            self._servers.append(server)
+            self.ports[way.name] = server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
         """Accept no connection any more. On the loop's thread."""
-        self._server.close()
+        for server in self._servers:
+            server.close()
+
+    def own_ports(self, data: bytes) -> bytes:
+        """Replace the ports that servers name for each other by those of this link."""
+        for way in self._ways:
+            if way.announced:
+                data = way.replace_port(data, self.ports[way.name])
+        return data
+
+    def cut(self, names: set[str]) -> None:
+        """End all connections of these ways, and refuse new ones; {} for none. On the loop's
+        thread.
+        """
+        self._cut = names
+        for name in names:
+            for writer in list(self._open[name]):
+                writer.transport.abort()
 
     # -- for the nemesis, on any thread --------------------------------------
 
@@ -112,15 +131,21 @@ class FaultyLink:
                     return strike
         return None
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(
+        self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            far = await asyncio.open_unix_connection(self._upstream)
+            if way.name in self._cut:
+                raise ConnectionRefusedError
+            far = await way.connect()
         except OSError:  # the server is down: so is this connection
             writer.close()
             return
+        self._open[way.name].add(writer)
         # cancelled only when all is over; asyncio's streams would log that as an error
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await _Relay(self, (reader, writer), far).run()
+        self._open[way.name].discard(writer)
 
 
 class _Relay:
@@ -199,6 +224,7 @@ class _Relay:
             await self._reply(data)
 
     async def _reply(self, data: bytes) -> None:
+        data = self._link.own_ports(data)
         if self._link.is_under("delay"):
             await asyncio.sleep(DELAY_S)
         if self._link.is_under("split"):
@@ -232,8 +258,11 @@ class Wiring:
     script)`: see FaultyLink.
     """
 
-    def __init__(self, upstream: str, told: Callable[[str, str, str], None]) -> None:
-        self._upstream = upstream
+    def __init__(
+        self, ways: Callable[[], Sequence[Way]], told: Callable[[str, str, str], None]
+    ) -> None:
+        """`ways`: to all servers, once they are up."""
+        self._ways = ways
         self._told = told
         self.links: dict[str, FaultyLink] = {}
         self.anywhere: list[Strike] = []
@@ -245,16 +274,21 @@ class Wiring:
         """The link of a client, made when it is first asked for."""
         if name not in self.links:
             link = FaultyLink(
-                self._upstream, lambda kind, script: self._told(name, kind, script), self.anywhere
+                self._ways(), lambda kind, script: self._told(name, kind, script), self.anywhere
             )
             asyncio.run_coroutine_threadsafe(link.listen(), self._loop).result(10)
             self.links[name] = link
         return self.links[name]
 
+    def cut(self, name: str, ways: set[str]) -> None:
+        """Cut the link of a client off from these servers, and from no other."""
+        self._loop.call_soon_threadsafe(self.links[name].cut, ways)
+
     def calm(self) -> None:
         self.anywhere.clear()
-        for link in self.links.values():
+        for name, link in self.links.items():
             link.calm()
+            self.cut(name, set())
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)

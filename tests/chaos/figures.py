@@ -25,6 +25,8 @@ def figures(checker: Checker, problems: Mapping[str, list[str]]) -> dict[str, An
         "lost": sum(" is nowhere" in text for text in problems["lost or doubled"]),
         "doubled": len(problems["trained twice"])
         + sum(" and " in text for text in problems["lost or doubled"]),
+        "results_lost": len(checker.results_lost),
+        "failovers": len(checker.by_op["loss"]),
         "fenced": sum(1 for e in submits if e["reply"][0] == "FENCED"),
         "redelivered": sum(n - 1 for n in steps.values()),
         "openings": len(checker.forks),

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from buffer.model.ids import new_nonce
 from buffer.run import Run
 from buffer.store.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.crew import Crew, until
+from tests.chaos.failover_nemesis import FailoverNemesis
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.final_look import look
 from tests.chaos.history import Event, History, parse, read_history
@@ -31,16 +33,23 @@ from tests.chaos.plan import (
     Folders,
     limits,
 )
+from tests.chaos.replicated import ClusterServers, Replicated, WatchedServers
+from tests.chaos.server_nemesis import ServerNemesis
 from tests.chaos.stepped_server import SteppedServer
 
 log = logging.getLogger("rolloutmq.chaos")
 
-RECOVER_S = 90.0
+RECOVER_S = 240.0
 """After the last fault: a bound for the run to go on, and then to end."""
 
 MUTANT_S = 20.0
 """The same of a build that shall be caught: that it stands still is found as well as anything."""
 
+SERVERS: dict[str, Callable[[Path], SteppedServer | Replicated]] = {
+    "single": SteppedServer,
+    "sentinel": WatchedServers,
+    "cluster": ClusterServers,
+}
 LOOK_S = 0.05
 TAIL_BYTES = 40_000
 """Of a trainer's history: more than one step."""
@@ -57,6 +66,8 @@ class Plan:
     fsync: str = "always"
     loses: bool = False
     mutation: str = ""
+    servers: str = "single"
+    wait_replicas: int = 0
 
 
 class ChaosRun:
@@ -70,20 +81,16 @@ class ChaosRun:
         self.folders = Folders(folder.resolve())
         self.folders.make()
         self.history = History(self.folders.history, "harness")
-        self._server = SteppedServer(self.folders.root / SERVER)
-        self._wiring = Wiring(
-            str(self._server.socket_path), lambda *what: self._nemesis.told(*what)
-        )
+        server = SERVERS[plan.servers](self.folders.root / SERVER)
+        self._server: Any = server
+        self._wiring = Wiring(lambda: server.ways, lambda *what: self._nemesis.told(*what))
         env = {"CHAOS_MUTATION": plan.mutation}
-        self.crew = Crew(self.folders, self._wiring, self.history, env)
-        self._nemesis = Nemesis(
-            plan.seed,
-            self.crew,
-            self._wiring,
-            self._server,
-            self.history,
-            self._set_fsync,
-            loses=plan.loses,
+        self.crew = Crew(self.folders, self._wiring, server, self.history, env)
+        parts = (plan.seed, self.crew, self._wiring, server, self.history)
+        self._nemesis: Nemesis = (
+            FailoverNemesis(*parts)
+            if isinstance(server, Replicated)
+            else ServerNemesis(*parts, after_start=self._set_fsync, loses=plan.loses)
         )
 
     def run(self) -> Verdict:
@@ -99,13 +106,14 @@ class ChaosRun:
             self.crew.close()
             self._wiring.close()
             self._server.kill()
-        verdict = Checker(read_history(self.folders.history), rules()).check()
+        asked = rules(durable=self._plan.wait_replicas > 0)
+        verdict = Checker(read_history(self.folders.history), asked).check()
         verdict.problems["surprise"] = self.crew.surprises
         return verdict
 
     def _start(self) -> bool:
         """Start everything; whether a first step is trained."""
-        if not self._server.can_step:
+        if self._plan.servers == "single" and not self._server.can_step:
             self._say(
                 "no libfaketime (Debian: faketime): clocks are stepped only in what scripts remember of them"
             )
@@ -122,13 +130,13 @@ class ChaosRun:
         return until(self._has_trained, RECOVER_S)
 
     def _create_run(self) -> None:
-        store = Store(self._server.url)
-        Run.create(store, RUN, self._nonce, limits())
+        ports = self._wiring.link("harness").ports
+        store = Store(self._server.url_by(ports))
+        Run.create(store, RUN, self._nonce, limits(self._plan.wait_replicas))
         store.close()
 
     def _set_fsync(self) -> None:
-        with self._server.connect() as client:
-            client.config_set("appendfsync", self._plan.fsync)
+        self._server.config_set("appendfsync", self._plan.fsync)
 
     def _has_trained(self, since: float = 0.0) -> bool:
         """Whether the trainer wrote down a step after `since`."""
@@ -219,8 +227,15 @@ class EmptyServerRun(ChaosRun):
         self._work_for(self._plan.seconds / 2)
 
 
-def rules() -> Rules:
-    return Rules(threshold=2 * SYNC_INTERVAL, rows=ROWS, answer_of=str)
+def rules(*, durable: bool) -> Rules:
+    """`durable`: nothing answered as such may be lost, with whatever server."""
+    return Rules(
+        threshold=2 * SYNC_INTERVAL,
+        rows=ROWS,
+        answer_of=str,
+        surely_fresh=SYNC_INTERVAL - 1,
+        durable=durable,
+    )
 
 
 def new_folder(base: Path, name: str) -> Path:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import heapq
 import random
-import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from itertools import count
@@ -23,8 +22,7 @@ import redis
 from tests.chaos.crew import Crew
 from tests.chaos.faulty_link import Strike, Wiring
 from tests.chaos.history import History
-from tests.chaos.plan import LEASE_MS, RUN, SERVER
-from tests.chaos.stepped_server import SteppedServer
+from tests.chaos.plan import LEASE_MS, SERVER
 
 ERRORS = (
     "LOADING Redis is loading the dataset in memory",
@@ -41,15 +39,6 @@ ANSWERS_LOST = (
     "control", "silent",
 )  # fmt: skip
 """Scripts that a run calls: of each, a reply is lost after the script was carried out."""
-
-STEP = """
-for _, gid in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do redis.call('ZINCRBY', KEYS[1], ARGV[1], gid) end
-redis.call('HINCRBY', KEYS[2], 'seen_ms', ARGV[1])
-"""
-"""Lua: leases and the clock as scripts saw it last, moved by ARGV[1] ms."""
-
-ROOM_BYTES = 20_000
-"""What still fits on a full disk."""
 
 OF_PROCESSES = ("kill", "freeze", "term_kill", "term", "replace", "older_checkpoint")
 """What hits a process: dealt once all but one are at work."""
@@ -69,28 +58,21 @@ class Card:
 
 
 class Nemesis:
-    """Strikes `crew`, the wires and the server of one run. `after_start` is called when the server
-    is up again; `loses`: the server may be made to lose what it acknowledged.
-    """
+    """Strikes `crew`, the wires and the server of one run."""
 
     def __init__(
         self,
         seed: int,
         crew: Crew,
         wiring: Wiring,
-        server: SteppedServer,
+        server: Any,
         history: History,
-        after_start: Callable[[], None],
-        *,
-        loses: bool,
     ) -> None:
         self._random = random.Random(seed)
         self._crew = crew
         self._wiring = wiring
         self._server = server
         self._history = history
-        self._after_start = after_start
-        self._loses = loses
         self._deck: list[Card] = []
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
@@ -106,12 +88,8 @@ class Nemesis:
             for name, member in self._crew.members.items()
             if member.role == "worker"
         ] * 2
-        cards += [
-            Card(kind, SERVER)
-            for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2
-        ]
-        cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
-        cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
+        kinds = ("rewrite_aof", *("script_flush", "drop_pubsub", "maxmemory") * 2)
+        cards += [Card(kind, SERVER) for kind in (*kinds, *self._server_kinds())]
         cards += [Card(f"after:{script}", "anybody") for script in ANSWERS_LOST]
         cards += [
             Card(kind, self._random.choice(names))
@@ -124,6 +102,10 @@ class Nemesis:
         ]
         self._random.shuffle(cards)
         return cards
+
+    def _server_kinds(self) -> Sequence[str]:
+        """Faults that only servers of one kind have."""
+        return ()
 
     def strike(self) -> None:
         """Deal the next card."""
@@ -208,30 +190,7 @@ class Nemesis:
                 shutil.rmtree(newest)
             self._note("SIGKILL, newest checkpoint lost", target)
 
-    # -- the server ----------------------------------------------------------
-
-    def _server_kill(self, _: str) -> None:
-        self._note("server SIGKILL", SERVER)
-        self._server.kill()
-        self._start_server()
-
-    def _start_server(self) -> None:
-        self._server.start()
-        self._after_start()
-
-    def _lose_tail(self, _: str) -> None:
-        """The end of the append-only file is gone, as after a power failure without fsync."""
-        self._server.kill()
-        file = max(
-            (self._server.folder / "appendonlydir").glob("*.incr.aof"),
-            key=lambda path: path.stat().st_mtime,
-        )
-        size = file.stat().st_size
-        lost = min(size, self._random.randrange(1, 60_000))
-        with file.open("r+b") as aof:
-            aof.truncate(size - lost)
-        self._note("server loses the end of its file", SERVER, loses=True, bytes=lost)
-        self._start_server()
+    # -- the server that holds the run ---------------------------------------
 
     def _on_server(self, kind: str, *command: str) -> None:
         if self._ask(*command):
@@ -263,43 +222,6 @@ class Nemesis:
             return
         self._on_server("maxmemory reached", "CONFIG", "SET", "maxmemory", str(used + FULL_BYTES))
         self._in(SPELL_S, lambda: self._ask("CONFIG", "SET", "maxmemory", "0"))
-
-    def _clock(self, _: str) -> None:
-        """The server's clock steps; without libfaketime, what scripts remember of it goes the other
-        way.
-        """
-        step_ms = self._random.choice((-1, 1)) * self._random.randrange(LEASE_MS, 3_600_000)
-        start = f"rmq:{{{RUN}}}:"
-        if not self._server.can_step:
-            self._on_server(
-                "clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms)
-            )
-            return
-        self._server.step_to(step_ms // 1000)
-        self._note("server clock stepped", SERVER, seconds=step_ms // 1000)
-
-    def _disk_full(self, _: str) -> None:
-        """The file may not grow any more. A server with appendfsync always gives up; others say
-        MISCONF.
-        """
-        pid = self._server.pid
-        if pid is None:
-            return
-        size = sum(
-            file.stat().st_size
-            for file in (self._server.folder / "appendonlydir").glob("*.incr.aof")
-        )
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + ROOM_BYTES, resource.RLIM_INFINITY))
-        self._note("disk full", SERVER)
-        self._in(SPELL_S, lambda: self._free_disk(pid))
-
-    def _free_disk(self, pid: int) -> None:
-        if self._server.pid == pid:
-            resource.prlimit(
-                pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            )
-        else:
-            self._start_server()
 
     # -- the wires -----------------------------------------------------------
 

@@ -73,7 +73,7 @@ class Folders:
         self.dataset.write_bytes(b"\n".join(map(orjson.dumps, rows)))
 
 
-def limits() -> RunLimits:
+def limits(wait_replicas: int = 0) -> RunLimits:
     """Two tasks, 7 to 1; short leases, so that a run of minutes has many of them."""
     return RunLimits(
         lease_ms=LEASE_MS,
@@ -87,6 +87,7 @@ def limits() -> RunLimits:
         stale_threshold=2 * SYNC_INTERVAL,
         tail_batch_trigger_size=0,
         over_sample_threshold=1.0,
+        wait_replicas=wait_replicas,
         tasks={INLINE: TaskLimits(weight=7.0), BY_RQ: TaskLimits(weight=1.0)},
     )
 

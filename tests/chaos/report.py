@@ -50,6 +50,36 @@ def write_sum(folder: Path, figures: Sequence[Mapping[str, Any]], longest_s: flo
     ]
 
 
+SOAKED = {
+    "faults": "faults",
+    "failovers": "failovers",
+    "groups_acknowledged": "groups",
+    "steps": "steps",
+    "lost": "lost",
+    "doubled": "doubled",
+    "results_lost": "results generated again",
+    "fenced": "results fenced",
+    "redelivered": "batches redelivered",
+    "longest_stall_s": "longest stall, s",
+}
+"""Figures of a soak: column."""
+
+
+def soak_table(found: Sequence[tuple[str, float, Verdict]]) -> list[str]:
+    """Lines of Markdown: a row for each run of (servers, seconds, verdict)."""
+    rows = [
+        (
+            name,
+            f"{seconds:g}",
+            *(str(verdict.figures[key]) for key in SOAKED),
+            "clean" if verdict.clean else repr(verdict),
+        )
+        for name, seconds, verdict in found
+    ]
+    head = ("servers", "seconds", *SOAKED.values(), "verdict")
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
 def recoveries(events: Sequence[Event]) -> dict[str, float]:
     """By kind of fault, the longest time in seconds until a result was taken or a batch delivered
     again.

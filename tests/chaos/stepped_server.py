@@ -8,11 +8,13 @@ monotonic clocks, which nobody can step; so does the server's own event loop, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.server.embedded import EmbeddedServer
+from tests.chaos.plan import SERVER
+from tests.chaos.way import Way
 
 LIBRARIES = ("/usr/lib/*/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
 
@@ -33,6 +35,22 @@ class SteppedServer(EmbeddedServer):
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "FAKETIME_CACHE_DURATION": "1",
         } if found else {}  # fmt: skip
+
+    @property
+    def ways(self) -> list[Way]:
+        """How clients reach it."""
+        return [Way(SERVER, str(self.socket_path))]
+
+    def url_by(self, ports: Mapping[str, int]) -> str:
+        """The URL for a client, by the ports of its link."""
+        return f"redis://127.0.0.1:{ports[SERVER]}/0"
+
+    judge_url_by = url_by
+
+    def config_set(self, name: str, value: str) -> None:
+        """Change a setting."""
+        with self.connect() as client:
+            client.config_set(name, value)
 
     def step_to(self, seconds: int) -> None:
         """From a second from now on its clock is so much before, or behind, this machine's."""

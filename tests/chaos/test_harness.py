@@ -27,6 +27,16 @@ def test_this_build_is_clean(fsync: str, tmp_path: Path) -> None:
     assert verdict.clean, verdict
 
 
+@pytest.mark.parametrize("servers", ["sentinel", "cluster"])
+@pytest.mark.parametrize("wait_replicas", [0, 1])
+def test_this_build_is_clean_when_primaries_are_replaced(
+    servers: str, wait_replicas: int, tmp_path: Path
+) -> None:
+    plan = Plan(seed=2, seconds=90.0, faults=60, servers=servers, wait_replicas=wait_replicas)
+    verdict = ChaosRun(plan, tmp_path, print).run()
+    assert verdict.clean, verdict
+
+
 def test_an_empty_server_is_noticed_and_filled_again_by_name(tmp_path: Path) -> None:
     verdict = EmptyServerRun(Plan(seed=3, seconds=20.0, faults=0), tmp_path, print).run()
     assert verdict.clean, verdict

@@ -92,6 +92,8 @@ class Site:
     steps: int = 12
     token_s: float = 0.02
     processes: list[Process] = field(default_factory=list)
+    url: str = ""
+    """REDIS_URL of the processes that are started next; "" for the run's own server"""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,15 +120,17 @@ class Site:
 
     def start(self, verb: str, *more: str) -> Process:
         """`rolloutmq VERB CONFIG …` as a process."""
-        return self.start_module(["rolloutmq"], verb, *more)
+        return self.start_module(["rolloutmq"], verb, str(self.config), *more)
 
     def start_module(self, module: list[str], verb: str, *more: str) -> Process:
-        """`python -m MODULE VERB CONFIG …` as a process."""
+        """`python -m MODULE VERB …` as a process."""
         log = self.folder / f"{verb}-{len(self.processes)}.log"
         env = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "ROLLOUTMQ_OWNER_PID")}
+        if self.url:
+            env["REDIS_URL"] = self.url
         with log.open("wb") as out:
             popen = subprocess.Popen(
-                [sys.executable, "-m", *module, verb, str(self.config), *more],
+                [sys.executable, "-m", *module, verb, *more],
                 cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip

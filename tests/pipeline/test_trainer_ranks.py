@@ -75,7 +75,9 @@ flow = "exclusive"
     )
     site.server.start()
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    trainer = site.start_module([*torchrun, "--max-restarts", "2", "-m", "rolloutmq"], "train")
+    trainer = site.start_module(
+        [*torchrun, "--max-restarts", "2", "-m", "rolloutmq"], "train", str(site.config)
+    )
     site.start("producer")
     site.start("worker", "--id", "w0")
     site.until_step(4)

@@ -151,6 +151,19 @@ class Yard:
         path, checksum = self.write_weights(version)
         return self.name(version, path, checksum)
 
+    def announce(self, version: int) -> ControlState:
+        """Write weights that workers may fetch, but not load yet."""
+        weights = PolicyVersion(LINEAGE, version)
+        path, checksum = self.write_weights(version)
+        return self.run.control.publish_weights(
+            self.trainer, weights, str(path), checksum, stage="next"
+        )
+
+    def located(self, version: int) -> tuple[Path, str]:
+        """Return the folder of weights that were written, and their checksum."""
+        folder = self.folder / f"weights-{version}"
+        return folder, weights_manifest.digest((folder / weights_manifest.NAME).read_bytes())
+
     def name(self, version: int, path: Path, checksum: str) -> PolicyVersion:
         weights = PolicyVersion(LINEAGE, version)
         self.run.control.publish_weights(self.trainer, weights, str(path), checksum)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import typer
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import ResponseError
 from rich.console import Console
 from rich.text import Text
 
@@ -47,32 +45,25 @@ from rolloutmq.output import age, emit, plural
 
 def inspect(run: Run, snap: Snapshot) -> list[Symptom]:
     """Return the symptoms of a run that are not visible in its snapshot."""
-    return [*_judges(run, snap), *_weights(snap), *_newest_letter(run, snap)]
+    return [*_judges(run), *_weights(snap), *_newest_letter(run, snap)]
 
 
-def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+def _judges(run: Run) -> Iterator[Symptom]:
     """Report rollouts that wait for judges while none is alive.
 
     These are rq's own keys. They are on the run's server, unless [judges] redis_url names another.
     """
-    queue = f"rmq-judge:{run.name}"
+    queue = run.keys.judge_queue
     raw = run.store.control
     try:
         waiting = raw.llen(f"rq:queue:{queue}")
-        oldest = raw.lindex(f"rq:queue:{queue}", 0)
         # a judge that was killed stays in the set, but its own key expires
         alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
-        began: Any = raw.hget(f"rq:job:{oldest.decode()}", "enqueued_at") if oldest else None
-    except (NoPermissionError, ResponseError):
+    except ResponseError:  # a user who may not read them, or a cluster, where they have other nodes
         return
     if waiting and not alive:
         what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
-        since = (
-            snap.now_ms - int(datetime.fromisoformat(began.decode()).timestamp() * 1000)
-            if began
-            else None
-        )
-        yield Symptom("stuck", what, since, "`rolloutmq judge CONFIG`")
+        yield Symptom("stuck", what, None, "`rolloutmq judge CONFIG`")
 
 
 def _weights(snap: Snapshot) -> Iterator[Symptom]:

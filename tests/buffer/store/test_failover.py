@@ -16,7 +16,7 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from buffer.errors import ConfigError, StoreUnavailable
+from buffer.errors import ConfigError, Fenced, StoreUnavailable
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.server.embedded import valkey_binary
@@ -138,6 +138,37 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
         replica.signal(signal.SIGCONT)
     scene.run.store.deadline_s = PATIENT_S
     assert len(scene.take(1).gids) == 1
+    scene.check()
+    store.close()
+
+
+def test_roles_are_fenced_by_nonces_when_a_failover_lost_who_held_them(watched: Watched) -> None:
+    """Without `wait_replicas`: an epoch comes twice, a nonce never (I7)."""
+    store = Store(watched.url, deadline_s=PATIENT_S)
+    scene = Scene(store, patient(watched.url), "demo")
+    first = scene.open_trainer()
+    scene.ready(*[0] * 4)
+    scene.take(1)
+    watched.primary.ask("WAIT", 2, 5000)
+    for replica in watched.replicas:
+        replica.signal(signal.SIGSTOP)
+    # what is sent already is read once they go on
+    watched.primary.ask("CLIENT", "KILL", "TYPE", "replica")
+    second = scene.open_trainer(step=1, lineage="l2", take_over=True)
+    lost = scene.take(2)
+    epoch = scene.run.control.state().epoch
+    watched.primary.kill()
+    for replica in watched.replicas:
+        replica.signal(signal.SIGCONT)
+    # whose opening was lost changes nothing, and does not go on with a batch that nobody else has
+    with pytest.raises(Fenced):
+        scene.run.ledger.take(second, 2, {"math": 1})
+    assert scene.run.control.holder("trainer").nonce == first
+    scene.open_trainer(step=1, lineage="l3", take_over=True)
+    assert scene.run.control.state().epoch <= epoch
+    with pytest.raises(Fenced):
+        scene.run.ledger.take(first, 2, {"math": 1})
+    assert scene.take(2).gids == lost.gids
     scene.check()
     store.close()
 
