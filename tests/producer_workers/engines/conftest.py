@@ -100,7 +100,7 @@ def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[En
     left = [
         child for child in set(psutil.Process().children(recursive=True)) - before if is_vllm(child)
     ]
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 400.0
     while any(is_vllm(child) for child in left):  # one that is killed is still there for a moment
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -26,7 +26,7 @@ from tests.producer_workers.engines.conformance import LONG, NEXT, PROMPT, inter
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_model import gates_choose, write_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 LONG_PROMPT = np.arange(40, 140, dtype=np.int32)
 """Several blocks of the prefix cache."""
 
