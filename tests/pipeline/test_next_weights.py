@@ -46,7 +46,7 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
         fetched.append(Path(published.address).name)
         if fetched == ["weights-1"]:
             fetching.set()
-            assert gate.wait(60)
+            assert gate.wait(400)
         return fetch(self, published)
 
     monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)

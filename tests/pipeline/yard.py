@@ -39,13 +39,13 @@ from tests.pipeline.judges import by_chance
 
 TASK = "sums"
 LIMITS = RunLimits(
-    lease_ms=1500,
+    lease_ms=120_000,
     heartbeat_ms=100,
-    worker_timeout_ms=4500,
+    worker_timeout_ms=360_000,
     role_timeout_ms=60_000,
     tasks={TASK: TaskLimits()},
 )
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 FIRST = FIRST_WEIGHTS
 LINEAGE = "l1"
 
@@ -273,6 +273,15 @@ class Yard:
 
     async def until_places(self, **places: int) -> None:
         await self.until(lambda: self.places() == places)
+
+    async def until_renewed(self) -> None:
+        """Wait until five heartbeats have moved the deadline of the only worker with leases."""
+        wanted = self._lease_end() + 5 * self.run.limits.heartbeat_ms
+        await self.until(lambda: self._lease_end() >= wanted)
+
+    def _lease_end(self) -> float:
+        ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
+        return float(deadline)
 
     async def receipts(self, state: ControlState) -> None:
         """Wait until every live worker has carried out a control state."""
