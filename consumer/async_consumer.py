@@ -62,6 +62,7 @@ class AsyncRolloutConsumer:
     pause = _awaited(RolloutConsumer.pause)
     continue_ = _awaited(RolloutConsumer.continue_)
     finish = _awaited(RolloutConsumer.finish)
+    announce_weights = _awaited(RolloutConsumer.announce_weights)
     publish_weights = _awaited(RolloutConsumer.publish_weights)
     evaluate = _awaited(RolloutConsumer.evaluate)
     report = _awaited(RolloutConsumer.report)

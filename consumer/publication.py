@@ -1,26 +1,33 @@
-"""Publishing weights: written or sent, announced to the workers in a pause, and pruned.
+"""Publishing weights: written or sent, announced, published in a pause, and pruned.
 
     thread        owns                                     until
     trainer's     the weights                              a snapshot of them is taken
     publication   the snapshot, the sender, the            the workers continue; then the trainer
                   unfinished folder, the pause             may take the next snapshot
 
-One version at a time: a step that ends before the last version is announced waits for it. None is
+Workers fetch a version once it is announced, while they sample with the one before. The pause, in
+which it is published, begins when all have it, or as soon as the trainer waits for the publication.
+
+One version at a time: a step that ends before the last version is published waits for it. None is
 skipped, since the staleness of every group counts published versions.
 
     the trainer dies                       what stays, until the next trainer publishes
       before the announcement              unfinished files, deleted at the next start
-      after it, in the pause               the version is announced, the run paused
+      before the publication               workers sample on; the announcement, deleted then
+      after it, in the pause               the version is published, the run paused
     a rank dies                            as the trainer: all ranks end
     a worker dies                          nothing: it is not waited for (receipts.py)
+    a worker cannot fetch the version      nothing: it is not waited for, and says so (outlook.py)
     the server is away                     the publication waits for it, training does not
 
-One script announces (publish_weights.lua): no worker knows of a version before it is whole.
+One script announces and publishes (publish_weights.lua): no worker knows of a version before it is
+whole, and none loads it before it is published.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -80,7 +87,7 @@ class Publisher:
         publisher = Publisher(consumer, sender, "keep")
         publisher.begin(step, save)      # `save` writes a snapshot, in another thread
         publisher.check()                # in every step: raises what went wrong
-        publisher.finish()               # before anything that needs the version announced
+        publisher.finish()               # before anything that needs the version published
         publisher.close()
     """
 
@@ -88,27 +95,39 @@ class Publisher:
         self._consumer = consumer
         self._sender = sender
         self._pause: PauseMode = pause
-        self.announced = 0
+        self.published = 0
         """the step of the newest weights that workers may know"""
         self._thread = ThreadPoolExecutor(1, "publication")
+        self._is_urgent = threading.Event()
         self._pending: Future[None] | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Return whether a version may still be unannounced."""
+        """Return whether a version may still be unpublished."""
         return self._pending is not None
 
     def begin(self, step: int, save: Save) -> None:
-        """Publish the weights after train step `step`, once the version before is announced."""
+        """Publish the weights after train step `step`, once the version before is published."""
         self.finish()
+        self._is_urgent.clear()
         self._pending = self._thread.submit(self._publish, step, save)
 
     def _publish(self, step: int, save: Save) -> None:
-        publish(self._consumer, self._sender, step, save, pause=self._pause)
-        self.announced = step
+        consumer = self._consumer
+        weights = self._sender.write(PolicyVersion(consumer.lineage, step), save)
+        announced = consumer.announce_weights(step, *weights)
+        consumer.wait_until_fetched(announced, unless=self._is_urgent)
+        with consumer.paused(self._pause):
+            consumer.publish_weights(step, *weights)
+            self._sender.prune()
+        self.published = step
 
     def is_done(self, wait_s: float) -> bool:
-        """Return whether nothing is in progress; wait up to `wait_s` seconds for that."""
+        """Return whether nothing is in progress; wait up to `wait_s` seconds for that.
+
+        From now on the version in progress is published without a wait for workers to fetch it.
+        """
+        self._is_urgent.set()
         return self._pending is None or bool(wait([self._pending], wait_s).done)
 
     def check(self) -> None:
@@ -117,7 +136,7 @@ class Publisher:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the version that was begun is announced, and the run continues.
+        """Wait until the version that was begun is published, and the run continues.
 
         Raises PublicationFailed, Fenced, Stopped.
         """
@@ -125,6 +144,7 @@ class Publisher:
         self._pending = None
         if pending is None:
             return
+        self._is_urgent.set()
         try:
             pending.result()
         except (RolloutMQError, Stopped):
@@ -160,6 +180,8 @@ def published(
     started = time.monotonic()
     weights = sender.write(PolicyVersion(consumer.lineage, step), save)  # before the pause
     write_s = time.monotonic() - started
+    if pause:
+        consumer.announce_weights(step, *weights)  # fetched while the pause waits for groups
     with consumer.paused(pause) if pause else nullcontext(0.0) as pause_s:
         consumer.publish_weights(step, *weights)
         sender.prune()

@@ -29,7 +29,7 @@ from typing import Literal
 
 from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
-from buffer.control.control import Mode
+from buffer.control.control import ControlState, Mode
 from buffer.control.event_log import START, Event
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
@@ -50,6 +50,9 @@ PauseMode = Literal["abort", "drain", "keep"]
 
 PREFETCH_BYTES = 64 * 2**20
 """Default for the payloads that are read ahead."""
+
+FETCH_POLL_S = 0.1
+"""Time between two looks at which workers have fetched announced weights."""
 
 __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
@@ -269,6 +272,30 @@ class RolloutConsumer:
         returned (`FolderSender`; `publish` calls both). Raises ModelError, and announces nothing,
         unless weights with this checksum are there, as far as file names, sizes and headers show.
         """
+        return self._publish_weights("newest", version, path, checksum).weights
+
+    def announce_weights(self, version: int, path: str, checksum: str) -> ControlState:
+        """Let the workers fetch weights ahead of `publish_weights`; return the control state.
+
+        Until then they sample and claim with the newest; afterwards they need only switch. Raises
+        as `publish_weights`.
+        """
+        return self._publish_weights("next", version, path, checksum)
+
+    def wait_until_fetched(self, announced: ControlState, unless: threading.Event) -> None:
+        """Wait until every live worker has fetched the weights of `announce_weights`, or failed to.
+
+        It ends early once `unless` is set, after `stop`, and after the run's `pause_timeout_s`.
+        """
+        until = time.monotonic() + self._run.limits.pause_timeout_s
+        while time.monotonic() < until and not self._stop.is_set():
+            if unless.wait(FETCH_POLL_S) or not self._run.receipts.silent(announced.epoch):
+                return
+            self.role.check()
+
+    def _publish_weights(
+        self, stage: Literal["next", "newest"], version: int, path: str, checksum: str
+    ) -> ControlState:
         weights = PolicyVersion(self.lineage, version)
         try:
             self._receiver.check(PublishedWeights(path, checksum))
@@ -278,8 +305,8 @@ class RolloutConsumer:
                 hint="let FolderSender.write write the folder, with its manifest, and pass on what "
                 "it returns; or call `publish`",
             ) from error
-        self._run.control.publish_weights(self.nonce, weights, path, checksum)
-        return weights
+        control = self._run.control
+        return control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
 
     # -- evaluation ----------------------------------------------------------------------
 

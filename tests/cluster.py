@@ -201,7 +201,7 @@ class Cluster:
 
 def until(true: Callable[[], bool], what: str) -> None:
     """Wait for something that comes by itself."""
-    for _ in range(1500):
+    for _ in range(15_000):
         if true():
             return
         time.sleep(0.02)

@@ -93,7 +93,7 @@ def _find_redis() -> str:
 
 
 def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(1000):
+    for _ in range(30_000):
         if process.poll() is not None:
             raise RuntimeError(log.read_text(encoding="utf-8"))
         try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
@@ -31,7 +31,10 @@ from buffer.store.store import Store
 Who = Literal["trainer", "operator"]
 
 ALL_LANES = " ".join(LANES)
-STATE_FIELDS = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
+STATE_FIELDS = (
+    *("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum"),
+    *("next_weights", "next_weights_path", "next_weights_checksum"),
+)
 """What `control_state` of lua/include puts into replies, in this order."""
 REASON_BYTES = 2000
 
@@ -50,6 +53,14 @@ class Mode(StrEnum):
     """finish what runs, then leave: the run is over"""
 
 
+class LocatedWeights(NamedTuple):
+    """A version of weights: where it is, and its checksum, as `PublishedWeights` has them."""
+
+    weights: PolicyVersion
+    path: str
+    checksum: str
+
+
 @dataclass(frozen=True, slots=True)
 class ControlState:
     """The control state, as every reply of claim, heartbeat and control carries it."""
@@ -60,6 +71,13 @@ class ControlState:
     weights: PolicyVersion
     weights_path: str
     weights_checksum: str
+    announced: LocatedWeights | None = None
+    """the next weights, which workers fetch while they sample with these"""
+
+    @property
+    def published(self) -> LocatedWeights:
+        """Return the newest weights, without which nothing may be claimed."""
+        return LocatedWeights(self.weights, self.weights_path, self.weights_checksum)
 
     @classmethod
     def parse_hint(cls, message: bytes) -> ControlState:
@@ -74,16 +92,28 @@ class ControlState:
 
     @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
-        """Return the state in the first six of `fields`. Raises ScriptError if it is invalid."""
+        """Return the state in the first nine of `fields`. Raises ScriptError if it is invalid."""
         try:
-            epoch, mode, lanes, label, path, checksum = fields[: len(STATE_FIELDS)]
-            weights = PolicyVersion.parse(label)
-            state = cls(int(epoch), Mode(mode), tuple(lanes.split()), weights, path, checksum)
+            epoch, mode, lanes, *located = fields[: len(STATE_FIELDS)]
+            published, following = (_located(*located[i : i + 3]) for i in (0, 3))
+            if published is None:
+                raise _unreadable(fields)
+            state = cls(int(epoch), Mode(mode), tuple(lanes.split()), *published, following)
         except ValueError:
             raise _unreadable(fields) from None
-        if state.epoch < 0 or weights.version < 0 or not set(state.lanes) <= set(LANES):
+        if state.epoch < 0 or not set(state.lanes) <= set(LANES):
             raise _unreadable(fields)
         return state
+
+
+def _located(label: str, path: str, checksum: str) -> LocatedWeights | None:
+    """Return the weights of three fields of a state; None without a label. Raises ValueError."""
+    if not label:
+        return None
+    weights = PolicyVersion.parse(label)
+    if weights.version < 0:
+        raise ValueError(f"a negative version: {label}")
+    return LocatedWeights(weights, path, checksum)
 
 
 def _unreadable(fields: Sequence[str]) -> ScriptError:
@@ -150,13 +180,28 @@ class RunControl:
                 raise _unreadable(reply)
 
     def publish_weights(
-        self, nonce: str, weights: PolicyVersion, path: str, checksum: str
+        self,
+        nonce: str,
+        weights: PolicyVersion,
+        path: str,
+        checksum: str,
+        *,
+        stage: Literal["next", "newest"] = "newest",
     ) -> ControlState:
-        """Announce the newest weights; workers without them may not claim. Raises Fenced."""
+        """Record the newest weights; workers without them may not claim.
+
+        In the stage "next" workers only begin to fetch them. Raises Fenced.
+        """
         reply = self._store.call(
             "publish_weights",
             self._keys.slots(),
-            {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
+            {
+                "nonce": nonce,
+                "weights": str(weights),
+                "path": path,
+                "checksum": checksum,
+                "stage": stage,
+            },
         )
         _, *state = unfenced(reply, "trainer")
         return ControlState.parse(state)

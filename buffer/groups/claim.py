@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer.control.control import ControlState
+from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import Fenced, GroupHeld, PayloadMissing
 from buffer.model.job import Job
 from buffer.store.replies import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
+
+JOBS_FROM = 1 + len(STATE_FIELDS)
+"""Where the jobs begin in a reply of `claim.lua`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,14 @@ class Claim:
         """Return the meaning of a reply of `claim.lua`."""
         match reply:
             case ["OK", *_]:
-                rows = [reply[i : i + 8] for i in range(7, len(reply), 8)]
-                return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])
+                rows = [reply[i : i + 8] for i in range(JOBS_FROM, len(reply), 8)]
+                return cls(
+                    ControlState.parse(reply[1:JOBS_FROM]), [Job.parse(row, token) for row in rows]
+                )
             case ["UNKNOWN"]:
                 return cls(None, [], "UNKNOWN")
             case [("PAUSED" | "STALE" | "FULL" | "BARRED") as refusal, *_]:
-                return cls(ControlState.parse(reply[1:7]), [], refusal)
+                return cls(ControlState.parse(reply[1:JOBS_FROM]), [], refusal)
         raise unknown_reply("claim", reply)
 
 

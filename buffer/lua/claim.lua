@@ -21,8 +21,8 @@
 -- ARGV low_bytes  0..            payload bytes of the run from which no fresh group is assigned; 0 = no bound
 -- ARGV high_bytes 0..            the same for all groups
 -- ARGV lane  eval|resume|fresh xKEYS
--- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
---       | FULL 6 x control held mark (groups wait, but none may be started) | BARRED 6 x control bad (see quarantine)
+-- replies OK 9 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 9 x control | STALE 9 x control
+--       | FULL 9 x control held mark (groups wait, but none may be started) | BARRED 9 x control bad (see quarantine)
 -- keeps I2 (the token fences), I10 (checked here, even if the worker missed a message), I11 (a try counts now; a barred worker gets none, and nobody a group of a stopped task), I12, I13 (token)
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')

@@ -12,7 +12,7 @@
 -- ARGV nonce     ''|token                     of the trainer; '' for the operator
 -- ARGV orphan_ms ''|0..86_400_000             of the operator's run: it also ends the pause of a trainer that closed
 --                   or was silent for that time; '' = it does not
--- replies OK 6 x control | FENCED | NO_RUN
+-- replies OK 9 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only makes it faster), I13 (operation)
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end

@@ -37,8 +37,8 @@
 --                     has its oldest token, with the stale threshold of the task: once for each held group of which that
 --                     was not reported yet, and with empty gid and token once for all others. Groups that do not age, or
 --                     have no token, are left out
--- replies OK 6 x control, then the number of each weights that can serve no train step any more
---       | DIFFERS 6 x control, then the same (call `reconcile`)
+-- replies OK 9 x control, then the number of each weights that can serve no train step any more
+--       | DIFFERS 9 x control, then the same (call `reconcile`)
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the registration that holds the groups renews), I8 (what is too old is ended while it runs), I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
 

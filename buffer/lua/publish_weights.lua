@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- publish_weights: record the newest weights of a run. Workers without them may not claim.
+-- publish_weights: record the newest weights of a run. Workers without them may not claim. Or announce the next weights,
+-- which workers fetch while they sample with the newest.
 -- include: bells, clock, control_changes, control_state, events, numbers
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM
@@ -8,16 +9,21 @@
 -- ARGV weights  weights     "lineage:version"
 -- ARGV path     text..4096  folder or address of the weights
 -- ARGV checksum text..256   of their manifest
--- replies OK 6 x control | FENCED
--- keeps I7, I9, I13 (natural key: the weights)
+-- ARGV stage    next|newest
+-- replies OK 9 x control | FENCED
+-- keeps I7, I9, I13 (natural key: the weights, in each stage)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-if redis.call('HGET', control, 'weights') ~= weights then
-  redis.call('HSET', control, 'weights', weights, 'weights_path', path, 'weights_checksum', checksum,
-    'weights_ms', int(now_ms()))
+local name = stage == 'next' and 'next_weights' or 'weights'
+if redis.call('HGET', control, 'weights') ~= weights and redis.call('HGET', control, name) ~= weights then
+  redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum')
+  redis.call('HSET', control, name, weights, name .. '_path', path, name .. '_checksum', checksum)
   redis.call('HINCRBY', control, 'epoch', 1)
   publish_hint(control)
-  ring(bell_producer, 1)
-  log_event(events, 'weights', 'weights', weights)
+  if stage == 'newest' then
+    redis.call('HSET', control, 'weights_ms', int(now_ms()))
+    ring(bell_producer, 1)
+    log_event(events, 'weights', 'weights', weights)
+  end
 end
 return {'OK', unpack(control_state(control))}

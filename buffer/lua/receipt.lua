@@ -7,7 +7,7 @@
 -- KEYS bell_receipts LIST*  of processes that wait for receipts
 -- ARGV nonce token  of its registration
 -- ARGV ack   0..    control epoch that it has carried out
--- replies OK 6 x control | UNKNOWN (register again) | REPLACED (by another process with this id)
+-- replies OK 9 x control | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'ack')

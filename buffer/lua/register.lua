@@ -9,7 +9,7 @@
 -- ARGV worker name   id
 -- ARGV nonce  token  of this registration
 -- ARGV field, value  name, text..1024 x0..64  engine, host, pid, concurrency…, for people
--- replies OK run_nonce 6 x control | NO_RUN
+-- replies OK run_nonce 9 x control | NO_RUN
 -- keeps I10 (a worker that registers during a pause starts paused), I13 (nonce)
 
 local run_nonce = redis.call('HGET', meta, 'nonce')

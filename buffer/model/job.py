@@ -55,7 +55,12 @@ def digest_of(jobs: Iterable[Job]) -> int:
 
     `lua/include/holds.lua` computes the same.
     """
-    return sum(_mark(f"{job.gid} {job.token}") for job in jobs)
+    return digest_of_pairs((job.gid, job.token) for job in jobs)
+
+
+def digest_of_pairs(held: Iterable[tuple[str, str]]) -> int:
+    """Return the digest of groups as (gid, token)."""
+    return sum(_mark(f"{gid} {token}") for gid, token in held)
 
 
 def _mark(job: str) -> int:

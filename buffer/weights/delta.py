@@ -88,7 +88,7 @@ def apply(folder: Path, base: Path, result: Path) -> None:
     Raises WireError unless it is the one that was published.
     """
     listed: Mapping[str, Any] = _description(folder).get("whole", {})
-    for name, facts in listed.items():
+    for name in listed:
         changes = folder / (name + SUFFIX)
         if Path(name).name != name:
             raise WireError(f"{folder / NAME} has an invalid file name: {name!r}")
@@ -96,6 +96,12 @@ def apply(folder: Path, base: Path, result: Path) -> None:
             _apply_changes(changes, base / name, result / name)
         else:
             shutil.copy(folder / name, result / name)
+    check(folder, result)
+
+
+def check(folder: Path, result: Path) -> None:
+    """Raise WireError or OSError unless `result` is what the changes in `folder` must make."""
+    for name, facts in _description(folder).get("whole", {}).items():
         check_file(result / name, FileFacts.parse(facts))
 
 

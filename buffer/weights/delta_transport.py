@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
@@ -23,6 +22,7 @@ from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm, WrittenFiles
+from buffer.weights.host_folders import HostFolders
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver, WeightsSender
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -99,14 +99,14 @@ class DeltaSender:
 
 
 class DeltaReceiver(WeightsReceiver):
-    """Receives through `transport`, and makes whole versions of changes, in a temporary folder.
+    """Receives through `transport`, and makes whole versions of changes, once for all on the host.
 
     Invariant: the folder that `fetch` returns has the checksums of the whole version.
     """
 
     def __init__(self, transport: WeightsReceiver) -> None:
         self._transport = transport
-        self._results: TemporaryDirectory[str] | None = None
+        self._results = HostFolders()
         self._running: Path | None = None
         """the folder of the version that the engine runs"""
         self._wholes: dict[str, Path] = {}
@@ -138,20 +138,18 @@ class DeltaReceiver(WeightsReceiver):
         self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
     ) -> Path:
         """Return the version that `changes` make of the published base."""
-        if self._results is None:
-            self._results = TemporaryDirectory(prefix="rolloutmq-weights-")
-        result = Path(self._results.name) / changed.checksum
-        shutil.rmtree(result, ignore_errors=True)
-        result.mkdir()
         try:
-            delta.apply(changes, base, result)
+            result = self._results.get(
+                f"whole-{changed.checksum}",
+                fill=lambda folder: delta.apply(changes, base, folder),
+                check=lambda folder: delta.check(changes, folder),
+            )
         except BaseException:
             # the base may be damaged: the next try fetches it again
             self._wholes.pop(published.checksum, None)
-            shutil.rmtree(result, ignore_errors=True)
             raise
-        if base != self._running and base.parent == result.parent:
-            shutil.rmtree(base, ignore_errors=True)
+        if base != self._running:
+            self._results.release(base)
         return result
 
     def _note(self, published: PublishedWeights, folder: Path) -> None:
@@ -161,14 +159,11 @@ class DeltaReceiver(WeightsReceiver):
     def keep_only(self, folder: Path) -> None:
         self._running = folder
         self._wholes = {c: whole for c, whole in self._wholes.items() if whole == folder}
-        for other in Path(self._results.name).iterdir() if self._results else ():
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+        self._results.keep_only(folder)
         self._transport.keep_only(folder)
 
     def close(self) -> None:
-        if self._results is not None:
-            self._results.cleanup()
+        self._results.close()
         self._transport.close()
 
 

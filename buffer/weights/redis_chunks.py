@@ -9,7 +9,6 @@ Invariant: what `VersionStore.read` leaves in a folder has the checksum that was
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm
+from buffer.weights.host_folders import HostFolders
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
 SCHEME = "redis:"
@@ -57,16 +57,21 @@ class VersionStore:
 
     def is_finished(self, label: str) -> bool:
         """Return whether the version has its record."""
-        return bool(self._call("EXISTS", self._keys.weights_part(label)))
+        return self.find(label) is not None
 
     def record(self, label: str, checksum: str) -> bytes:
         """Return a version's record. Raises WireError if it is missing or not the published one."""
-        record = self._call("GET", self._keys.weights_part(label))
+        record = self.find(label)
         if record is None:
             hint = "it may have been replaced by newer ones"
             raise WireError(f"the server has no weights {label}", hint=hint)
         manifest.check(record, checksum)
-        return bytes(record)
+        return record
+
+    def find(self, label: str) -> bytes | None:
+        """Return a version's record; None if it is missing."""
+        record: bytes | None = self._call("GET", self._keys.weights_part(label))
+        return record
 
     def write(self, label: str, folder: Path) -> None:
         """Store the files of a folder that has a manifest."""
@@ -169,36 +174,32 @@ class RedisSender:
 
 
 class RedisReceiver(WeightsReceiver):
-    """Downloads versions into a temporary folder of this process.
+    """Downloads versions, once for all processes of the host (host_folders.py).
 
     The one that an engine has loaded stays there, as the way back from an update that fails.
     """
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._versions = VersionStore(store, keys)
-        self._downloads: TemporaryDirectory[str] | None = None
+        self._downloads = HostFolders()
 
     def check(self, published: PublishedWeights) -> None:
         self._versions.record(published.address.removeprefix(SCHEME), published.checksum)
 
     def fetch(self, published: PublishedWeights) -> Path:
         label = published.address.removeprefix(SCHEME)
-        if self._downloads is None:
-            self._downloads = TemporaryDirectory(prefix="rolloutmq-weights-")
-        folder = Path(self._downloads.name) / label.replace(":", "-")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        self._versions.read(label, published.checksum, folder)
-        return folder
+        checksum = published.checksum
+        return self._downloads.get(
+            f"redis-{checksum}",
+            fill=lambda folder: self._versions.read(label, checksum, folder),
+            check=lambda folder: manifest.verify(folder, checksum),
+        )
 
     def keep_only(self, folder: Path) -> None:
-        for other in Path(self._downloads.name).iterdir() if self._downloads else ():
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+        self._downloads.keep_only(folder)
 
     def close(self) -> None:
-        if self._downloads is not None:
-            self._downloads.cleanup()
+        self._downloads.close()
 
 
 def _chunk_count(size: int) -> int:

@@ -215,7 +215,7 @@ class Trainer:
     def _take(self, step: int, timing: Timing) -> Batch:
         """Take the batch of a step. Where the newest weights are too old for it, publish first."""
         counts = self._run.limits.mix().shares(step)
-        if self._is_too_old(self._publisher.announced, step):
+        if self._is_too_old(self._publisher.published, step):
             self._await_publication()
         while True:
             started = time.monotonic()
@@ -293,23 +293,24 @@ class Trainer:
         """Copy the weights, and begin to publish the copy beside what follows.
 
         It is waited for where the run is paused for it, or exclusive evaluations are due. After
-        `consumer.stop` nothing is published or evaluated: the step in progress still ends, so that
-        it is logged. The next trainer publishes first.
+        `consumer.stop` nothing is published or evaluated, but the step in progress is logged.
         """
         started = time.monotonic()
         step = self._position.step
         with suppress(Stopped):
             self._await_publication()
-            save = self.rank.snapshot()
+            save = self.rank.begin_snapshot()
             self._newest_weights = step
-            if is_paused or self._is_evaluated_in_pause(step):
-                self._publish_now(step, save, timing, is_paused=is_paused)
-            else:
+            is_now = is_paused or self._is_evaluated_in_pause(step)
+            if not is_now:
                 self._publisher.begin(step, save)
+            self.rank.copy_weights()
+            if is_now:
+                self._publish_now(step, save, timing, is_paused=is_paused)
         timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
 
     def _await_publication(self) -> None:
-        """Wait until the newest weights are announced."""
+        """Wait until the newest weights are published."""
         while not self._publisher.is_done(wait_s=1.0):
             self.rank.meet()
         self._publisher.finish()

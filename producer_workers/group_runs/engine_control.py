@@ -120,11 +120,13 @@ class ControlledEngine:
         """
         if self.has_weights_of(state):
             return True
-        if self._refused == state.weights and time.monotonic() < self._retry_at:
+        if self._refused and state.announced:
+            return False  # weights that cannot be loaded are not tried again just before the next
+        if self._refused == state.weights and not self._is_retry_due():
             return False
         started = time.monotonic()
         try:
-            fetched = self._next.of(state)
+            fetched = self._next.take(state.published)
             if fetched is None or not await self._load(fetched, state):
                 return False
         except WeightsError as error:
@@ -137,6 +139,21 @@ class ControlledEngine:
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
         return True
 
+    def prepare(self, state: ControlState) -> bool:
+        """Fetch the weights that are announced. Return whether that has ended, well or not."""
+        announced = state.announced
+        if announced is None or announced.weights == self._engine.version():
+            return True
+        if not self.has_weights_of(state) and not self._refused:
+            return False  # one fetch at a time: first the newest
+        if self._refused == announced.weights and not self._is_retry_due():
+            return True
+        try:
+            return self._next.has(announced)
+        except WeightsError as error:
+            self._refuse(announced.weights, error)
+            return True
+
     async def _load(self, fetched: Fetched, state: ControlState) -> bool:
         """Load from the trainer's memory, or from the folder. False: the folder is fetched next."""
         engine = self._engine
@@ -148,13 +165,16 @@ class ControlledEngine:
             await engine.receive_weights(fetched.announced, state.weights)
         except WeightsError as error:
             log.warning("cannot receive from the trainer, reading the folder: %s", error)
-            self._next.begin(state, may_receive=False)
+            self._next.begin(state.published, may_receive=False)
             return False
         return True
 
     async def close(self) -> None:
         """Delete downloaded weights. No more will be loaded."""
         await self._next.close()
+
+    def _is_retry_due(self) -> bool:
+        return time.monotonic() >= self._retry_at
 
     def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
         """Log a refusal, once for every version, and plan the next try."""

@@ -1,14 +1,17 @@
-"""The newest weights on their way to the engine, while it still samples with the old ones.
+"""The next weights on their way to the engine, while it still samples with the old ones.
 
-They are fetched, verified and, where the engine can, read into a second buffer, one version at a
-time: a worker that misses versions meanwhile continues with the newest. Nothing here touches the
-weights that the engine runs.
+A trainer announces weights before it pauses the run to publish them, so that the pause holds the
+switch only. They are fetched, verified and, where the engine can, read into a second buffer, one
+version at a time: a worker that misses versions meanwhile continues with the newest. Nothing here
+touches the weights that the engine runs.
 
     the fetch        the version that is wanted    then
     is under way     the same                      wait for its end
-                     a newer one                   wait, discard it, fetch the newer one
+                     another one                   wait, discard it, fetch the other one
+    has ended        the same                      keep it until it is published
+                     another one                   discard it, fetch the other one
     failed           the same                      refused (engine_control.py), fetched again later
-                     a newer one                   fetch the newer one: the older may be deleted
+                     another one                   fetch the other one: the first may be deleted
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.control.control import ControlState
+from buffer.control.control import LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.announcement import Announcement
 from buffer.weights.registry import open_receiver
@@ -32,26 +34,25 @@ log = logging.getLogger("rolloutmq.worker")
 
 
 class WeightSource:
-    """Finds the published weights that a control state names. Lookups raise WeightsError."""
+    """Finds the weights that a control state names. Lookups raise WeightsError."""
 
     def __init__(self, run: Run) -> None:
         self._receiver = open_receiver(run.store, run.keys)
 
-    def announcement(self, state: ControlState) -> Announcement | None:
+    def announcement(self, found: LocatedWeights) -> Announcement | None:
         """Return how engines get these weights from the trainer's memory, if they can."""
         try:
-            return self._receiver.announcement(_published(state))
+            return self._receiver.announcement(PublishedWeights(found.path, found.checksum))
         except (OSError, WireError, StoreUnavailable) as error:
-            message = f"cannot read the announcement of the weights {state.weights}: {error}"
+            message = f"cannot read the announcement of the weights {found.weights}: {error}"
             raise WeightsError(message) from error
 
-    def fetch(self, state: ControlState) -> Path:
+    def fetch(self, found: LocatedWeights) -> Path:
         """Return a folder with these weights, verified. Without a checksum, nothing is verified."""
         try:
-            return self._receiver.fetch(_published(state))
+            return self._receiver.fetch(PublishedWeights(found.path, found.checksum))
         except (OSError, WireError, StoreUnavailable) as error:
-            where = state.weights_path
-            raise WeightsError(f"cannot use the weights in {where}: {error}") from error
+            raise WeightsError(f"cannot use the weights in {found.path}: {error}") from error
 
     def keep_only(self, folder: Path) -> None:
         """Delete downloads other than `folder`, which the engine now runs."""
@@ -60,10 +61,6 @@ class WeightSource:
     def close(self) -> None:
         """Delete all downloads."""
         self._receiver.close()
-
-
-def _published(state: ControlState) -> PublishedWeights:
-    return PublishedWeights(state.weights_path, state.weights_checksum)
 
 
 class Fetched(NamedTuple):
@@ -80,42 +77,52 @@ class NextWeights:
         self._engine = engine
         self._source = source
         self._inbox = inbox
-        self._weights: PolicyVersion | None = None
+        self._wanted: LocatedWeights | None = None
         self._task: asyncio.Task[Fetched] | None = None
 
-    def of(self, state: ControlState) -> Fetched | None:
-        """Return the newest weights, once they are there; begin to fetch them if need be.
+    def has(self, wanted: LocatedWeights) -> bool:
+        """Return whether these weights are there; begin to fetch them if need be.
 
         Raises the error that ended the fetch: WeightsError, EngineDeadError.
         """
         if self._task is None:
-            self.begin(state)
-        if self._task is None or not self._task.done():
-            return None
-        task = self._task
-        self._task = None
-        if self._weights == state.weights:
-            return task.result()
-        if task.exception() is None:
-            log.debug("weights %s are replaced by newer ones: discarded", self._weights)
-        self.begin(state)
-        return None
+            self.begin(wanted)
+        elif self._task.done():
+            failed = self._task.exception()
+            if self._wanted != wanted:
+                log.debug("weights %s are replaced by others", self._wanted)
+                self.begin(wanted)
+            elif failed:
+                self._task = None
+                raise failed
+            else:
+                return True
+        return False
 
-    def begin(self, state: ControlState, *, may_receive: bool = True) -> None:
-        """Begin to fetch the newest weights; not `may_receive`: from their folder."""
-        self._weights = state.weights
-        self._task = asyncio.create_task(self._fetch(state, may_receive), name="next-weights")
+    def take(self, wanted: LocatedWeights) -> Fetched | None:
+        """Return the weights, and forget them, once `has` returns that they are there."""
+        if not self.has(wanted):
+            return None
+        assert self._task
+        fetched = self._task.result()
+        self._task = None
+        return fetched
+
+    def begin(self, wanted: LocatedWeights, *, may_receive: bool = True) -> None:
+        """Begin to fetch weights; not `may_receive`: from their folder."""
+        self._wanted = wanted
+        self._task = asyncio.create_task(self._fetch(wanted, may_receive), name="next-weights")
         self._task.add_done_callback(lambda _: self._inbox.post(WeightsFetched()))
 
-    async def _fetch(self, state: ControlState, may_receive: bool) -> Fetched:
+    async def _fetch(self, wanted: LocatedWeights, may_receive: bool) -> Fetched:
         engine = self._engine
         if may_receive and isinstance(engine, ReceivesWeights) and engine.receives_weights():
-            announced = await asyncio.to_thread(self._source.announcement, state)
+            announced = await asyncio.to_thread(self._source.announcement, wanted)
             if announced:
                 return Fetched(Path(announced.folder), announced)
-        folder = await asyncio.to_thread(self._source.fetch, state)
+        folder = await asyncio.to_thread(self._source.fetch, wanted)
         if isinstance(engine, PreparesWeights):
-            await engine.prepare_weights(folder, state.weights)
+            await engine.prepare_weights(folder, wanted.weights)
         return Fetched(folder, None)
 
     async def close(self) -> None:

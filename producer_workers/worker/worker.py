@@ -4,8 +4,9 @@ What it may do is decided in Redis: a claim is refused while the run is paused o
 weights are not the newest (I10), and a result is refused if its lease was lost (I2).
 
     mode              the worker                                          its receipt means
-    run               samples with the old weights until newer ones are   it has those weights
-                      fetched, loads them, samples, claims
+    run               samples with the old weights until newer ones are   it has those weights,
+                      fetched, loads them, samples, claims; fetches       and has fetched those
+                      those that are announced                            that are announced
     keep              freezes the engine                                  nothing is sampled
     abort             ends what the engine samples; groups go to the      it holds no group
                       aborted pool, with the tokens of members that
@@ -299,6 +300,7 @@ class Worker:
         if control.ack == state.epoch and is_pause and not self._engine.is_asleep:
             # after the receipt, which must not wait for weights that may never load
             await self._engine.update(state)
+            self._engine.prepare(state)
         if self._engine.refusal != refusal:
             self._heartbeat.send_now()
 
@@ -312,7 +314,7 @@ class Worker:
             await engine.wake()
             is_loaded = await engine.update(state)
             await engine.thaw()
-            return is_loaded
+            return engine.prepare(state) and is_loaded
         if state.mode is Mode.ABORT and self._groups:
             # repeated until none is left: a group may only now come from its prompt to the
             # engine, or from the engine to its judge

@@ -151,7 +151,7 @@ def at_work(
         crew.stop()
 
 
-def wait_until(condition: Callable[[], object], what: str, *, tries: int = 2000) -> None:
+def wait_until(condition: Callable[[], object], what: str, *, tries: int = 40_000) -> None:
     """Poll until it holds; a test that waits in vain fails with `what`."""
     pause = threading.Event()
     for _ in range(tries):

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])
 def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     model_dir: Path, tmp_path: Path, seed: int, lives: int, ranks: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -202,7 +201,7 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(
     assert len(run.dead_letters) == 12
     assert run.fleet.admit("w0") == 12
     with at_work(run, math=12):
-        batch = consumer.take_batch(1, {"math": 2}, deadline_s=60.0)
+        batch = consumer.take_batch(1, {"math": 2}, deadline_s=400.0)
         assert len(batch.groups) == 2
         assert consumer.take_batch(1, {"math": 2}).manifest == batch.manifest
     consumer.commit(1, keep=1)
@@ -258,12 +257,14 @@ def test_open_is_refused_when_the_server_holds_another_run(run: Run, trainer: Tr
 
 
 def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_is_busy(
-    run: Run, trainer: Trainers
+    make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
+    run = make_run(role_timeout_ms=60_000)
     trainer(run)
-    end = time.monotonic() + 2.5 * run.limits.role_timeout_ms / 1000
-    while time.monotonic() < end:  # pure Python: never gives up the interpreter by itself
-        sum(range(1000))
+    opened = run.control.holder("trainer").seen_ms
+    while run.control.holder("trainer").seen_ms < opened + 5 * run.limits.heartbeat_ms:
+        for _ in range(10_000):  # pure Python: never gives up the interpreter by itself
+            sum(range(1000))
     with pytest.raises(RoleHeld):
         trainer(run)
 
@@ -533,10 +534,12 @@ def test_full_memory_asks_for_a_checkpoint_and_continues_after_it(
         consumer.commit(checkpoints[-1], keep=checkpoints[-1])
 
     with at_work(run, math=100):
-        for step in range(1, 11):
+        for step in range(1, 51):
             consumer.take_batch(step, {"math": 2}, checkpoint=checkpoint)
             assert run.memory.count().held < 9000
-    assert len(checkpoints) >= 2
+            if len(checkpoints) == 2:
+                break
+    assert len(checkpoints) == 2
     assert run.account.fsck().clean
 
 
@@ -567,7 +570,7 @@ def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
     for key in run.store.control.scan_iter(f"rmq:{{{run.name}}}:*"):
         run.store.control.delete(key)
     with pytest.raises(LostRun, match="its data was lost") as lost:
-        consumer.take_batch(1, {"math": 1}, deadline_s=60.0)
+        consumer.take_batch(1, {"math": 1}, deadline_s=400.0)
     assert "regenerate=True" in lost.value.hint
     with pytest.raises(LostRun):
         run.control.renew_role("producer", producer)

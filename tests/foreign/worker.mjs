@@ -76,8 +76,8 @@ async function work() {
   const keys = served.flatMap(([task, lane]) => [`jobs:${task}:${lane}`, `progress:${task}`]);
   const token = newToken();
   const reply = await call("claim", { keys, more: served.map(([, lane]) => lane), token, limit: 1 });
-  if (reply[0] !== "OK" || reply.length < 8) return false;
-  const gid = reply[7], task = gid.slice(0, gid.lastIndexOf("-"));
+  if (reply[0] !== "OK" || reply.length < 11) return false;
+  const gid = reply[10], task = gid.slice(0, gid.lastIndexOf("-"));
   try {
     await submit(gid, task, token, ...(await make(gid, token)));
   } catch (error) {

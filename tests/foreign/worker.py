@@ -69,7 +69,7 @@ class Worker:
         return [part.decode() if isinstance(part, bytes) else part for part in reply]
 
     def hear(self, control):
-        self.epoch, self.mode, self.lanes, weights, self.path, _ = int(control[0]), *control[1:]
+        self.epoch, self.mode, self.lanes, weights, self.path, *_ = int(control[0]), *control[1:]
         if self.mode == "run" or "weights" not in self.facts:
             self.facts["weights"] = weights  # load what is at self.path, then say that it is loaded
 
@@ -84,7 +84,7 @@ class Worker:
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")
         is_known = reply[0] != "UNKNOWN"
-        self.hear(reply[1:7] if is_known else self.call("register")[2:8])
+        self.hear(reply[1:10] if is_known else self.call("register")[2:11])
         if reply[0] == "DIFFERS":
             is_known = self.call("reconcile", more=held, limit=200) == ["OK"]
         if held and not is_known:
@@ -124,10 +124,10 @@ class Worker:
         reply = self.call(
             "claim", keys=keys, more=[lane for _, lane in served], token=token, limit=1
         )
-        if reply[0] != "OK" or len(reply) < 8:
+        if reply[0] != "OK" or len(reply) < 11:
             return False
-        gid = reply[7]
-        task = reply[7].rpartition("-")[0]
+        gid = reply[10]
+        task = gid.rpartition("-")[0]
         try:
             self.submit(gid, task, token, *self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:

@@ -35,7 +35,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def scene(own_server: Server, run_name: str) -> Iterator[Scene]:
-    store = Store(own_server.url, deadline_s=10.0)
+    store = Store(own_server.url, deadline_s=120.0)
     with own_server.connect() as raw:
         yield Scene(store, raw, run_name, LIMITS)
     store.close()
@@ -64,7 +64,7 @@ def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
     consumer.open()
     try:
         for step in range(1, (len(KINDS) + 1) // 2 + 1):
-            batch = consumer.take_batch(step, {"math": 2}, deadline_s=60.0)
+            batch = consumer.take_batch(step, {"math": 2}, deadline_s=400.0)
             assert all(group.scores.tolist() == [1.0, 1.0] for group in batch.groups)
             assert consumer.take_batch(step, {"math": 2}).manifest == batch.manifest
             consumer.commit(step, keep=step)

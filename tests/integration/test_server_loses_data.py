@@ -104,7 +104,7 @@ class Site:
 
     def connect(self, url: str) -> Run:
         return Run.create(
-            Store(url, deadline_s=10.0),
+            Store(url, deadline_s=120.0),
             "demo",
             self.nonce,
             LIMITS,
@@ -123,7 +123,7 @@ class Site:
         for _ in range(steps):
             weights = PolicyVersion(consumer.lineage, position.step)
             run.control.publish_weights(consumer.nonce, weights, "/w", "")
-            batch = consumer.take_batch(position.step + 1, {"math": GROUPS}, deadline_s=20.0)
+            batch = consumer.take_batch(position.step + 1, {"math": GROUPS}, deadline_s=400.0)
             position.add(batch.manifest)
             history.append(batch.manifest)
             self.aof_bytes.append(self.aof.stat().st_size)

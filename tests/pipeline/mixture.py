@@ -92,7 +92,7 @@ class Mixture:
             self.work(**work)
 
     def take(self, step: int) -> Batch:
-        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=60.0)
+        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=400.0)
 
     def publish(self, step: int) -> PolicyVersion:
         weights = PolicyVersion(self.consumer.lineage, step)

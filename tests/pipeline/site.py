@@ -20,7 +20,7 @@ from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 150.0
+DEADLINE_S = 400.0
 
 CONFIG = """
 [run]
@@ -187,7 +187,7 @@ class Site:
         mine = not with_server.is_running
         with_server.start()
         try:
-            store = Store(with_server.url, deadline_s=20.0)
+            store = Store(with_server.url, deadline_s=120.0)
             run = Run.open(store, self.name)
             run.janitor.sweep()
             audit = run.account.fsck()

@@ -36,7 +36,7 @@ def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[...,
     try:
         with site.manager.opened():
             for step in (1, 2, 3):
-                made = site.manager.produce_batch(step, deadline_s=60.0)
+                made = site.manager.produce_batch(step, deadline_s=400.0)
                 assert made.status is STATUS.NORMAL
                 assert {task: counts.enqueued for task, counts in made.made.items()} == {
                     "math": 5,
@@ -124,7 +124,7 @@ def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> 
             site.rounds(code=9)
             assert site.ready() == {"math": 0, "code": 2, "idle": 0}
             batch = site.consumer.take_batch(
-                step, {"math": 5, "code": 2}, strict=False, deadline_s=60.0
+                step, {"math": 5, "code": 2}, strict=False, deadline_s=400.0
             )
             assert [group.task for group in batch.groups] == ["code", "code"]
             site.publish(step)
@@ -144,7 +144,7 @@ def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(
             site.work(code=2, math=3)
             assert site.ready() == {"math": 3, "code": 2, "idle": 0}
             left = site.run.account.totals()
-            assert site.manager.produce_batch(step, deadline_s=60.0).status is STATUS.NORMAL
+            assert site.manager.produce_batch(step, deadline_s=400.0).status is STATUS.NORMAL
             assert site.run.account.totals() == left
             assert len(site.take(step).groups) == 5
             site.publish(step)

@@ -26,7 +26,6 @@ def files_of(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_in_the_background_is_stopped_continued_finished_and_evaluated(site: Site) -> None:
     where = ("--run-dir", str(site.run_dir))
     code, said = site.command("run", "--detach")

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from buffer.config.task import JudgingSection
-from buffer.control.control import Mode
+from buffer.control.control import STATE_FIELDS, Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState
 from buffer.store.store import Store
@@ -219,15 +219,12 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_control_state_that_was_overwritten(yard: Yard, tmp_path: Path) -> None:
-    key, names = (
-        yard.run.keys.control,
-        ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum"),
-    )
+    key, names = yard.run.keys.control, STATE_FIELDS
     yard.name(1, tmp_path, "sum")
     state = yard.run.control.state()
     good = b"\0".join(field or b"" for field in yard.store.control.hmget(key, *names))
     for kind in KINDS:
-        fields = (CONTROL[kind](good).split(b"\0") + [b""] * 6)[:6]
+        fields = (CONTROL[kind](good).split(b"\0") + [b""] * len(names))[: len(names)]
         yard.store.control.hset(key, mapping=dict(zip(names, fields, strict=True)))
         if kind in (
             "trailing bytes",
@@ -237,7 +234,7 @@ def test_a_control_state_that_was_overwritten(yard: Yard, tmp_path: Path) -> Non
             "bad utf-8",
             "truncated",
         ):
-            continue  # more than six fields are no state of this hash; another path or none is one
+            continue  # more fields are no state of this hash; another path or none is one
         with pytest.raises(RolloutMQError):
             pytest.fail(f"{kind}: {yard.run.control.state()}")
     yard.store.control.hset(key, mapping=dict(zip(names, good.split(b"\0"), strict=True)))

@@ -28,7 +28,7 @@ def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard
 
     def train(engines: list[object]) -> None:
         for step in range(1, STEPS + 1):
-            batch = consumer.take_batch(step, {TASK: 3}, deadline_s=30)
+            batch = consumer.take_batch(step, {TASK: 3}, deadline_s=400)
             with consumer.paused("abort"):
                 awake.extend(not engine.asleep for engine in engines)  # type: ignore[attr-defined]
                 path, checksum = weights[step]

@@ -79,7 +79,7 @@ class Racers:
             mode = chance.choice([Mode.ABORT, Mode.DRAIN, Mode.KEEP, Mode.RUN, Mode.RUN])
             state = self._control.set_mode("operator", mode)
             if chance.random() < 0.5:
-                self._receipts.wait(state, timeout_s=60.0)
+                self._receipts.wait(state, timeout_s=400.0)
                 self.look(state)
             time.sleep(chance.uniform(0, 0.1))
         self._control.set_mode("operator", Mode.RUN)

@@ -72,7 +72,7 @@ def play(yard: Yard, trainer: Callable[[], None]) -> None:
 
 
 def take(consumer: RolloutConsumer, step: int, count: int = SHARE) -> Batch:
-    return consumer.take_batch(step, {TASK: count}, deadline_s=60.0)
+    return consumer.take_batch(step, {TASK: count}, deadline_s=400.0)
 
 
 def test_weights_that_are_too_old_are_reported_and_newer_ones_serve_the_same_step(
@@ -145,7 +145,7 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
 
     def trainer() -> None:
         yard.control(Mode.ABORT)
-        threading.Thread(target=lambda: (is_waiting.wait(60), yard.control(Mode.RUN))).start()
+        threading.Thread(target=lambda: (is_waiting.wait(400), yard.control(Mode.RUN))).start()
         # no worker, nothing started, a step that is not even too old: that is what a pause is
         reasons: list[str] = []
 
@@ -155,7 +155,7 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
                 is_waiting.set()
 
         assert (
-            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=note).groups)
+            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=400.0, waiting=note).groups)
             == SHARE
         )
         yard.control(Mode.FINISH)

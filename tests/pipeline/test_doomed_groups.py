@@ -39,8 +39,9 @@ def test_doomed_groups_end_in_the_engine_and_others_start(
             await yard.until_places(dropped=2, taken=1)
             assert engine.unfinished() == 0
             yard.control(Mode.RUN)
-            yard.enqueue(1)
-            yard.publish(1)
+            weights = yard.publish(1)
+            await yard.until(lambda: engine.version() == weights)
+            yard.enqueue(1)  # under the old weights it would be doomed, too
             await yard.until_places(dropped=2, taken=1, completed=1)
 
     asyncio.run(scenario())

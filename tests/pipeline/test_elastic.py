@@ -32,7 +32,6 @@ def yard(site: Site, tmp_path: Path) -> Iterator[Yard]:
         yield Yard(store, site.name, tmp_path, LIMITS.model_copy(update={"lease_ms": 60_000}))
 
 
-@pytest.mark.timeout(400)
 def test_worker_keeps_results_without_a_network_and_hands_back_the_rest_when_it_is_stopped(
     site: Site, yard: Yard
 ) -> None:

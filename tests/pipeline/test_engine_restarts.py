@@ -117,7 +117,6 @@ class WatchedVllm:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
     make_yard: Callable[..., Yard], tmp_path: Path
 ) -> None:

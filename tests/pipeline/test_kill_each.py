@@ -11,7 +11,6 @@ from tests.pipeline.site import Site
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(
     make_site: Callable[..., Site],
 ) -> None:

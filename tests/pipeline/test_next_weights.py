@@ -10,10 +10,28 @@ from pathlib import Path
 import pytest
 
 from buffer.control.control import Mode
+from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
+from consumer.rollout_consumer import RolloutConsumer
+from tests.consumer.crew import wait_until
+from tests.pipeline.test_refused_weights import spoil
 from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, Yard, versions
+
+
+def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
+    """Let every fetch wait for `gate`; return the names of the folders that are fetched."""
+    fetched: list[str] = []
+    fetch = FolderReceiver.fetch
+
+    def fetch_slowly(self: FolderReceiver, published: PublishedWeights) -> Path:
+        fetched.append(Path(published.address).name)
+        assert gate.wait(60)
+        return fetch(self, published)
+
+    monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)
+    return fetched
 
 
 def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newest_version(
@@ -28,7 +46,7 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
         fetched.append(Path(published.address).name)
         if fetched == ["weights-1"]:
             fetching.set()
-            assert gate.wait(60)
+            assert gate.wait(400)
         return fetch(self, published)
 
     monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)
@@ -64,4 +82,83 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
     for gids, weights in ((first, FIRST), (second, newest)):
         stamps = [stamp for gid in gids for s in yard.group(gid).states for stamp in versions(s)]
         assert set(stamps) == {weights}
+    yard.check()
+
+
+@pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
+def test_a_pause_waits_for_no_fetch(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """While announced weights are fetched, workers claim and sample; the pause holds the switch."""
+    gate = threading.Event()
+    fetched = gated_fetches(monkeypatch, gate)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            announced = yard.announce(1)
+            await yard.until(lambda: fetched == ["weights-1"])
+            yard.enqueue(2)
+            await yard.until_places(completed=2)
+            assert yard.run.receipts.silent(announced.epoch) == ["w0"]
+            gate.set()
+            await yard.receipts(announced)
+            assert engine.version() == FIRST
+            gate.clear()  # from here on, a fetch would not end
+            await yard.receipts(yard.control(mode))
+            yard.name(1, *yard.located(1))
+            yard.control(Mode.RUN)
+            yard.enqueue(1)
+            await yard.until_places(completed=3)
+            assert engine.version() == PolicyVersion(LINEAGE, 1)
+
+    asyncio.run(scenario())
+    assert fetched == ["weights-1"]
+    yard.check()
+
+
+def test_announced_weights_that_are_replaced_altered_or_never_published(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 1 is replaced while it is fetched, 2 is altered, 4 announced by a trainer that dies.
+
+    A worker that dies before it has fetched anything is waited for no longer than its lease.
+    """
+    gate = threading.Event()
+    fetched = gated_fetches(monkeypatch, gate)
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)
+    consumer.lineage = LINEAGE
+    never = threading.Event()
+
+    def refusals() -> str:
+        return " ".join(worker.refusal for worker in yard.run.fleet.workers())
+
+    def train() -> None:
+        yard.announce(1)
+        wait_until(lambda: fetched == ["weights-1"], "a fetch")
+        yard.run.fleet.register("dies", new_nonce(), {})
+        folder, checksum = yard.write_weights(2)
+        spoil(folder)
+        announced = consumer.announce_weights(2, str(folder), checksum)
+        gate.set()
+        consumer.wait_until_fetched(announced, unless=never)
+        wait_until(lambda: "weights-2" in refusals(), "a refusal")
+        assert yard.run.control.state().weights == FIRST
+        consumer.wait_until_fetched(yard.announce(3), unless=never)
+        assert "weights-3" in fetched
+        with consumer.paused("abort"):
+            consumer.publish_weights(3, *map(str, yard.located(3)))
+        yard.announce(4)
+        yard.run.trainers.open(new_nonce(), step=0, lineage="l2", take_over=True)
+        assert yard.run.control.state().announced is None
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            await asyncio.to_thread(train)
+            yard.enqueue(1)
+            await yard.until_places(completed=1)
+            assert engine.version() == PolicyVersion(LINEAGE, 3)
+
+    asyncio.run(scenario())
+    assert fetched[:2] == ["weights-1", "weights-2"]
+    assert fetched.count("weights-3") == 1
     yard.check()

@@ -52,7 +52,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
 
     def come_back() -> None:
         for _ in range(2):  # asked this often whether to wait longer
-            asked.acquire(timeout=60)
+            asked.acquire(timeout=400)
         own_server.start()
 
     own_server.kill()

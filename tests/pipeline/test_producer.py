@@ -156,7 +156,7 @@ def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(
     second = make_producer(yard.run, dataset, share=300, slice_size=5)
     take_the_role(second, yard)
     play(second, yard)
-    thread.join(60)
+    thread.join(400)
     assert len(ended) == 1
     assert yard.places()["waiting"] == 300
     check_draws(yard)
@@ -208,7 +208,7 @@ def check_draws(yard: Yard) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
@@ -244,7 +244,7 @@ class SlowRow:
 
     def row(self, row: int, epoch: int = 0) -> Problem:
         self.is_asked.set()
-        assert self.may_answer.wait(60)
+        assert self.may_answer.wait(400)
         return Problem(messages=[{"role": "user", "content": f"{row}"}])
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class SlowRow:
 
 
 def wait_for(fact: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 400
     while not fact():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -277,7 +277,7 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
 
     thread = threading.Thread(target=produce)
     thread.start()
-    assert data.is_asked.wait(60)
+    assert data.is_asked.wait(400)
     control = yard.run.control
     first = control.holder("producer")
     seen: list[RoleHolder] = []
@@ -296,7 +296,7 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     wait_for(lambda: not control.holder("producer").is_alive)
     control.open_producer(new_nonce())
     data.may_answer.set()
-    thread.join(60)
+    thread.join(400)
     assert [type(error) for error in ended] == [Fenced]
     assert "waiting" not in yard.places()
     yard.check()

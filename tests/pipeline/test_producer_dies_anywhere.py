@@ -65,7 +65,6 @@ def outcome(mixture: Mixture) -> dict[str, Any]:
     return {"lines": lines, "cursors": cursors, "weights": mixture.run.limits.newest_weights()}
 
 
-@pytest.mark.timeout(300)
 def test_the_next_producer_ends_what_one_began_that_died_at_any_call(
     make_mixture: Callable[..., Mixture], monkeypatch: pytest.MonkeyPatch
 ) -> None:

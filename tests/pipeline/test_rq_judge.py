@@ -70,7 +70,7 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     process = subprocess.Popen(command, cwd=ROOT)
     yield server
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(400) == 0
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

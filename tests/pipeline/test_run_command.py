@@ -27,7 +27,6 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_run_continues_after_ctrl_c_and_after_a_kill_and_through_chaos(
     make_site: Callable[..., Site],
 ) -> None:
@@ -70,7 +69,6 @@ def test_run_continues_after_ctrl_c_and_after_a_kill_and_through_chaos(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_run_trains_a_warm_started_model_with_a_real_engine(tmp_path: Path) -> None:
     """Run with everything real: generated problems, a new model, vLLM, weights, an evaluation."""
     folder = tmp_path / "site"
@@ -132,58 +130,6 @@ stop_accuracy = 0.2
         site.close()
 
 
-# -- a live run, and others that want something of it ------------------------
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Site]:
-    """Disturb a run, which must have made progress at the end."""
-    site = Site(tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000)
-    site.server.start()
-    site.start("train")
-    site.start("producer")
-    site.start("worker", "--id", "w0")
-    site.until_step(2)
-    yield site
-    reached = site.lines()[-1][0]
-    site.until_step(reached + 2)
-    audit = site.audit()
-    assert audit.clean, (audit.faults, audit.lost, audit.doubled)
-    assert not site.history().trained_twice()
-    site.close()
-
-
-def test_a_second_producer_is_refused_on_a_live_run(live: Site) -> None:
-    code, output = live.command("producer")
-    assert code == 5
-    assert "has a producer that was alive" in output
-    assert "--take-over" in output
-
-
-def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
-    code, output = live.command("train")
-    assert code == 5
-    assert "has a trainer that was alive" in output
-    assert "--take-over" in output
-    first = live.processes[0]
-    second = live.start("train", "--take-over")
-    assert first.wait() == 5
-    assert "another one was opened" in first.said()
-    count = len(live.lines())
-    live.until(lambda: len(live.lines()) > count + 2, "a step of the new trainer")
-    assert second.popen.poll() is None
-
-
-def test_a_run_of_the_same_name_from_another_folder_is_refused(
-    live: Site, make_site: Callable[..., Site]
-) -> None:
-    other = make_site(name="live")
-    code, output = other.command("run", "--redis-url", live.server.url)
-    assert code == 5
-    assert "another run named 'live'" in output
-    assert "choose another [run] name" in output
-
-
 # -- bad input ---------------------------------------------------------------
 
 
@@ -224,18 +170,6 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
         code, output = site.command(verb)
         assert code == 2
         assert f"{file}:41: not valid JSON" in output
-
-
-def test_another_data_set_ends_the_producer_and_leaves_the_run_intact(
-    live: Site, tmp_path: Path
-) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_bytes(b'{"question": "1 + 1", "answer": 2}\n')
-    code, output = live.command(
-        "producer", "--take-over", "--set", f"tasks.sums.dataset.path={other}"
-    )
-    assert code == 2
-    assert "[tasks.sums.dataset] is not the data set that the run draws from" in output
 
 
 def test_a_folder_that_is_no_model_is_reported(
@@ -296,3 +230,70 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
         process = site.start(verb)
         site.until(partial(waits, process), "its wait")
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
+
+
+# -- a live run, and others that want something of it ------------------------
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Site]:
+    """Disturb a run, which must have made progress at the end.
+
+    Its tests are the last of this file: the run keeps the machine busy until they have ended.
+    """
+    site = Site(tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000)
+    site.server.start()
+    site.start("train")
+    site.start("producer")
+    site.start("worker", "--id", "w0")
+    site.until_step(2)
+    yield site
+    reached = site.lines()[-1][0]
+    site.until_step(reached + 2)
+    audit = site.audit()
+    assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+    assert not site.history().trained_twice()
+    site.close()
+
+
+def test_a_second_producer_is_refused_on_a_live_run(live: Site) -> None:
+    code, output = live.command("producer")
+    assert code == 5
+    assert "has a producer that was alive" in output
+    assert "--take-over" in output
+
+
+def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
+    code, output = live.command("train")
+    assert code == 5
+    assert "has a trainer that was alive" in output
+    assert "--take-over" in output
+    first = live.processes[0]
+    second = live.start("train", "--take-over")
+    assert first.wait() == 5
+    assert "another one was opened" in first.said()
+    count = len(live.lines())
+    live.until(lambda: len(live.lines()) > count + 2, "a step of the new trainer")
+    assert second.popen.poll() is None
+
+
+def test_a_run_of_the_same_name_from_another_folder_is_refused(
+    live: Site, make_site: Callable[..., Site]
+) -> None:
+    other = make_site(name="live")
+    code, output = other.command("run", "--redis-url", live.server.url)
+    assert code == 5
+    assert "another run named 'live'" in output
+    assert "choose another [run] name" in output
+
+
+def test_another_data_set_ends_the_producer_and_leaves_the_run_intact(
+    live: Site, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(b'{"question": "1 + 1", "answer": 2}\n')
+    code, output = live.command(
+        "producer", "--take-over", "--set", f"tasks.sums.dataset.path={other}"
+    )
+    assert code == 2
+    assert "[tasks.sums.dataset] is not the data set that the run draws from" in output

@@ -35,7 +35,7 @@ class Trips:
 
     def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         self.sizes.append(len(results))
-        assert self.gate.wait(60)
+        assert self.gate.wait(400)
         if any(result.job.gid == self.poison for result in results):
             raise ScriptError("submit: broken")
         return self._submit(worker, results)

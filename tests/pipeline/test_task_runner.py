@@ -178,7 +178,7 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
         state = await asyncio.to_thread(mixture.run.control.set_mode, "operator", Mode.ABORT)
-        await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=60.0)
+        await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=400.0)
         worker.stop()
         await work
 

@@ -75,7 +75,6 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made.server.server_close()
 
 
-@pytest.mark.timeout(300)
 def test_one_trace_holds_a_groups_life_in_three_processes(
     make_site: Callable[..., Site], collector: Collector
 ) -> None:

@@ -24,7 +24,6 @@ def rank_of(launcher: Process, rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_survives_a_killed_rank_and_continues_with_fewer(
     make_site: Callable[..., Site],
 ) -> None:
@@ -50,7 +49,6 @@ def test_a_run_survives_a_killed_rank_and_continues_with_fewer(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_torchrun_starts_all_ranks_again_when_one_dies(make_site: Callable[..., Site]) -> None:
     """Evaluations are exclusive, and the trainer waits until the role of the dead one is vacant."""
     site = make_site(steps=9)

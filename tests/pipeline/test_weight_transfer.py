@@ -41,7 +41,7 @@ from producer_workers.engines.base import WeightsError
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
 from tests.pipeline.yard import FIRST, LINEAGE, WatchedEngine, Yard
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(autouse=True)

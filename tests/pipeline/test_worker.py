@@ -137,7 +137,7 @@ def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> No
     async def scenario() -> None:
         work = await begin(yard)
         yard.run.fleet.register("w0", new_nonce(), {})
-        await asyncio.wait_for(work, 60)
+        await asyncio.wait_for(work, 400)
 
     with pytest.raises(Fenced, match="another process has registered"):
         asyncio.run(scenario())
@@ -151,7 +151,7 @@ def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
         raw = yard.run.store.control
         raw.hset(keys.meta, "nonce", new_nonce())
         raw.unlink(keys.worker("w0"))
-        await asyncio.wait_for(work, 60)
+        await asyncio.wait_for(work, 400)
 
     with pytest.raises(LostRun, match="another run"):
         asyncio.run(scenario())
@@ -255,7 +255,7 @@ def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
         task = asyncio.create_task(worker.run())
         await yard.until_generating(worker.engine, 4)  # type: ignore[attr-defined]
         await asyncio.to_thread(yard.control, Mode.FINISH)
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 400)
 
     asyncio.run(scenario())
     assert yard.places() == {"completed": 2}
@@ -306,7 +306,7 @@ def test_results_are_kept_and_submitted_after_the_server_was_full(
             await yard.until_generating(engine, 6)
             store.control.config_set("maxmemory", 1)
             await yard_is_idle(engine)
-            await asyncio.sleep(2 * yard.run.limits.lease_ms / 1000)
+            await yard.until_renewed()
             assert yard.places() == {"running": 3, "waiting": 3}
             epoch = yard.control(Mode.KEEP).epoch
             await yard.until(lambda: not yard.run.receipts.silent(epoch))
@@ -341,6 +341,7 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
         async with away.working(lost) as engine:
             await yard.until_generating(engine, 4)
             network.close()
+            assert await asyncio.to_thread(yard.run.fleet.fence, "lost") == 2
             async with yard.working(yard.worker("near")):
                 await yard.until_places(completed=2)
             winners = {gid: yard.run.record(gid)["payload"] for gid in gids}

@@ -174,10 +174,7 @@ def test_worker_keeps_its_lease_with_heartbeats_while_it_generates_for_longer(
     yard.enqueue(1, tokens=(3000, 3000))
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.places() == {"running": 1})
-        began = time.monotonic()
-        while time.monotonic() - began < 1.2 * yard.run.limits.lease_ms / 1000:
-            yard.run.janitor.sweep()
-            time.sleep(0.1)
+        asyncio.run(yard.until_renewed())
         assert yard.leases() == 1
         yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
     assert yard.counters().get("leases_lost", 0) == 0
@@ -237,8 +234,9 @@ def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) 
 
 @foreign
 def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
-    yard: Yard, scripts: Path, launch: Launch, request: pytest.FixtureRequest
+    make_yard: Callable[..., Yard], scripts: Path, launch: Launch, request: pytest.FixtureRequest
 ) -> None:
+    yard = make_yard(lease_ms=1500, worker_timeout_ms=4500)
     url: Any = yard.store.servers.masters()[0][0]
     yard.enqueue(2, tokens=(50, 50))
     language = request.node.callspec.params["launch"]
@@ -248,7 +246,7 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
     victim.wait()
     with launch(yard):
         until(yard, lambda: yard.places() == {"completed": 2})
-    assert yard.counters()["leases_lost"] == 1
+    assert yard.counters()["leases_lost"] >= 1
     yard.check()
 
 

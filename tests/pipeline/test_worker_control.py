@@ -81,8 +81,7 @@ def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_mid
             await yard.until_generating(engine, 4)
             await yard.receipts(yard.control(Mode.KEEP))
             frozen = engine._clock()
-            # longer than a lease: what is frozen is still held
-            await asyncio.sleep(2.0)
+            await yard.until_renewed()  # what is frozen is still held
             assert engine._clock() == frozen
             assert yard.places() == {"running": 2}
             yard.publish(1)

@@ -39,13 +39,13 @@ from tests.pipeline.judges import by_chance
 
 TASK = "sums"
 LIMITS = RunLimits(
-    lease_ms=1500,
+    lease_ms=120_000,
     heartbeat_ms=100,
-    worker_timeout_ms=4500,
+    worker_timeout_ms=360_000,
     role_timeout_ms=60_000,
     tasks={TASK: TaskLimits()},
 )
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 FIRST = FIRST_WEIGHTS
 LINEAGE = "l1"
 
@@ -150,6 +150,19 @@ class Yard:
     def publish(self, version: int) -> PolicyVersion:
         path, checksum = self.write_weights(version)
         return self.name(version, path, checksum)
+
+    def announce(self, version: int) -> ControlState:
+        """Write weights that workers may fetch, but not load yet."""
+        weights = PolicyVersion(LINEAGE, version)
+        path, checksum = self.write_weights(version)
+        return self.run.control.publish_weights(
+            self.trainer, weights, str(path), checksum, stage="next"
+        )
+
+    def located(self, version: int) -> tuple[Path, str]:
+        """Return the folder of weights that were written, and their checksum."""
+        folder = self.folder / f"weights-{version}"
+        return folder, weights_manifest.digest((folder / weights_manifest.NAME).read_bytes())
 
     def name(self, version: int, path: Path, checksum: str) -> PolicyVersion:
         weights = PolicyVersion(LINEAGE, version)
@@ -260,6 +273,15 @@ class Yard:
 
     async def until_places(self, **places: int) -> None:
         await self.until(lambda: self.places() == places)
+
+    async def until_renewed(self) -> None:
+        """Wait until five heartbeats have moved the deadline of the only worker with leases."""
+        wanted = self._lease_end() + 5 * self.run.limits.heartbeat_ms
+        await self.until(lambda: self._lease_end() >= wanted)
+
+    def _lease_end(self) -> float:
+        ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
+        return float(deadline)
 
     async def receipts(self, state: ControlState) -> None:
         """Wait until every live worker has carried out a control state."""

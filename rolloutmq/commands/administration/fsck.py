@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +29,8 @@ from buffer.monitoring.console import console
 from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.check import check_all
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.commands.administration.repair import repair_run, undo_repair
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import count, emit, plural, table
 
 EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo clean"
@@ -55,20 +56,43 @@ def register(app: typer.Typer) -> None:
 
 
 def fsck(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Rebuild what is damaged; all processes of the run must have ended.",
+        ),
+    ] = False,
+    undo: Annotated[
+        Path | None,
+        typer.Option(metavar="COPY", help="Put back what a repair changed: the file it named."),
+    ] = None,
+    yes: Yes = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that nothing is lost and nothing was trained twice.
 
     Checks every group in all indexes, on a live run. With the run's folder, it also checks what
     the trainer recorded. Exits with 6 if something is wrong.
+
+    A repair uses what is recorded twice, and the newest checkpoint. Lost groups are drawn again,
+    and nothing is trained twice.
     """
+    changed: dict[str, Any] = {}
     with open_target(redis_url, run_dir, run) as target:
+        if undo:
+            changed = undo_repair(target, undo, yes=yes, quiet=as_json)
+        elif repair:
+            changed = repair_run(target, yes=yes, quiet=as_json)
         audit = run_audit(target.run, quiet=as_json)
         steps = read_steps(target.step_log)
         risks = could_lose(target.run)
     twice = steps.trained_twice() if steps else {}
     if as_json:
-        emit(report(audit, steps) | {"could_lose": risks})
+        emit(report(audit, steps) | {"could_lose": risks} | changed)
     else:
         show_audit(console(), audit, steps)
         for risk in risks:
@@ -78,7 +102,8 @@ def fsck(
             f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two "
             f"places, {len(twice)} trained twice, "
             f"{len(audit.faults)} totals that do not add up",
-            hint="keep the server's data folder as it is and report this with the output of --json",
+            hint="`rolloutmq fsck --repair` shows what it would rebuild; please report this, with "
+            "the output of --json",
         )
 
 

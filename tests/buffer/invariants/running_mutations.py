@@ -257,7 +257,7 @@ RUNNING = [
     Mutation(
         "I13",
         "publish_weights",
-        "if redis.call('HGET', control, 'weights') ~= weights then",
+        "if redis.call('HGET', control, 'weights') ~= weights and redis.call('HGET', control, name) ~= weights then",
         running.a_repeated_call_is_harmless,
         new="do",
     ),

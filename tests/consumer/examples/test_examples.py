@@ -100,7 +100,7 @@ class Site:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
 
     def wait(self, process: subprocess.Popen[bytes]) -> int:
-        return process.wait(timeout=280)
+        return process.wait(timeout=500)
 
     def fields(self, key: str) -> dict[str, str]:
         found = self.store.control.hgetall(key)
@@ -207,7 +207,6 @@ def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
     assert site.run.account.fsck().clean
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("site", ["tests.consumer.examples.trl_on_cpu:train"], indirect=True)
 def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     """It is killed after a commit, somewhere in the steps behind it, and started again."""
@@ -217,7 +216,6 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
             wait_until(
                 lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None,
                 "a commit",
-                tries=20_000,
             )
             assert process.poll() in (None, 0), site.output()
         finally:

@@ -19,8 +19,6 @@ from tests.consumer.learner.sharded_learner import CUT, STEPS, Life
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Lives:
     """Run lives, and read what they wrote."""
@@ -31,7 +29,7 @@ class Lives:
         described = orjson.dumps([life.model_dump(mode="json") for life in lives]).decode()
         program = "tests.consumer.learner.sharded_learner"
         command = [sys.executable, "-m", program, str(folder), described]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=280, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr.decode()[-4000:]
 
     def metrics(self, name: str) -> list[dict[str, Any]]:

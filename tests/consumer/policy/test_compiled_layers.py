@@ -18,7 +18,6 @@ no_compiler = shutil.which("g++") is None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(no_compiler, reason="needs g++")
 def test_compiled_layers_train_as_others_do_on_one_rank_and_on_several(tmp_path: Path) -> None:
     model = build_model(tmp_path)

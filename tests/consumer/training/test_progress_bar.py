@@ -29,7 +29,7 @@ def test_a_terminal_shows_how_far_training_is_and_log_lines_stay_whole_above_it(
     master, slave = pty.openpty()
     env = os.environ | {"COLUMNS": "300", "TERM": "xterm"}
     subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, stderr=slave, timeout=120, check=True
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, stderr=slave, timeout=400, check=True
     )
     os.close(slave)
     shown = b""

@@ -78,7 +78,7 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
         return metrics
 
     def wait(version: int) -> None:
-        assert version != 1 or trained.wait(60)
+        assert version != 1 or trained.wait(400)
 
     written = wrap_write(monkeypatch, wait)
     monkeypatch.setattr(Learner, "train", train)

@@ -376,7 +376,7 @@ def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> N
     meeting = threading.Barrier(40)
 
     def meet(task: AgentTask) -> float:
-        meeting.wait(60)
+        meeting.wait(400)
         return 1.0
 
     states = run(loop_of(chat, agent=meet), Recorder(chat), questions(*map(str, range(40))))

@@ -39,7 +39,7 @@ from tests.producer_workers.engines.conformance import (
 )
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_cancelled_request_is_aborted_on_the_server(
         )
 
     async def until(wanted: Callable[[float], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 400
         while not wanted(await on_server()):
             assert time.monotonic() < end
             await asyncio.sleep(0.05)
@@ -250,7 +250,7 @@ def test_weights_that_somebody_else_changed_end_the_engine(
         ):
             assert len((await generate(engine, sampling(4))).token_ids) == 4
             proxy.label = "theirs:9"
-            end = time.monotonic() + 60
+            end = time.monotonic() + 400
             while engine._dead is None and time.monotonic() < end:
                 await asyncio.sleep(0.05)
             with pytest.raises(EngineDeadError, match="another client"):

@@ -23,8 +23,6 @@ from tests.producer_workers.engines.conformance import (
 )
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:

@@ -30,8 +30,6 @@ from tests.producer_workers.engines.conformance import (
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 from tests.producer_workers.engines.tiny_model import gates_choose, write_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:

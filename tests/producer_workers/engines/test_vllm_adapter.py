@@ -12,7 +12,7 @@ from producer_workers.engines.base import Engine
 from tests.producer_workers.engines.adapter_contract import FOLDER, REDIS, AdapterContract
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(

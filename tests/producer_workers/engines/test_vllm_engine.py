@@ -46,7 +46,7 @@ from tests.producer_workers.engines.conformance import (
 )
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.producer_workers.engines.conformance import LONG, NEXT, PROMPT, inter
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_model import gates_choose, write_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 LONG_PROMPT = np.arange(40, 140, dtype=np.int32)
 """Several blocks of the prefix cache."""
 
@@ -46,7 +46,9 @@ def engine(mixtures: dict[PolicyVersion, Path], run: Run[None]) -> Iterator[Engi
     config = (
         CPU_ENGINE
         if is_cpu_build()
-        else VllmConfig(max_model_len=2048, dtype="float32", enforce_eager=True)
+        else VllmConfig(
+            max_model_len=2048, dtype="float32", enforce_eager=True, prefix_cache="clear"
+        )
     )
     prepare_environment(config, on_cpu=is_cpu_build())  # before anything of vLLM is imported
     if find_spec("triton") is None or not import_module("vllm.triton_utils").HAS_TRITON:

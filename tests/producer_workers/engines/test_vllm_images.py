@@ -40,7 +40,7 @@ from tests.producer_workers.engines.tiny_vision_model import (
 )
 from tests.servers import Server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 GID = "see-0000000001"
 LONG = 700

@@ -50,7 +50,7 @@ from tests.producer_workers.engines.conftest import (
     running,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 SIZES = [
     pytest.param({"tensor_parallel_size": 2}, id="tensor-2"),
     pytest.param({"pipeline_parallel_size": 2}, id="pipeline-2", marks=pytest.mark.modes),

@@ -21,7 +21,6 @@ CACHE_BYTES = 2 << 30
 
 @pytest.mark.vllm
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(is_cpu_build() or not count_gpus(), reason="needs vLLM's CUDA build, and a GPU")
 def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_up_as_it_was(
     run: Run[Any], folders: Folders

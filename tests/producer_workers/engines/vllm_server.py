@@ -34,7 +34,7 @@ SETTINGS = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-START_S = 110.0
+START_S = 500.0
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""A populated run, `rolloutmq web` in a process of its own, and a headless Chromium that looks at
-it.
+"""A populated run, its page from this process or from `rolloutmq web`, and a headless Chromium that
+looks at it.
 """
 
 from __future__ import annotations
@@ -7,18 +7,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import uvicorn
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 from buffer.server.embedded import EmbeddedServer
+from rolloutmq.web.access import Access
+from rolloutmq.web.app import make_app
 from tests.rolloutmq.conftest import ROOT, scene, server, store
 from tests.rolloutmq.populate import Scene
 
@@ -31,9 +36,22 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 
 @pytest.fixture
 def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
-    """Where the page is, with its token."""
-    with serving(server.folder) as where:
-        yield where
+    """Where the page is, with its token; served from a thread of this process."""
+    access = Access("secret", read_needs_token=False, read_only=False)
+    serves = uvicorn.Server(uvicorn.Config("", log_level="warning"))
+    serves.config.app = make_app(
+        scene.run,
+        run_dir=server.folder,
+        access=access,
+        hosts=["127.0.0.1"],
+        is_over=lambda: serves.should_exit,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=serves.run, args=([listening],))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/#token=secret"
+        serves.should_exit = True
+        thread.join()
 
 
 @contextmanager

@@ -74,13 +74,13 @@ def until_legend(chromium: Chrome, chart: str, words: str) -> None:
 
 
 def cursors(chromium: Chrome) -> list[str]:
-    """What two charts show at the cursor, both read at one moment: "step 7", or "newest"."""
+    """Where the cursor of two charts is, read at one moment: "step 7", "newest" or "not drawn"."""
     return [str(words) for words in chromium.execute_script(CURSORS)]
 
 
 CURSORS = """
 return ["reward", "parts"].map(
-  (key) => document.querySelector(`[data-chart=${key}] .where`).textContent);
+  (key) => document.querySelector(`[data-chart=${key}] .where`)?.textContent ?? "not drawn");
 """
 
 
@@ -163,7 +163,7 @@ def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
         before, _ = cursors(browser)
         plot.send_keys(Keys.ARROW_RIGHT)
         after, other = cursors(browser)
-        steps = [int(words.removeprefix("step ")) for words in (before, after) if words != "newest"]
+        steps = [int(words[5:]) for words in (before, after) if words.startswith("step ")]
         return after == other and len(steps) == 2 and steps[1] == steps[0] + 1
 
     WebDriverWait(chromium, PATIENCE_S).until(moves_by_one_step)

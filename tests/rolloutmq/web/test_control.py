@@ -72,6 +72,10 @@ def test_a_setting_is_changed_after_a_question_and_a_wrong_value_is_explained(
         until(chromium, f"Set max_tries to {value}?", "dialog")
         press(chromium, "Set", "dialog")
         until(chromium, words, "body")
+        # what the run does meanwhile does not replace the answer
+        scene.run.control.set_mode("operator", Mode.KEEP if value == "0" else Mode.RUN)
+        until(chromium, "by the operator" if value == "0" else "running", "#headline")
+        assert words in chromium.find_element(By.TAG_NAME, "body").text
     WebDriverWait(chromium, PATIENCE_S).until(
         lambda b: b.find_elements(By.CSS_SELECTOR, "[data-key='max_tries=5']")
     )

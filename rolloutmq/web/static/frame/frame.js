@@ -20,12 +20,18 @@ import { overview } from "../run/overview.js";
 
 const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events };
 const main = document.getElementById("view");
-let opened = null, opening = 0;
+let opened = null, opening = 0, ofStream = "";
 
 function trouble(words) {
   const line = document.getElementById("trouble");
   if (line.textContent !== words) line.textContent = words;
   line.hidden = !words;
+}
+
+// The stream replaces the answer to an action only when it has something else to say.
+function streamTrouble(words) {
+  if (words !== ofStream) trouble(words);
+  ofStream = words;
 }
 
 const page = {
@@ -38,6 +44,7 @@ const page = {
 
 async function open() {
   const asked = location.hash;
+  trouble(ofStream);
   const [path, query] = asked.replace(/^#\/?/, "").split("?");
   const [name, id] = path.split("/");
   const view = VIEWS[name] ?? overview;
@@ -66,7 +73,7 @@ async function open() {
 }
 
 function onEvent(event, hasSteps) {
-  trouble(event.trouble || "");
+  streamTrouble(event.trouble || "");
   if (!data.snapshot) return;
   headline(data.snapshot);
   opened?.update?.(data.snapshot, hasSteps);
@@ -74,7 +81,7 @@ function onEvent(event, hasSteps) {
 
 function onTrouble(error) {
   if (error.status === 401) return login(error);
-  trouble(error.status ? error.message : `no connection to rolloutmq web: ${error.message}`);
+  streamTrouble(error.status ? error.message : `no connection to rolloutmq web: ${error.message}`);
 }
 
 function login(error) {

@@ -1,0 +1,1 @@
+"""Repair of a run that was damaged on its server, from what is recorded twice."""
