@@ -17,7 +17,7 @@ MUTATIONS = {
     "reaped-and-gone": ("include/lost",
                         "      local place = retry_or_bury(one.keys, one.gid, max_tries, letter)\n",
                         "      local place = 'waiting'\n"),
-    "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, unpack(given[n].ids))\n", ""),
+    "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, unpack(given[n]))\n", ""),
     "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
     # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),

@@ -38,7 +38,7 @@ BATCHES = [
     Mutation(
         "I5",
         "quarantine",
-        "  redis.call('LSET', batch, place, manifest_line(groups, substitute))\n",
+        "  redis.call('LSET', batch, place, line)\n",
         batches.a_changed_batch_is_its_record,
     ),
     Mutation(
@@ -180,7 +180,7 @@ BATCHES = [
     Mutation(
         "I8",
         "rescore",
-        "    redis.call('ZADD', pooled.pool, pooled.top, member)\n",
+        "  for _, member in ipairs(pooled.members) do redis.call('ZADD', pooled.pool, pooled.top, member) end\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(

@@ -15,7 +15,7 @@ ONE_PLACE = [
     Mutation(
         "I1",
         "claim",
-        "    redis.call('XDEL', jobs, unpack(given[n].ids))\n",
+        "    redis.call('XDEL', jobs, unpack(given[n]))\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
