@@ -92,7 +92,7 @@ def _bitmap(draws: set[int]) -> bytes:
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, if they can be read; nobody holds a role."""
     values = {}
-    for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "hold"):
+    for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
         value = image.values.get(name)
         if value and value.kind == TABLE[name].type.lower():
             values[name] = value
