@@ -21,13 +21,14 @@ import numpy as np
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
+from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.config.engine import VllmConfig
 from buffer.config.warm_start import TinyModelConfig
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
+from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from consumer.models.tiny_model import build_tiny_model
@@ -249,26 +250,12 @@ def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
 
 
 async def _update(engine: Engine, folders: tuple[Path, Path]) -> list[Figure]:
-    """Update weights while the engine is full.
+    """Update weights while the engine is full."""
+    states = [state for draw in range(SAMPLED // MEMBERS) for state in _states(draw)]
 
-    Each group must have all of its tokens, and name the weights of each.
-    """
-    took, missing = [], 0
-    for number in range(UPDATES):
-        states = [state for draw in range(SAMPLED // MEMBERS) for state in _states(draw)]
-        running = [
-            asyncio.create_task(_ask(engine, place, state)) for place, state in enumerate(states)
-        ]
-        await asyncio.sleep(0.2)
-        began = time.perf_counter()
-        await engine.load_weights(folders[number % 2], PolicyVersion("bench", number))
-        took.append(1000 * (time.perf_counter() - began))
-        for state, made in zip(states, await asyncio.gather(*running), strict=True):
-            stamped = sum(span.length for span in made.spans)
-            missing += state.sample_params.max_tokens - min(stamped, len(made.token_ids))
-    section = f"weight update while {SAMPLED} requests run"
-    return [
-        Figure(section, "nothing is sampled, p50", float(np.percentile(took, 50)), "ms"),
-        Figure(section, "nothing is sampled, longest", max(took), "ms"),
-        Figure(section, "tokens lost", missing, "", 0, "less"),
-    ]
+    async def sample() -> list[Generation]:
+        return await asyncio.gather(*(_ask(engine, *one) for one in enumerate(states)))
+
+    watched = WatchedUpdates(engine)
+    updates = [await watched.update(folders[number % 2], sample) for number in range(UPDATES)]
+    return list(figures_of(f"weight update while {SAMPLED} requests run", updates))

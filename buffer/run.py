@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer.batches import memory
 from buffer.batches.account import Account
+from buffer.batches.audits import Audits
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.trainer_opening import TrainerOpening
 from buffer.control.continuation import Continuation, continue_run
@@ -87,6 +88,7 @@ class Run:
         self.receipts = Receipts(store, self.keys, limits, self.fleet)
         self.events = EventLog(store, self.keys)
         self.account = Account(store, self.keys, limits)
+        self.audits = Audits(store, self.keys)
         self.memory = memory.Memory(store, self.keys, limits)
         ledgers = (self.ledger, self.evaluations)
         self.janitor = Janitor(

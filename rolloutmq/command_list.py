@@ -26,6 +26,7 @@ SECTIONS = {
         "worker",
         "producer",
         "judge",
+        "audit",
         "eval",
         "simulate",
     ),
@@ -71,6 +72,10 @@ SUMMARIES = {
         "judge": "Judge rollouts of tasks whose judging is of kind rq.",
         "problems": "Write generated problems to the run's folder, and check what the "
         "config names.",
+    },
+    "rolloutmq.commands.run.audit": {
+        "audit": "Compute logprobs of some groups of each batch again, and bar workers that "
+        "differ.",
     },
     "rolloutmq.commands.run.simulate": {
         "simulate": "Simulate a fleet and a trainer with your numbers.",

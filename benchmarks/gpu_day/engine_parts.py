@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -17,11 +17,12 @@ from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import MEMBERS
 from benchmarks.gpu_day.shapes import SHAPES, build_model
 from benchmarks.server import memory_server
+from benchmarks.updates import Update, WatchedUpdates, figures_of
 from buffer.config.engine import VllmConfig
 from buffer.config.learner import LearnerConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
 from consumer.learner.learner import Learner
 from producer_workers.engines import build_engine
@@ -50,12 +51,12 @@ def weight_stall(shape: str) -> Iterator[Figure]:
     with TemporaryDirectory(prefix="rmq-gpu-") as folder:
         model = Path(folder, "model")
         build_model(model, shape)
-        seconds, missing = asyncio.run(_update_under_load(model, shape))
+        updates = asyncio.run(_update_under_load(model, shape))
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     section = f"weight update under load, {shape}"
-    yield Figure(section, "nothing is sampled, p50", 1000 * float(np.median(seconds)), "ms")
-    yield Figure(section, "weights loaded", size / 2**30 / float(np.median(seconds)), "GiB/s")
-    yield Figure(section, "tokens lost", missing, "", 0, "less")
+    yield from figures_of(section, updates)
+    swap_s = median(update.swap_s for update in updates[1:])
+    yield Figure(section, "weights loaded", size / 2**30 / swap_s, "GiB/s")
 
 
 def throughput(shape: str) -> Iterator[Figure]:
@@ -129,26 +130,18 @@ def _group(number: int, prompt: np.ndarray, made: Sequence[Generation]) -> Rollo
     return RolloutGroup(group_id("math", number), "math", states)
 
 
-async def _update_under_load(model: Path, shape: str) -> tuple[list[float], int]:
+async def _update_under_load(model: Path, shape: str) -> list[Update]:
     params = SampleParams(max_tokens=200, min_tokens=200)
     prompt = _prompts(shape)[0]
-    seconds = []
-    missing = 0
     async with _started(model) as engine:
-        for number in range(UPDATES):
-            running = [
-                asyncio.create_task(
-                    engine.generate(
-                        f"{group_id('math', number)}/{n}", prompt, _seeded(params, 0, n)
-                    )
+
+        async def sample() -> list[Generation]:
+            return await asyncio.gather(
+                *(
+                    engine.generate(f"{group_id('math', 0)}/{n}", prompt, _seeded(params, 0, n))
+                    for n in range(SAMPLED)
                 )
-                for n in range(SAMPLED)
-            ]
-            await asyncio.sleep(0.5)
-            began = time.perf_counter()
-            await engine.load_weights(model, PolicyVersion("gpu", number))
-            seconds.append(time.perf_counter() - began)
-            for generation in await asyncio.gather(*running):
-                stamped = sum(span.length for span in generation.spans)
-                missing += params.max_tokens - min(stamped, len(generation.token_ids))
-    return seconds[1:], missing
+            )
+
+        watched = WatchedUpdates(engine)
+        return [await watched.update(model, sample) for _ in range(UPDATES)]

@@ -28,7 +28,12 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.config.strategy import StrategySection
 from buffer.config.task import Tasks
-from buffer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from buffer.config.trainer import (
+    MOST_PROBLEMS,
+    AuditSection,
+    EvaluationSection,
+    TrainerSection,
+)
 from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
@@ -64,6 +69,7 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
+    audit: AuditSection = AuditSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection = WandbSection()
 

@@ -75,6 +75,11 @@ class VllmConfig(EngineSettings):
     """sample with a published LoRA adapter of at most this rank; default: whole weights are
     published
     """
+    prefix_cache: Literal["keep", "clear"] | None = None
+    """the KV cache of requests that run while weights change. keep: they continue with it. clear:
+    they are prefilled again with the new weights. New requests never reuse a cache of older
+    weights. Default: keep; clear for a model that reads images
+    """
     routed_experts: bool = False
     """record the experts that a mixture of experts chose for each token"""
     report_load: bool = False

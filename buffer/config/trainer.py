@@ -1,4 +1,4 @@
-"""The training loop around the learner: [trainer] and [evaluation]."""
+"""The training loop around the learner, and its audits: [trainer], [evaluation] and [audit]."""
 
 from __future__ import annotations
 
@@ -93,4 +93,20 @@ class EvaluationSection(Section):
     groups: int | None = Field(None, ge=1, le=MOST_PROBLEMS)
     """problems per evaluation; default: all held-out problems. Only then are they the same each
     time
+    """
+
+
+class AuditSection(Section):
+    """[audit]: which groups `rolloutmq audit` computes again, and which difference bars a worker.
+
+    Usage:
+
+        AuditSection(share=1.0)
+    """
+
+    share: float = Field(0.01, gt=0, le=1)
+    """share of the groups of each train batch whose log-probabilities are computed again"""
+    tolerance: float = Field(0.25, gt=0, le=100, allow_inf_nan=False)
+    """root mean square, over the tokens of a group, of the difference between the logprobs of its
+    worker and those of the weights that it names, in nats; above it the worker is barred
     """

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- admit: let a barred worker claim again, and reset its count of bad groups.
+-- admit: let a barred worker claim again, and reset its count of bad groups and its failed audit.
 -- include: bells, events, numbers
 -- KEYS suspects     HASH     "since_ms bad barred_ms" by worker
+-- KEYS audits       HASH*
 -- KEYS bell_workers LIST*    of the workers
 -- KEYS events       STREAM*
 -- ARGV worker name  id
@@ -10,6 +11,7 @@
 
 local bad = string.match(redis.call('HGET', suspects, worker) or '', '^%d+ (%d+) ')
 if bad then
+  redis.call('HDEL', audits, 'failed:' .. worker)
   redis.call('HDEL', suspects, worker)
   ring(bell_workers, 1)
   log_event(events, 'worker_admitted', 'worker', worker, 'groups', bad)

@@ -57,6 +57,8 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms')
+-- an audit does not blame the worker that completed a group for tokens of others
+if payload ~= 'init' then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
 local pool = status == 'completed' and completed or aborted
 -- only what this status writes: a wrong type stops the script before it writes
 redis.call('ZCARD', pool)
@@ -99,7 +101,7 @@ else
   pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
   count_bytes(bytes, size, went)
   -- fields that only a running group needs would move the record into a larger size class
-  redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms', 'newest', 'cut')
+  redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms', 'newest', 'cut', 'continued')
   -- I11: only failures and lost leases use up a try
   local aborts = num(held[7]) + (status == 'aborted' and 1 or 0)
   redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', token, 'chunks', chunks,

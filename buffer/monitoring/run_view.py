@@ -128,6 +128,8 @@ class Snapshot:
     last_step: int
     """the number of train steps that the run has in all"""
     memory: MemoryUse
+    failed_audits: dict[str, str]
+    """the newest failed audit of each worker that was not admitted since"""
 
     @property
     def mode(self) -> str:
@@ -245,6 +247,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         lease_ms=run.limits.lease_ms,
         last_step=run.limits.steps,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
+        failed_audits=run.audits.read().failed,
     )
 
 

@@ -57,16 +57,21 @@ class VersionStore:
 
     def is_finished(self, label: str) -> bool:
         """Return whether the version has its record."""
-        return bool(self._call("EXISTS", self._keys.weights_part(label)))
+        return self.find(label) is not None
 
     def record(self, label: str, checksum: str) -> bytes:
         """Return a version's record. Raises WireError if it is missing or not the published one."""
-        record = self._call("GET", self._keys.weights_part(label))
+        record = self.find(label)
         if record is None:
             hint = "it may have been replaced by newer ones"
             raise WireError(f"the server has no weights {label}", hint=hint)
         manifest.check(record, checksum)
-        return bytes(record)
+        return record
+
+    def find(self, label: str) -> bytes | None:
+        """Return a version's record; None if it is missing."""
+        record: bytes | None = self._call("GET", self._keys.weights_part(label))
+        return record
 
     def write(self, label: str, folder: Path) -> None:
         """Store the files of a folder that has a manifest."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+from buffer.weights import folder_manifest as manifest
 from buffer.weights import redis_chunks, shared_folder
 from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm
@@ -70,6 +73,22 @@ def _open_sender(
         case "gloo" | "nccl":
             copies = FolderSender(folder, keep=keep, algorithm=algorithm)
             return TransferSender(store, keys, copies, name, host=host, keep=keep)
+
+
+def find_version(
+    store: Store, keys: Keys, folder: Path, weights: PolicyVersion
+) -> PublishedWeights | None:
+    """Return where a version is kept that was published earlier; None where it was deleted.
+
+    `folder`: as in `open_sender`. The checksum is that of what is there now.
+    """
+    kept = FolderSender(folder).path(weights)
+    with suppress(FileNotFoundError):
+        return PublishedWeights(str(kept), manifest.digest((kept / manifest.NAME).read_bytes()))
+    record = redis_chunks.VersionStore(store, keys).find(str(weights))
+    if record is None:
+        return None
+    return PublishedWeights(f"{redis_chunks.SCHEME}{weights}", manifest.digest(record))
 
 
 def open_receiver(store: Store, keys: Keys) -> WeightsReceiver:

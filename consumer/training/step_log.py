@@ -58,18 +58,21 @@ class StepWriter:
         """Append one train step; it is on disk when the call returns."""
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
         entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
-        _append(self._folder / STEPS_FILE, entry)
+        append_line(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         """Append one evaluation of a held-out task; it is on disk when the call returns."""
-        _append(self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics})
+        append_line(
+            self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics}
+        )
 
     def evaluations(self) -> Evaluations:
         """Return all evaluations logged so far."""
         return read_evaluations(self._folder)
 
 
-def _append(file: Path, entry: dict[str, Any]) -> None:
+def append_line(file: Path, entry: dict[str, Any]) -> None:
+    """Append one entry as a line of JSON; it is on disk when the call returns."""
     line = orjson.dumps(entry) + b"\n"
     with file.open("a+b") as stream:
         if stream.tell():

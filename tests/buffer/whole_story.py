@@ -6,6 +6,8 @@ from pathlib import Path
 
 import orjson
 
+from buffer.batches import audits
+from buffer.batches.audits import Finding
 from buffer.batches.position import Position
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
@@ -160,6 +162,8 @@ def put_right_by_hand(scene: Scene) -> None:
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
     assert scene.run.fleet.admit("w0") == 2
+    findings = [Finding("agrees", "w0", late, "little"), Finding("differs", "w1", late, "much")]
+    assert scene.run.audits.record(audits.Position(), audits.Position(1, 1), findings, missed=1)
     for gid, before in (
         (swapped.gid, "dead"),
         (removed.gid, "dead"),

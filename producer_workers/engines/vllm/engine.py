@@ -1,7 +1,8 @@
 """Run vLLM's AsyncLLM inside the rollout worker.
 
 Invariant: the engine runs the weights it names, in every shard. An update happens between two
-forward passes, while the engine is paused, and drops every cache of the old weights. Each shard
+forward passes, while the engine is paused. Running requests continue with their KV cache or are
+prefilled again (`prefix_cache`); later ones never reuse the cache of older weights. Each shard
 loads its own part, and the version is named once all have it. If one shard fails, all load the old
 weights again; if that fails, or a shard does not answer, the engine counts as dead.
 """
@@ -44,6 +45,7 @@ from producer_workers.engines.vllm.api import (
     generation_of,
     import_vllm,
     is_cpu_build,
+    keeps_cache,
     prepare_environment,
     sampling_arguments,
     structure_arguments,
@@ -81,6 +83,7 @@ class VllmEngine:
         self._llm: Any = None
         self._control: VllmControl | None = None
         self._paused = False
+        self._keeps_cache = False
         self._requests: set[str] = set()
         self._statistics = VllmStatistics()
         self.images = VllmImages(model_dir)
@@ -90,6 +93,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         check_model_folder(self._model_dir)
+        self._keeps_cache = keeps_cache(self._config, self._model_dir)
         self._shapes = read_shapes(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
         if self._config.max_lora_rank:
@@ -129,6 +133,8 @@ class VllmEngine:
             sampling = self._sampling(params)
             shown = await self.images.prompt(self._llm, request_id, prompt_ids)
             prompt = shown or self._api.wrap_prompt(prompt_ids.tolist())
+            # Requests share the KV cache of one version only.
+            prompt["cache_salt"] = str(self._version)
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
             async for output in self._llm.generate(
                 prompt, sampling, request_id, lora_request=adapter
@@ -165,10 +171,13 @@ class VllmEngine:
         control = self._running()
         async with self._lock:
             self._paused = True
-            # The caches stay valid until the weights change, and an update drops them.
-            await control.ask(
-                self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})"
-            )
+            # The caches stay valid until the weights change.
+            if mode == "keep":
+                await control.freeze(clear_cache=False)
+            else:
+                await control.ask(
+                    self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})"
+                )
 
     async def abort_others(self, spared: Collection[str]) -> None:
         control = self._running()
@@ -236,10 +245,7 @@ class VllmEngine:
         async with self._lock:
             await control.ask(self._llm.wake_up(), "wake up", self._config.load_timeout_s)
             if self._paused:  # waking up also resumes vLLM
-                await control.ask(
-                    self._llm.pause_generation(mode="keep", clear_cache=False),
-                    "pause after waking up",
-                )
+                await control.freeze(clear_cache=False)
 
     def version(self) -> PolicyVersion:
         return self._version
@@ -291,11 +297,13 @@ class VllmEngine:
         control = self._running()
         async with self._lock:
             assert self._api is not None
-            # Without version labels per token, a response must not span two versions.
-            mode = "keep" if self._api.tracks_versions else "abort"
-            await control.ask(
-                self._llm.pause_generation(mode=mode, clear_cache=True), "pausing for an update"
-            )
+            if self._api.tracks_versions:
+                await control.freeze(clear_cache=not self._keeps_cache)
+            else:  # without version labels per token, a response must not span two versions
+                await control.ask(
+                    self._llm.pause_generation(mode="abort", clear_cache=True),
+                    "abort for an update",
+                )
             try:
                 await load()
                 await self._name_weights(version)

@@ -51,6 +51,7 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
         ),
         *_slow_data_set(snap),
         *_workers(snap),
+        *_failed_audits(snap),
         *(() if snap.paused_by else _weights(snap)),
         *_unclaimed(snap),
         *_leases(snap),
@@ -159,15 +160,24 @@ def _workers(snap: Snapshot) -> Iterator[Symptom]:
             yield Symptom("note", what, worker.silent_ms, fix)
 
 
+def _failed_audits(snap: Snapshot) -> Iterator[Symptom]:
+    for worker, audit in snap.failed_audits.items():
+        fix = (
+            f"`rolloutmq workers --groups {worker}` lists the groups that it made; drop those that "
+            "are not trained yet, and continue from a checkpoint before the others, or accept them"
+        )
+        yield Symptom("note", f"worker {worker} failed an audit of {audit}", None, fix)
+
+
 def _barred(worker: WorkerRecord, snap: Snapshot) -> Symptom:
     others = [other for other in snap.live_workers if not other.is_barred]
     bad = plural(worker.bad_groups or 0, "group")
-    what = f"worker {worker.id} is barred: it submitted {bad} that the trainer cannot use"
-    what += "" if others else "; no other is alive"
-    fix = (
-        "`rolloutmq dead` gives the reason; fix it, then run `rolloutmq resume "
-        f"--worker {worker.id}`"
-    )
+    reason = f"it submitted {bad} that the trainer cannot use"
+    source = "`rolloutmq dead` gives the reason"
+    if worker.id in snap.failed_audits:
+        reason, source = "it failed an audit", "see the audit"
+    what = f"worker {worker.id} is barred: {reason}{'' if others else '; no other is alive'}"
+    fix = f"{source}; fix it, then run `rolloutmq resume --worker {worker.id}`"
     return Symptom("note" if others else "stuck", what, worker.barred_for_ms, fix)
 
 

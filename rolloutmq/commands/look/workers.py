@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
 from buffer.monitoring.console import console, plain
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from consumer.audit.audit_log import groups_of
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
 from rolloutmq.output import age, count, emit, state, table, worker_state
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 WORKERS_EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
@@ -22,7 +26,18 @@ def register(app: typer.Typer) -> None:
 
 
 def workers(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKER",
+            help="List the groups that this worker made: those that have a record, and, from "
+            "`audit.jsonl` in the run's folder, those that were trained.",
+        ),
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the workers of a run.
 
@@ -30,9 +45,13 @@ def workers(
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
     failed or that the trainer could not use (bad). A barred worker claims nothing until
     `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
-    the times of judges, and their failures.
+    the times of judges, and their failures. A third one has the numbers of audited groups.
     """
     with open_target(redis_url, run_dir, run) as target:
+        if groups is not None:
+            _show_groups(_groups_of(target, groups), groups, as_json=as_json)
+            return
+        audits = target.run.audits.read()
         rows = target.run.fleet.workers()
         lease_ms = target.run.limits.lease_ms
         weights = str(target.run.control.state().weights)
@@ -44,6 +63,8 @@ def workers(
         console().print(workers_table(rows, lease_ms, weights))
         if judged := [row for row in rows if row.judged or row.judging]:
             console().print(judges_table(judged))
+        if audits.groups:
+            console().print(audits_table(audits))
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
@@ -76,6 +97,52 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
         grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
     return grid
+
+
+def audits_table(audits: AuditAccount) -> Table:
+    """Return how many groups of each worker agreed, differed, or could not be audited."""
+    verdicts = ["agree", "differ", "impossible"]
+    grid = table("audits of", *verdicts, "failed", right=verdicts)
+    for worker, groups in sorted(audits.groups.items()):
+        counts = (str(groups.get(verdict, 0)) for verdict in VERDICTS)
+        grid.add_row(plain(worker) or "(unknown)", *counts, plain(audits.failed.get(worker, "")))
+    if audits.missed:
+        grid.caption = f"{audits.missed} batches were freed before they were audited"
+    return grid
+
+
+def _groups_of(target: Target, worker: str) -> list[dict[str, Any]]:
+    """Return the groups of a worker: those of audited batches by step, then the others."""
+    living = {row.gid: row for row in target.run.groups.find({"owner": worker})}
+    logged = list(groups_of(target.run_dir, worker)) if target.run_dir else []
+    batches = [
+        {
+            "gid": made.gid,
+            "stage": living[made.gid].stage if made.gid in living else "trained",
+            "step": made.step,
+            "weights": made.weights,
+        }
+        for made in logged
+    ]
+    others = [row for row in living.values() if row.gid not in {made.gid for made in logged}]
+    return batches + [
+        {"gid": row.gid, "stage": row.stage, "step": None, "weights": f"…:{row.version}"}
+        for row in others
+    ]
+
+
+def _show_groups(rows: list[dict[str, Any]], worker: str, *, as_json: bool) -> None:
+    if as_json:
+        emit(rows)
+        return
+    if not rows:
+        console().print(f"No group of {plain(worker)} is known.")
+        return
+    grid = table("gid", "stage", "step", "weights", right=["step"])
+    for row in rows:
+        step = "-" if row["step"] is None else str(row["step"])
+        grid.add_row(row["gid"], state(row["stage"], width=7), step, plain(row["weights"]))
+    console().print(grid)
 
 
 def _bad(row: WorkerRecord) -> Text:

@@ -49,6 +49,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "events": keys.events,
         "unpinned": keys.unpinned,
         "suspects": keys.suspects,
+        "audits": keys.audits,
     }
 
 

@@ -37,6 +37,7 @@ CPU_ENGINE = VllmConfig(
     kv_cache_memory_bytes=64 << 20,
     omp_threads=1,
     report_load=True,
+    prefix_cache="clear",  # exact, as the other engines are; test_vllm_updates.py tests both
     # benchmarks/gpu_day runs these tests twice: first with the scheduling that a CPU has
     extra_args={"async_scheduling": False} if "SYNCHRONOUS_SCHEDULING" in os.environ else {},
 )

@@ -46,7 +46,9 @@ def engine(mixtures: dict[PolicyVersion, Path], run: Run[None]) -> Iterator[Engi
     config = (
         CPU_ENGINE
         if is_cpu_build()
-        else VllmConfig(max_model_len=2048, dtype="float32", enforce_eager=True)
+        else VllmConfig(
+            max_model_len=2048, dtype="float32", enforce_eager=True, prefix_cache="clear"
+        )
     )
     prepare_environment(config, on_cpu=is_cpu_build())  # before anything of vLLM is imported
     if find_spec("triton") is None or not import_module("vllm.triton_utils").HAS_TRITON:

@@ -18,6 +18,7 @@ from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 
 COMMANDS: dict[str, Any] = all_commands()
 PROCESSES = {
+    "audit",
     "run",
     "create",
     "train",

@@ -26,7 +26,7 @@ URLS = (
 CONFIG = str(ROOT / "configs" / "demo.toml")
 NOWHERE = "/nowhere"
 ARGUMENTS = {
-    **dict.fromkeys(("train", "producer", "worker"), (CONFIG,)),
+    **dict.fromkeys(("audit", "train", "producer", "worker"), (CONFIG,)),
     **dict.fromkeys(("show", "requeue", "drop"), ("math-0000000001",)),
     **dict.fromkeys(("export", "import"), (f"{NOWHERE}/f.jsonl",)), **dict.fromkeys(("save",), (NOWHERE,)),
     "batch": ("1",), "fence": ("w0", "--yes"), "set": ("max_tries=4",), "janitor": ("--once",),
@@ -56,7 +56,7 @@ SERVERLESS = {
 }
 """Commands that use no server by a URL, start one first, or look at something else before."""
 
-PATIENT = {"train", "producer", "worker"}
+PATIENT = {"audit", "train", "producer", "worker"}
 """Commands that wait a minute for a server."""
 
 

@@ -1,0 +1,1 @@
+"""Audits of workers: a sample of what they submit is computed again."""

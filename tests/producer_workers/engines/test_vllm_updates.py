@@ -1,0 +1,157 @@
+"""Test weight updates while vLLM samples: which weights and which KV cache made each token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from buffer.config.engine import VllmConfig
+from buffer.config.learner import LearnerConfig
+from buffer.model.ids import group_id
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from consumer.learner.learner import Learner
+from consumer.learner.train_controller import TrainController
+from producer_workers.engines.base import Engine, EngineError, Generation
+from producer_workers.engines.vllm.api import keeps_cache
+from tests.producer_workers.engines.conformance import LONG, NEXT, TOLERANCE, sampling
+from tests.producer_workers.engines.conftest import Folders, Run
+from tests.producer_workers.engines.tiny_model import reference_logprobs, write_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+MEMBERS = 4
+PROMPT = np.arange(40, 60, dtype=np.int32)
+WAITS_S = (0.1, 0.2, 0.4, 0.8, 0.05, 1.6, 3.2)
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return three versions, each as far from the one before as a large step of an optimizer."""
+    root = tmp_path_factory.mktemp("history")
+    folders = [write_tiny_model(root / "0", seed=1)]
+    draw = np.random.default_rng(1)
+    for number in (1, 2):
+        weights = load_file(folders[-1] / "model.safetensors")
+        changed = {
+            name: value + 0.002 * draw.standard_normal(value.shape).astype("<f4")
+            for name, value in weights.items()
+        }
+        folders.append(root / str(number))
+        folders[-1].mkdir()
+        (folders[-1] / "config.json").write_bytes((folders[0] / "config.json").read_bytes())
+        save_file(changed, folders[-1] / "model.safetensors", {"format": "pt"})
+    return folders
+
+
+def named(number: int) -> PolicyVersion:
+    return PolicyVersion("main", number)
+
+
+async def sample_through_updates(engine: Engine, history: Sequence[Path]) -> list[Generation]:
+    """Return a group whose responses span all versions, and continue in a second of the last."""
+    for wait_s in WAITS_S:
+        await engine.load_weights(history[0], named(0))
+        running = [
+            asyncio.create_task(
+                engine.generate(f"math-0000000001/{n}", PROMPT, sampling(LONG, seed=n))
+            )
+            for n in range(MEMBERS)
+        ]
+        for number, folder in list(enumerate(history))[1:]:
+            await asyncio.sleep(wait_s)
+            await engine.load_weights(folder, named(number))
+        made = await asyncio.gather(*running)
+        if all(len(one.spans) == len(history) for one in made):
+            return made
+    raise AssertionError("the updates never came in the middle of the responses")
+
+
+def distances(history: Sequence[Path], made: Sequence[Generation]) -> list[NDArray[np.float64]]:
+    """Return, by span, how far the logprobs are from those of the stamped version."""
+    by_span: list[list[NDArray[np.float64]]] = [[] for _ in history]
+    for one in made:
+        tokens = PROMPT.tolist(), one.token_ids.tolist()
+        for parts, span in zip(by_span, one.spans, strict=True):
+            expected = reference_logprobs(history[span.version], *tokens)
+            of_span = slice(span.start, span.start + span.length)
+            parts.append(np.abs(one.logprobs - expected)[of_span])
+    return [np.concatenate(parts) for parts in by_span]
+
+
+def group_of(made: Sequence[Generation]) -> RolloutGroup:
+    states = []
+    for index, one in enumerate(made):
+        state = RolloutState(index=index, prompt_ids=PROMPT, messages=[])
+        state.append(one.token_ids, one.logprobs, list(one.spans))
+        state.status = Status.COMPLETED
+        state.finish_reason = one.finish_reason
+        state.reward = {"score": float(index % 2)}
+        states.append(state)
+    return RolloutGroup(group_id("math", 1), "math", states)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["clear", "keep"])
+def test_the_stamp_of_each_token_names_the_weights_that_made_it(
+    vllm_engine: Engine,
+    run: Run[list[Generation]],
+    history: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    keeps: bool,
+) -> None:
+    """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do.
+
+    Later ones are closer to those of their own version than to those of the one before it.
+    """
+    monkeypatch.setattr(vllm_engine, "_keeps_cache", keeps)
+    made = run(sample_through_updates(vllm_engine, history))
+    by_span = distances(history, made)
+    assert by_span[0].max() < TOLERANCE
+    if not keeps:
+        assert max(part.max() for part in by_span) < TOLERANCE
+        return
+    older = distances([history[0], *history[:-1]], made)
+    for of_its_own, of_the_one_before in zip(by_span[1:], older[1:], strict=True):
+        assert of_its_own.max() > TOLERANCE
+        assert of_its_own.mean() < of_the_one_before.mean()
+    newest = np.concatenate(distances([history[-1]] * len(history), made))
+    metrics = TrainController(Learner(history[-1], LearnerConfig()), "grpo").fit([group_of(made)])
+    assert metrics["mismatch/abs_logprob"] == pytest.approx(newest.mean(), rel=0.1)
+
+
+def test_a_kept_cache_is_for_running_requests_only(
+    vllm_engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt is long enough to be found in the prefix cache: as long as two blocks of it."""
+    monkeypatch.setattr(vllm_engine, "_keeps_cache", True)
+    prompt = np.arange(300, dtype=np.int32) % 200 + 50
+
+    async def scenario() -> Generation:
+        await vllm_engine.generate("before/0", prompt, sampling(4))
+        await vllm_engine.load_weights(folders.second, NEXT)
+        return await vllm_engine.generate("after/0", prompt, sampling(4))
+
+    made = run(scenario())
+    expected = reference_logprobs(folders.second, prompt.tolist(), made.token_ids.tolist())
+    assert np.abs(made.logprobs - expected).max() < TOLERANCE
+
+
+def test_a_model_that_reads_images_clears_its_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"image_token_id": 5}))
+    assert not keeps_cache(VllmConfig(), tmp_path)
+    with pytest.raises(EngineError, match="cannot keep its KV cache"):
+        keeps_cache(VllmConfig(prefix_cache="keep"), tmp_path)
+    (tmp_path / "config.json").write_bytes(b"{}")
+    assert keeps_cache(VllmConfig(), tmp_path)
+    assert not keeps_cache(VllmConfig(prefix_cache="clear"), tmp_path)
