@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from buffer.model.manifest import Manifest
 from buffer.store.keys import Keys
@@ -17,6 +17,7 @@ from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 LONGEST_DETAIL = 500
+"""Bytes."""
 
 Verdict = Literal["agrees", "differs", "impossible"]
 
@@ -44,8 +45,9 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """Return the position with this `str`; "": that before the first batch."""
-        return cls(*map(int, text.split("."))) if text else cls()
+        """Return the position with this `str`; for other text, that before the first batch."""
+        found = re.fullmatch(r"(\d+)\.(\d+)", text)
+        return cls(int(found[1]), int(found[2])) if found else cls()
 
     def __str__(self) -> str:
         return f"{self.step}.{self.taken_ms}" if self.step else ""
@@ -83,7 +85,7 @@ class Audits:
         units = [
             part
             for verdict, worker, gid, detail in findings
-            for part in (verdict, worker, gid, detail[:LONGEST_DETAIL])
+            for part in (verdict, worker, gid, _shortened(detail))
         ]
         arguments: dict[str, Arg] = {"before": str(before), "after": str(after), "missed": missed}
         reply = self._store.call("audit", self._keys.slots(), arguments, tail_args=units)
@@ -92,13 +94,22 @@ class Audits:
     def read(self) -> AuditAccount:
         """Return the account. One round trip."""
         raw = self._store.retrying("audits", lambda: self._store.control.hgetall(self._keys.audits))
-        fields = {name.decode(): value.decode() for name, value in raw.items()}
-        position = Position.parse(fields.pop("position", ""))
-        account = AuditAccount(position, int(fields.pop("missed", 0)), {}, {})
+        fields = {
+            name.decode(errors="replace"): value.decode(errors="replace")
+            for name, value in raw.items()
+        }
+        missed = fields.get("missed", "")
+        position = Position.parse(fields.get("position", ""))
+        account = AuditAccount(position, int(missed) if missed.isdecimal() else 0, {}, {})
         for name, value in fields.items():
             kind, _, worker = name.partition(":")
             if kind == "failed":
                 account.failed[worker] = value
-            elif kind in ("agrees", "differs", "impossible"):
-                account.groups.setdefault(worker, {})[kind] = int(value)
+            elif kind in get_args(Verdict) and value.isdecimal():
+                account.groups.setdefault(worker, {})[cast(Verdict, kind)] = int(value)
         return account
+
+
+def _shortened(detail: str) -> str:
+    # what a worker submitted is part of it
+    return detail.encode(errors="replace")[:LONGEST_DETAIL].decode(errors="ignore")

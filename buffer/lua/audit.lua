@@ -12,7 +12,7 @@
 -- replies OK | MOVED position (another auditor was faster)
 -- keeps I11 (a barred worker claims nothing), I13 (before and after)
 
-local position = redis.call('HGET', audits, 'position') or ''
+local position = string.match(redis.call('HGET', audits, 'position') or '', '^%d+%.%d+$') or ''
 if position == after then return {'OK'} end
 if position ~= before then return {'MOVED', position} end
 local now = int(now_ms())

@@ -92,6 +92,8 @@ for _, one in ipairs(draws) do
     changed = changed + 1
   end
 end
+-- what is archived was taken; after a gap, reset_ledger sets both
+moved.consumed = moved.archived
 for name, by in pairs(moved) do redis.call('HINCRBY', account, name, by) end
 redis.call('HSET', control, 'trainer_seen_ms', int(now_ms()))
 if num(counts[5]) >= seen then lost = 0 end

@@ -42,7 +42,7 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         ("noperm", "no permissions"),
         StoreError,
         "the server's ACL forbids this user a command or key that a run needs",
-        "`rolloutmq acl` prints the ACL rules of each role; or allow the user "
+        "use the user of a role that may (`rolloutmq acl` prints them); or allow the user "
         "~rmq:* &rmq:* +@all -@admin +info +config|get",
     ),
     (

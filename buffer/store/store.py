@@ -330,7 +330,9 @@ class Store:
 
     def _refusal(self, what: str, error: redis.RedisError) -> StoreError:
         # only errors about users: another one is a bug, and its words could fit any description
-        is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
+        is_about_user = isinstance(
+            error, redis.ConnectionError | NoPermissionError
+        ) or "ACL failure in script" in str(error)
         hint = describe_connection_error(self.url, error).hint if is_about_user else ""
         return StoreError(f"{what}: the server refused: {error}", hint=hint)
 

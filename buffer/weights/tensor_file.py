@@ -6,8 +6,9 @@ Threads write and hash a block at a time, while the processor's cache still has 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,23 +41,14 @@ def write_tensors(
     tensors: Mapping[str, RawTensor],
     metadata: Mapping[str, str],
     algorithm: Algorithm,
-    wait: Callable[[str], None] | None = None,
 ) -> FileFacts:
-    """Write `tensors` into a new file; return its checksums.
-
-    `wait`: waits until the data of a tensor is complete; by default, that of all is.
-    """
+    """Write `tensors` into a new file; return its checksums."""
     header = _header(tensors, metadata)
     parts = [memoryview(header), *(tensor.data for tensor in tensors.values())]
     sizes = [part.nbytes for part in parts]
     with file.open("xb") as stream, ThreadPoolExecutor(THREADS) as pool:
-
-        def write(name: str | None, start: int, data: memoryview) -> Part:
-            if wait and name is not None:
-                wait(name)
-            return _write_part(stream.fileno(), algorithm, start, data)
-
-        written = tuple(pool.map(write, (None, *tensors), starts_of(sizes), parts))
+        write = partial(_write_part, stream.fileno(), algorithm)
+        written = tuple(pool.map(write, starts_of(sizes), parts))
     return FileFacts(sum(sizes), algorithm, tuple(part for part in written if part.bytes))
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from buffer.batches.audits import Finding, Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
+from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
@@ -133,10 +134,9 @@ class Auditor:
         for entry, record in zip(
             manifest.entries, self._run.store.each("makers", reads, "control"), strict=True
         ):
-            owner, payload, continued, lineage, version = (
-                (each or b"").decode() for each in record
-            )
-            worker = owner if payload == entry.payload.token and not continued else ""
+            owner, payload, continued, lineage, version = map(_text, record)
+            is_known = payload == entry.payload.token and not continued and NAME.fullmatch(owner)
+            worker = owner if is_known else ""
             made.append(MadeGroup(manifest.step, entry.gid, worker, f"{lineage}:{version}"))
         return made
 
@@ -183,6 +183,11 @@ class Auditor:
             log.log(level, "audit: %s", detail, extra=facts)
         for worker in {each.worker for each in findings if each.verdict == "differs"}:
             self._run.fleet.fence(worker)
+
+
+def _text(value: bytes | None) -> str:
+    # workers can write records
+    return (value or b"").decode(errors="replace")
 
 
 def _problems(config: TrainingConfig) -> Iterator[str]:

@@ -28,11 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
+from buffer.model.ids import NAME
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.table import spans_of
 from consumer.batches.content_check import check_content
 from consumer.learner.learner import Learner
+
+MOST_VERSIONS = 32
+"""Of a group that is audited: each is looked for, and may have to be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ def check_auditable(group: RolloutGroup) -> None:
     """Raise WireError where the trained tokens of a group cannot be computed again."""
     if group.multimodal:
         raise WireError("it has images, which an audit does not read")
+    versions = versions_of(group)
+    if len(versions) > MOST_VERSIONS:
+        raise WireError(f"its tokens name {len(versions)} versions of weights")
+    if not all(NAME.fullmatch(weights.lineage) for weights in versions):
+        raise WireError("its tokens name weights that no trainer can have published")
     has_version = np.zeros(len(group.mask), np.bool_)
     for _, part in _parts(group):
         has_version[part] = True

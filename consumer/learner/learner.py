@@ -50,7 +50,7 @@ from consumer.weights.optimizers import make_optimizer
 from consumer.weights.saved_state import Rows
 from consumer.weights.sharding import average_gradients, set_gradient_sync
 from consumer.weights.weights_folder import take_snapshot
-from consumer.weights.weights_snapshot import HostBuffers, NextSnapshot, WeightsSnapshot
+from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -253,24 +253,18 @@ class Learner:
         modules = dict.fromkeys((self._policy, self.reference))
         return [module for module in modules if module is not None], self._optimizer
 
-    def snapshot(
-        self, *, to_publish: bool = False, writer: NextSnapshot | None = None
-    ) -> WeightsSnapshot:
+    def snapshot(self, *, to_publish: bool = False) -> WeightsSnapshot:
         """Copy the weights to host memory, where they stay until the next snapshot.
 
         The files that it writes are config.json and safetensors, as Hugging Face and vLLM read
         them; with a LoRA adapter, those of the adapter. `to_publish`: copy the precision of the
         forward pass. With `bf16` this halves the bytes, and an engine in bfloat16 would round to
         the same values. With several ranks each copies its share: all of them must call it.
-        `writer` gets the snapshot, before it is complete where it can wait for each copy.
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
-            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype, writer=writer)
-        snapshot = self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
-        if writer:
-            writer.set_result(snapshot)
-        return snapshot
+            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype)
+        return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
 
     def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
         """Write the files of a snapshot into `folder`."""

@@ -293,20 +293,19 @@ class Trainer:
         """Copy the weights, and begin to publish the copy beside what follows.
 
         It is waited for where the run is paused for it, or exclusive evaluations are due. After
-        `consumer.stop` nothing is published or evaluated, but the step in progress is logged.
+        `consumer.stop` nothing is published or evaluated: the step in progress still ends, so that
+        it is logged. The next trainer publishes first.
         """
         started = time.monotonic()
         step = self._position.step
         with suppress(Stopped):
             self._await_publication()
-            save = self.rank.begin_snapshot()
+            save = self.rank.snapshot()
             self._newest_weights = step
-            is_now = is_paused or self._is_evaluated_in_pause(step)
-            if not is_now:
-                self._publisher.begin(step, save)
-            self.rank.copy_weights()
-            if is_now:
+            if is_paused or self._is_evaluated_in_pause(step):
                 self._publish_now(step, save, timing, is_paused=is_paused)
+            else:
+                self._publisher.begin(step, save)
         timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
 
     def _await_publication(self) -> None:

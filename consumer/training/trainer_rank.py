@@ -7,8 +7,7 @@
     load(step)        loads the model, its optimizer, and the state of a checkpoint
     read(batch)       reads its share of the batch
     fit()             trains one step, with the gradients of all ranks
-    begin_snapshot()  lets a thread write its part of the weights into a folder of rank 0
-    copy_weights()    copies its part of the weights, for that thread
+    snapshot()        copies its part of the weights; a thread writes it into a folder of rank 0
     begin_state(...)  copies its part of a checkpoint; a thread writes it into a folder of rank 0
     sleep(), wake()   frees its device for engines, uses it again
 
@@ -201,24 +200,14 @@ class TrainerRank:
         return metrics, BatchColumns.join(self.ranks.gather(own.lists()))
 
     @order
-    def begin_snapshot(self) -> Save:
-        """Begin a snapshot of the weights, as workers load them. `copy_weights` must follow.
+    def snapshot(self) -> Save:
+        """Copy the weights, as workers load them, to host memory.
 
-        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread, from
-        now on until the next snapshot.
+        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread, until
+        the next snapshot.
         """
-        self._next_snapshot = self.parts.begin()
+        self.parts.begin(self._controller.learner.snapshot(to_publish=True))
         return self._write_parts
-
-    def copy_weights(self) -> None:
-        """Copy the weights to host memory; they are written meanwhile."""
-        with self._next_snapshot.copying():
-            self._copy_weights()
-
-    @order
-    def _copy_weights(self) -> None:
-        with self._next_snapshot.copying():
-            self._controller.learner.snapshot(to_publish=True, writer=self._next_snapshot)
 
     def _write_parts(self, folder: Path) -> WrittenFiles:
         copy_tokenizer(self._model_dir, folder)

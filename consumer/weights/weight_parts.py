@@ -19,7 +19,7 @@ from typing import Any
 from buffer.errors import PublicationFailed, RankLost
 from buffer.weights.checksums import Algorithm, FileFacts, WrittenFiles
 from consumer.ranks import Ranks
-from consumer.weights.weights_snapshot import NextSnapshot
+from consumer.weights.weights_snapshot import WeightsSnapshot
 
 POLL_S = 0.02
 
@@ -29,8 +29,7 @@ class WeightParts:
 
     Usage:
 
-        next = parts.begin()            # on every rank, once the last version is published
-        next.set_result(snapshot)       # then, or later
+        parts.begin(snapshot)           # on every rank, once the last version is published
         facts = parts.write(folder)     # on rank 0, in any thread, once for each attempt
         parts.close()
     """
@@ -42,28 +41,27 @@ class WeightParts:
         self._ended = threading.Event()
         self._number = 0
         self._attempt = 0
-        self._next: NextSnapshot | None = None
+        self._snapshot: WeightsSnapshot | None = None
 
-    def begin(self) -> NextSnapshot:
-        """Replace the last snapshot by a new one, which the caller makes."""
+    def begin(self, snapshot: WeightsSnapshot) -> None:
+        """Replace the last snapshot by this one."""
         self._ended.set()  # of the last one
         self._ended = threading.Event()
-        self._next = NextSnapshot()
+        self._snapshot = snapshot
         self._number += 1
         self._attempt = 0
         if self._ranks.rank:
-            self._thread.submit(self._follow, self._next, self._number, self._ended)
-        return self._next
+            self._thread.submit(self._follow, snapshot, self._number, self._ended)
 
     def write(self, folder: Path) -> WrittenFiles:
         """Write all parts into `folder`; return their checksums. Raises PublicationFailed."""
-        assert self._next
+        assert self._snapshot
         ranks = self._ranks
         self._attempt += 1
         names = [_name(self._number, self._attempt, rank) for rank in range(ranks.size)]
         if ranks.size > 1:
             ranks.post(names[0], str(folder))
-        own = self._write_own(self._next, folder)
+        own = self._write_own(self._snapshot, folder)
         parts = [own, *(self._await(name) for name in names[1:])]
         if problems := [str(part["problem"]) for part in parts if part["problem"]]:
             raise PublicationFailed("; ".join(problems), hint="is the disk full?")
@@ -75,7 +73,7 @@ class WeightParts:
         self._ended.set()
         self._thread.shutdown()
 
-    def _follow(self, snapshot: NextSnapshot, number: int, ended: threading.Event) -> None:
+    def _follow(self, snapshot: WeightsSnapshot, number: int, ended: threading.Event) -> None:
         attempt = 1
         while not ended.wait(POLL_S):
             folder = self._ranks.posted(_name(number, attempt, 0))
@@ -84,11 +82,11 @@ class WeightParts:
                 self._ranks.post(_name(number, attempt, self._ranks.rank), own)
                 attempt += 1
 
-    def _write_own(self, snapshot: NextSnapshot, folder: Path) -> dict[str, Any]:
+    def _write_own(self, snapshot: WeightsSnapshot, folder: Path) -> dict[str, Any]:
         problem = ""
         facts = WrittenFiles()
         try:
-            facts = snapshot.result().write(folder, self._algorithm)
+            facts = snapshot.write(folder, self._algorithm)
         except Exception as error:  # rank 0, which waits for this part, raises it
             problem = f"rank {self._ranks.rank} cannot write its part of the weights: {error!r}"
         return {"problem": problem, "files": {n: each.to_json() for n, each in facts.items()}}

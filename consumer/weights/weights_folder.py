@@ -17,49 +17,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from buffer.errors import StepFailed
 from consumer.ranks import Ranks, balanced_shares
 from consumer.weights.sharding import gather
-from consumer.weights.weights_snapshot import HostBuffers, NextSnapshot, WeightsSnapshot
+from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 INDEX = "model.safetensors.index.json"
 
 
 def take_snapshot(
-    model: PreTrainedModel,
-    ranks: Ranks,
-    buffers: HostBuffers,
-    *,
-    dtype: torch.dtype | None = None,
-    writer: NextSnapshot | None = None,
+    model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, *, dtype: torch.dtype | None = None
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.
 
     `dtype`: round the weights to it; default: copy them as they are. Tied weights are copied once.
-    A rank needs host memory for its share of the model, in `buffers`. `writer` gets the snapshot as
-    soon as it can write: before the copies, unless `buffers` are new.
+    A rank needs host memory for its share of the model, in `buffers`.
     """
-    expected = buffers.begin(dtype)
-    file = _file_name(ranks.rank, ranks.size)
-
-    def snapshot_of(tensors: Mapping[str, Tensor]) -> WeightsSnapshot:
-        others = _others(model, tensors, ranks, dtype)
-        snapshot = WeightsSnapshot(file, tensors, {"format": "pt"}, others, buffers.copies)
-        if writer:
-            writer.set_result(snapshot)
-        return snapshot
-
-    early = snapshot_of(expected) if expected else None
-    own = _copy_share(model, ranks, buffers, dtype)
-    buffers.wait()
-    if early and [*map(id, own.values())] != [*map(id, expected.values())]:
-        raise StepFailed("the model has other tensors than when it was published before")
-    return early or snapshot_of(own)
-
-
-def _copy_share(
-    model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
     groups = _groups(tensors)
@@ -71,7 +43,10 @@ def _copy_share(
         if index in share:
             converted = revert_weight_conversion(model, whole)
             own |= {name: buffers.copy(name, part, dtype) for name, part in converted.items()}
-    return own
+    buffers.wait()
+    return WeightsSnapshot(
+        _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)
+    )
 
 
 def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:

@@ -8,8 +8,10 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.chaos.checker import Verdict
-from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder
+import orjson
+
+from tests.chaos.checker import Checker, Verdict
+from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder, rules
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
 from tests.chaos.outage_run import OutageRun
@@ -89,6 +91,19 @@ def run_soak(plan: Plan, base: Path) -> bool:
     return all(verdict.clean for *_, verdict in found)
 
 
+def judge_again(base: Path) -> bool:
+    """Judge the runs in `base` with the checker of today; whether they are clean."""
+    found = []
+    for report in sorted(base.glob("*/report.json"), key=lambda path: path.stat().st_mtime):
+        plan = Plan(**orjson.loads(report.read_bytes())["plan"])
+        asked = rules(durable=plan.wait_replicas > 0)
+        verdict = Checker(read_history(report.parent / "history"), asked).check()
+        found.append((name_of(plan), plan.seconds, verdict))
+    for line in soak_table(found):
+        say(line)
+    return all(verdict.clean for *_, verdict in found)
+
+
 def run_mutants(plan: Plan, base: Path) -> bool:
     """Every mutated build, by what it was caught; whether all were."""
     missed = []
@@ -149,6 +164,9 @@ def main() -> int:
     parser.add_argument(
         "--soak", action="store_true", help="with servers of every kind, one after the other"
     )
+    parser.add_argument(
+        "--judge", action="store_true", help="run nothing: judge the runs in --folder again"
+    )
     asked = parser.parse_args()
     names = (
         "seed",
@@ -165,7 +183,9 @@ def main() -> int:
     if asked.mutants:
         return 0 if run_mutants(plan, asked.folder) else 1
     OutageRun.outage_s = asked.outage
-    if asked.soak:
+    if asked.judge:
+        clean = judge_again(asked.folder)
+    elif asked.soak:
         clean = run_soak(plan, asked.folder)
     elif asked.standard:
         clean = run_standard(plan, asked.folder)

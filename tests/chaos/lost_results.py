@@ -8,28 +8,31 @@ from tests.chaos.history import CLAIMED, Event
 
 
 def lost_results(events: Sequence[Event], surely_fresh: int) -> list[str]:
-    """A line for each result that was claimed again before it can have become too old.
+    """A line for each result that was accepted a second time before it can have become too old.
 
     That is `surely_fresh` steps after its claim at the earliest; or at once, when a trainer forks
-    away from the weights that it was made with.
+    away from the weights that it was made with. Claims alone prove nothing: who was stopped writes
+    down later what it was answered.
     """
     lost = []
     taken = 0
     begun: dict[str, int] = {}
-    accepted: set[str] = set()
+    accepted: dict[str, str] = {}
     for event in events:
-        if event["op"] == "opened":
+        if event["op"] in ("opened", "trainer_open"):
             accepted.clear()
         elif event["op"] == "delivered":
             taken = max(taken, event["step"])
-        elif event["op"] == "submit" and _is_accepted(event):
-            accepted.add(event["args"]["gid"])
         elif event["op"] == "claim":
             for gid in event["reply"][CLAIMED]:
-                if gid in accepted and taken - begun[gid] < surely_fresh:
-                    lost.append(f"{gid} was accepted, and claimed again by {event['who']}")
-                begun[gid] = taken if gid in accepted else begun.get(gid, taken)
-                accepted.discard(gid)
+                begun.setdefault(gid, taken)
+        elif event["op"] == "submit" and _is_accepted(event):
+            gid, token = event["args"]["gid"], event["args"]["token"]
+            if accepted.get(gid, token) != token:
+                if taken - begun.get(gid, 0) < surely_fresh:
+                    lost.append(f"{gid} was accepted, and again from {event['who']}")
+                begun[gid] = taken
+            accepted[gid] = token
     return lost
 
 

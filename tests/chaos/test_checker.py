@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,6 +248,46 @@ def test_what_a_server_lost_may_be_gone_but_not_trained_twice() -> None:
     assert judge(story).clean, judge(story)
     train_twice(story)
     assert judge(story).problems["trained twice"]
+
+
+def fail_over(story: Story, since: Event, until: Event) -> None:
+    """Between these events a primary was replaced."""
+    story.events.insert(
+        story.events.index(until) + 1,
+        {"t": until["t"] + 0.5, "op": "loss", "since": since["t"] - 0.5, "kind": "failover"},
+    )
+
+
+def judge_durable(story: Story) -> Verdict:
+    return Checker(story.events, replace(RULES, durable=True, surely_fresh=1)).check()
+
+
+def test_a_failover_may_change_a_batch_unless_replicas_were_waited_for() -> None:
+    story = Story()
+    change_a_batch(story)
+    again = [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]
+    fail_over(story, again, again)
+    assert judge(story).clean, judge(story)
+    assert judge_durable(story).problems["batch changed"]
+
+
+def test_a_failover_may_lose_a_result_unless_replicas_were_waited_for() -> None:
+    story = Story()
+    first = story.first("submit", phase="ok")
+    again = [
+        deepcopy(story.first("claim")),
+        *deepcopy(story.events[story.events.index(first) - 1 :][:2]),
+    ]
+    for number, event in enumerate(again, 1):
+        event["t"] = first["t"] + number / 10
+        event["args"]["token"] = "another"
+    story.events += again
+    fail_over(story, first, again[-1])
+    story.events.sort(key=lambda event: event["t"])
+    assert judge(story).clean, judge(story)
+    assert judge_durable(story).problems["result lost"]
+    story.events = [event for event in story.events if event not in again]
+    assert judge_durable(story).clean, judge_durable(story)
 
 
 def test_an_enqueue_without_an_answer_may_have_happened() -> None:

@@ -27,7 +27,10 @@ def plain(state: RolloutState) -> dict[str, Any]:
     for name in ("ref_logprobs", "values", "token_rewards"):
         fields[name] = None if fields[name] is None else fields[name].tolist() or None
     teachers = fields["teacher_logprobs"] or {}
-    fields["teacher_logprobs"] = {n: c.tolist() for n, c in teachers.items() if len(c)}
+    # the wire writes them in the order of their names
+    fields["teacher_logprobs"] = {
+        n: teachers[n].tolist() for n in sorted(teachers) if len(teachers[n])
+    }
     fields["reward"] = fields["reward"] or None
     if isinstance(state.routed_experts, np.ndarray):
         fields["routed_experts"] = state.routed_experts.tolist()

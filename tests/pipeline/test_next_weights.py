@@ -132,9 +132,14 @@ def test_announced_weights_that_are_replaced_altered_or_never_published(
     def refusals() -> str:
         return " ".join(worker.refusal for worker in yard.run.fleet.workers())
 
+    urgent = threading.Event()
+    urgent.set()
+
     def train() -> None:
-        yard.announce(1)
+        first = yard.announce(1)
         wait_until(lambda: fetched == ["weights-1"], "a fetch")
+        consumer.wait_until_fetched(first, unless=urgent)
+        assert yard.run.receipts.silent(first.epoch) == ["w0"]
         yard.run.fleet.register("dies", new_nonce(), {})
         folder, checksum = yard.write_weights(2)
         spoil(folder)

@@ -18,7 +18,13 @@ import os
 import sys
 from pathlib import Path
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer  # once for all projects
+# what every project needs, imported once
+import fakeredis
+import producer_workers.build
+from consumer.models import model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3 import modeling_qwen3
+from rolloutmq import rehearse
 from buffer.config.load import inspect_config
 from rolloutmq.check.unit import STAGES, findings_of, units_of
 
@@ -33,6 +39,7 @@ def check():
     sys.exit(str(wrong) if wrong else 0)
 
 
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 for project in sys.argv[1:]:
     child = os.fork()
     if child == 0:
@@ -74,6 +81,7 @@ def test_without_a_terminal_nothing_is_asked(
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.timeout(300)
 def test_projects_pass_their_tests_and_the_check(tmp_path: Path) -> None:
     for template in KINDS:
         write_project(tmp_path / template, Choices(template, TINY, None, 0))

@@ -95,13 +95,8 @@ def archived_lines(state: Rebuilt) -> list[str]:
     found = []
     for ledger in LEDGERS:
         fields = state.ledgers[ledger]
-        freed = count(fields.get("freed"))
-        for text in state.image.below(f"batch:{ledger}:"):
-            if is_count(text) and count(fields.get("forgotten")) < int(text) <= freed:
-                found += state.image.lines(f"batch:{ledger}:{text}")[1:]
-        for _, *lines in [state.batches[ledger].get(freed + 1, [""])]:
+        for _, *lines in state.archived[ledger].values():
+            found += lines
+        for _, *lines in [state.batches[ledger].get(count(fields.get("freed")) + 1, [""])]:
             found += lines[: count(fields.get("slice"))]
-    living = state.records
-    return [
-        line for line in found if len(line.split(" ")) == 7 and line.split(" ")[0] not in living
-    ]
+    return [line for line in found if line.partition(" ")[0] not in state.records]

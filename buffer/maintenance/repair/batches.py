@@ -43,21 +43,21 @@ class LedgerRepair:
         sliced = 0
         for step in range(first, last + 1):
             lines = self._known(step) or self._recorded(step)
-            if step == first:
-                sliced = self._archived_part(lines)
-            kept = [
-                line for line in lines[1 + sliced * (step == first) :] if self._claim(line, step)
-            ]
-            if kept or (sliced and step == first):
-                batches[step] = self._revised(step, lines, sliced * (step == first), kept)
-                continue
-            if step <= self._trained_to:
-                self._archive(batches)
-                first, sliced = step + 1, 0
+            sliced = self._archived_part(lines) if step == first else sliced
+            skip = sliced if step == first else 0
+            left = lines[1 + skip :]
+            if step <= self._trained_to and not (
+                skip + len(left) and all(map(self._is_stored, left))
+            ):
+                self._archive(batches | {step: lines})
                 batches.clear()
-            else:
+                first, sliced = step + 1, 0
+                continue
+            kept = [line for line in left if self._claim(line, step)]
+            if not kept and not skip:
                 last = step - 1
                 break
+            batches[step] = self._revised(step, lines, skip, kept)
         self._state.batches[self._name] = batches
         self._set_fields(first - 1, max(last, first - 1), sliced)
 
@@ -138,19 +138,17 @@ class LedgerRepair:
 
     def _can_restore(self, step: int) -> bool:
         """Return whether the checkpoint has the manifest of a step, and the server its bytes."""
-        lines = self._position.batches.get(step, [])
-        entries = [self._entry(line) for line in lines[1:]]
-        return bool(entries) and all(
-            entry is not None
-            and is_stored(
-                entry.gid,
-                entry.payload.token,
-                str(entry.payload.chunks),
-                str(entry.payload.size),
-                self._state.image.payloads,
-            )
-            for entry in entries
-        )
+        lines = self._position.batches.get(step, [])[1:]
+        return bool(lines) and all(map(self._is_stored, lines))
+
+    def _is_stored(self, line: str) -> bool:
+        """Return whether the bytes of a line exist, as many as it says."""
+        entry = self._entry(line)
+        if entry is None:
+            return False
+        ref = entry.payload
+        size = (str(ref.chunks), str(ref.size))
+        return is_stored(entry.gid, ref.token, *size, self._state.image.payloads)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -192,17 +190,15 @@ class LedgerRepair:
         if entry is None or entry.gid in self._placed:
             return False
         gid = entry.gid
-        is_old = step <= self._trained_to
-        if not is_old and (self._state.is_trained(gid) or self._has_archived(gid)):
+        is_new = step > self._trained_to
+        if is_new and (self._state.is_trained(gid) or self._has_archived(gid)):
             return False
-        ref = entry.payload
-        size = (str(ref.chunks), str(ref.size))
-        has_bytes = is_stored(gid, ref.token, *size, self._state.image.payloads)
-        record = self._state.records.get(gid)
-        if not has_bytes and not is_old and record is None:
+        if not self._is_stored(line):
+            self._state.lose(*split_group_id(gid))
             return False
         self._placed.add(gid)
-        self._state.records[gid] = self._taken(entry, record or self._new_record(gid), step)
+        record = self._state.records.get(gid) or self._new_record(gid)
+        self._state.records[gid] = self._taken(entry, record, step)
         return True
 
     def _taken(self, entry: ManifestEntry, record: Hash, step: int) -> Hash:
@@ -229,19 +225,23 @@ class LedgerRepair:
         return facts | {"tries": "0", "aborts": "0"}
 
     def _revised(self, step: int, lines: list[str], sliced: int, kept: list[str]) -> list[str]:
-        """Return a manifest; it is a new revision where it is not the one that was recorded."""
-        header = lines[0]
-        known = self._lines.get(step, [])
-        whole = [*lines[1 : 1 + sliced], *kept]
-        same = self._position.batches.get(step, known)[1:]
-        if header and whole == same:
+        """Return a manifest; it is a new revision where it is not the one that was recorded.
+
+        The slots of groups that are lost are open, as if these were quarantined (quarantine.lua).
+        """
+        header, *old = lines
+        whole = [*old[:sliced], *kept]
+        known = self._state.image.lines(f"batch:{self._name}:{step}")
+        if header and whole == (self._position.batches.get(step) or known)[1:]:
             return [header, *whole]
+        notes = [":".join([*line.split(" ")[:2], "-"]) for line in old if line not in whole]
         revision = _REVISION.search(header)
         number = int(revision[1]) + 1 if revision else 1
+        header = (header or self._new_header(step, whole)).replace(" strict=1", " strict=0")
         if revision:
-            header = _REVISION.sub(f" revision={number}", header)
+            header = ",".join([_REVISION.sub(f" revision={number}", header), *notes])
         else:
-            header = f"{header or self._new_header(step, whole)} revision={number}"
+            header = f"{header} revision={number} quarantined={','.join(notes)}"
         self._state.notes.append(
             f"the batch of {self._name} step {step} becomes revision {number}, "
             f"with {len(whole)} groups"
@@ -283,8 +283,13 @@ class LedgerRepair:
         if sliced:
             keep = max(keep, freed + 1)
             committed = max(committed, keep)
-        retained = [step for step in self._lines if step <= freed]
-        forgotten = min(retained) - 1 if retained else freed
+        retained = {
+            step: lines
+            for step, lines in self._lines.items()
+            if step <= freed and lines[0] and all(map(self._is_stored, lines[1:]))
+        }
+        self._state.archived[self._name] = retained
+        forgotten = min(retained, default=freed + 1) - 1
         exported = _between(fields.get("exported"), 0, freed, 0)
         wanted = {
             "taken": taken,

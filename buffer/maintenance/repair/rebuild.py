@@ -63,11 +63,7 @@ def _batches(state: Rebuilt) -> dict[str, Value]:
         fields = state.ledgers[ledger]
         if any(value != "0" for value in fields.values()) or ledger == "train":
             found[f"ledger:{ledger}"] = Value("hash", fields)
-        retained = range(count(fields.get("forgotten")) + 1, count(fields.get("freed")) + 1)
-        for step in retained:
-            name = f"batch:{ledger}:{step}"
-            found[name] = Value("list", state.image.lines(name))
-        for step, lines in state.batches[ledger].items():
+        for step, lines in (state.archived[ledger] | state.batches[ledger]).items():
             found[f"batch:{ledger}:{step}"] = Value("list", lines)
     return found
 
@@ -77,9 +73,10 @@ def _ends(state: Rebuilt) -> dict[str, Value]:
     for task, ends in state.ends.items():
         for end, draws in ends.items():
             name = f"ended:{task}:{end}"
-            same = state.image.bits(name) == draws
-            found[name] = state.image.values.get(name) if same else Value("string", _bitmap(draws))
-    return {name: value for name, value in found.items() if value is not None}
+            known = state.image.values.get(name)
+            same = known and known.kind == "string" and state.image.bits(name) == draws
+            found[name] = known if known and same else Value("string", _bitmap(draws))
+    return found
 
 
 def _bitmap(draws: set[int]) -> bytes:
@@ -92,7 +89,7 @@ def _bitmap(draws: set[int]) -> bytes:
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, if they can be read; nobody holds a role."""
     values = {}
-    for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "hold"):
+    for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
         value = image.values.get(name)
         if value and value.kind == TABLE[name].type.lower():
             values[name] = value

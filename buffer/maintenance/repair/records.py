@@ -65,8 +65,14 @@ def usable(gid: str, found: Hash, limits: RunLimits, payloads: Payloads) -> Hash
     # an archived prompt of a taken group may be gone: then its record is believed
     if not is_count(found.get("prompt")) or (prompt and str(prompt.size) != found["prompt"]):
         record["prompt"] = str(prompt.size if prompt else 0)
+    if not re.fullmatch("[0-9a-f]*", record.get("crc", "?")):
+        record["crc"] = ""  # not checked then; decoding is
+    if record["version"]:
+        # without one, every fork counts
+        record.setdefault("lineage", "")
     for name in _NUMBERS:
-        if name in record and record[name] != "" and not is_number(record[name]):
+        is_unset = name == "last" and record.get(name) == ""
+        if name in record and not is_unset and not is_number(record[name]):
             del record[name]
     return _staged(record, limits)
 

@@ -24,7 +24,7 @@ from buffer.maintenance.repair.garbage import prompts_ahead
 from buffer.maintenance.repair.image import PAGE, Image, Value, read_image
 from buffer.maintenance.repair.rebuild import ROLE, rebuild
 from buffer.maintenance.repair.records import count
-from buffer.model.ids import new_nonce
+from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.store import Store
@@ -85,7 +85,9 @@ class Repair:
     def _plan(self, image: Image) -> Plan:
         state, wanted = rebuild(image, self._limits, self._position, self._now_ms())
         # an empty queue is a key as well
-        found = {n: v for n, v in image.values.items() if v != Value("stream", [])}
+        empty = {name for name, value in image.values.items() if value == Value("stream", [])}
+        empty &= {f"jobs:{task}:{lane}" for task in self._limits.tasks for lane in LANES}
+        found = {name: value for name, value in image.values.items() if name not in empty}
         values: dict[str, Value | None] = {
             name: value for name, value in wanted.items() if found.get(name) != value
         }

@@ -17,8 +17,8 @@ class Rebuilt:
 
     `position`: of the newest checkpoint, if one is known. `records`: of all groups that live, by
     gid. `ends`: draws by task and end. `batches`: the lines of the steps that can be delivered, by
-    ledger. `ledgers`: their fields. `unusable`: gids whose records are
-    of no use. `lost`, `closed`: gids that are drawn again, and that are not.
+    ledger; `archived`: of those that are retained. `ledgers`: their fields. `unusable`: gids whose
+    records are of no use. `lost`, `closed`: gids that are drawn again, and that are not.
     """
 
     image: Image
@@ -28,6 +28,7 @@ class Rebuilt:
     records: dict[str, Hash] = field(default_factory=dict)
     ends: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     batches: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    archived: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     ledgers: dict[str, Hash] = field(default_factory=dict)
     unusable: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)

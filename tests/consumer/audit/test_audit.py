@@ -16,19 +16,21 @@ import pytest
 
 from buffer.batches.audits import Position, Verdict
 from buffer.config.config import TrainingConfig
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, WireError
 from buffer.monitoring.run_view import take_snapshot
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.server import process
 from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
+from consumer.audit.difference import check_auditable
 from rolloutmq.cli import main
 from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.consumer.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import wait_until
-from tests.consumer.models.tiny import build_model
+from tests.consumer.models.tiny import build_model, make_group
 from tests.servers import on_both
 
 TOML = """
@@ -141,6 +143,21 @@ def test_a_worker_is_admitted_and_barred_again(yard: Yard) -> None:
     assert counts(yard) == {"w1": {"differs": 2 * BATCH}, "w2": {"differs": BATCH}}
 
 
+def test_a_worker_that_writes_into_the_index_does_not_end_the_auditor(yard: Yard) -> None:
+    """With the password of a worker, records may contain anything; `audits` is out of its reach."""
+    raw: Any = yard.run.store.control
+    raw.hset(yard.run.keys.audits, "position", "junk")
+    odd: list[dict[str, str | bytes]] = [
+        {"owner": b"\xff\n"}, {"owner": "a b"}, {"lineage": b"\xff"}
+    ]  # fmt: skip
+    for fields in odd:
+        raw.hset(yard.run.keys.group(yard.submit("w1", lower)), mapping=fields)
+    yard.take(1)
+    assert yard.auditor().audit_next()
+    assert counts(yard) == {"": {"impossible": 2}, "w1": {"differs": 1}}
+    assert not yard.auditor().audit_next()
+
+
 def test_what_cannot_be_audited_is_counted_and_bars_nobody(yard: Yard) -> None:
     """Weights that never were, tokens without weights, and a group that two workers made."""
     unknown = PolicyVersion(yard.consumer.lineage, 0)
@@ -149,8 +166,7 @@ def test_what_cannot_be_audited_is_counted_and_bars_nobody(yard: Yard) -> None:
     yard.submit("hostile", lower, status=Status.ABORTED)
     yard.run.jobs.reissue(yard.crew.producer, "math", "aborted", 1000)
     continued = yard.submit("honest")
-    gids = yard.take(1)
-    assert continued in gids
+    assert continued in yard.take(1)
     yard.auditor().audit_next()
     assert counts(yard) == {
         "inventive": {"impossible": 1},
@@ -158,6 +174,17 @@ def test_what_cannot_be_audited_is_counted_and_bars_nobody(yard: Yard) -> None:
         "": {"impossible": 1},
     }
     assert yard.run.audits.read().failed == {}
+
+
+def test_no_group_sends_the_auditor_to_other_folders_or_to_many_versions() -> None:
+    for spans in (
+        [VersionSpan(0, 1, 3, "../../weights")],
+        [VersionSpan(n, 1, n, "main") for n in range(40)],
+    ):
+        group = make_group(1, lengths=(40,))
+        group.states[0].spans = spans
+        with pytest.raises(WireError, match="name"):
+            check_auditable(RolloutGroup(group.gid, group.task, group.states))
 
 
 def test_groups_and_weights_may_be_gone(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,6 +241,8 @@ def test_an_auditor_dies_at_any_point_and_of_two_one_counts(
 
     monkeypatch.setattr(yard.run.audits, "record", be_slow)
     assert yard.auditor().audit_next()
+    assert counts(yard) == {"w1": {"agrees": BATCH}}
+    yard.run.store.control.hset(yard.run.keys.audits, mapping={"agrees:w2": "x", "missed": "-"})
     assert counts(yard) == {"w1": {"agrees": BATCH}}
     torn = yard.config.run.folder / FILE
     torn.write_bytes(torn.read_bytes() + b'{"step":2,"gro')

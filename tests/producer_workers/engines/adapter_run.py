@@ -151,8 +151,8 @@ class AdapterRun:
             self.groups.append(batch.groups)
             return learner_train(learner, batch)
 
-        def take(learner: Learner, *, to_publish: bool = False, **options: Any) -> WeightsSnapshot:
-            taken = snapshot(learner, to_publish=to_publish, **options)
+        def take(learner: Learner, *, to_publish: bool = False) -> WeightsSnapshot:
+            taken = snapshot(learner, to_publish=to_publish)
             if to_publish:
                 (kept := self.adapter(learner.step)).mkdir(parents=True, exist_ok=True)
                 taken.write(kept)
