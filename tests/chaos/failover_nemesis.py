@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import redis
+
 from tests.chaos.nemesis import Card, Nemesis
 from tests.chaos.plan import SERVER
 from tests.chaos.replicated import JUDGING, source_of
@@ -43,7 +45,7 @@ class FailoverNemesis(Nemesis):
     def _may_deal(self, card: Card) -> bool:
         if card.kind not in KINDS:
             return super()._may_deal(card)
-        return not self._since and bool(self._server.is_whole())
+        return not self._since and self._holds(self._server.is_whole)
 
     def look(self) -> None:
         """As Nemesis; and notice a failover that no fault caused."""
@@ -51,7 +53,10 @@ class FailoverNemesis(Nemesis):
         seen, known = self._known
         if self._since or time.time() < seen + 1:
             return
-        now = self._server.primary()
+        try:
+            now = self._server.primary()
+        except redis.RedisError:
+            return
         if known and now and now is not known:
             self._history.note("loss", since=seen - UNNOTICED_S, kind="failover of its own")
         self._known = (time.time(), now or known)
@@ -60,6 +65,13 @@ class FailoverNemesis(Nemesis):
         """As Nemesis; all servers follow one of them afterwards."""
         self._calming = True
         super().calm()
+
+    def _holds(self, condition: Callable[[], bool]) -> bool:
+        """A server that changes its role disconnects whoever asks it: so it does not hold yet."""
+        try:
+            return condition()
+        except redis.RedisError:
+            return False
 
     # -- the faults ----------------------------------------------------------
 
@@ -126,11 +138,17 @@ class FailoverNemesis(Nemesis):
 
     def _end(self, heal: Callable[[], object]) -> None:
         heal()
-        self._wait(self._server.is_whole, WHOLE_S, self._over)
+        self._wait(self._is_settled, WHOLE_S, self._over)
+
+    def _is_settled(self) -> bool:
+        """Whether all follow one primary again, and have their memory back."""
+        if not self._server.is_whole():
+            return False
+        self._server.config_set("maxmemory", "0")
+        return True
 
     def _over(self) -> None:
         self._history.note("loss", since=self._since, kind="failover")
-        self._server.config_set("maxmemory", "0")
         self._known = (0.0, None)
         self._since = 0.0
 
@@ -138,7 +156,7 @@ class FailoverNemesis(Nemesis):
         self, condition: Callable[[], bool], seconds: float, then: Callable[[], object]
     ) -> None:
         """Look again and again, from the harness's own turns."""
-        if condition() or seconds <= 0:
+        if self._holds(condition) or seconds <= 0:
             then()
         elif self._calming:
             time.sleep(POLL_S)

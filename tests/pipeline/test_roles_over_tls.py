@@ -57,7 +57,7 @@ class Roles:
 
 @pytest.fixture
 def roles(make_site: Callable[..., Site], tmp_path: Path) -> Iterator[Roles]:
-    site = make_site(steps=6)
+    site = make_site(steps=8)
     authority = Authority(tmp_path / "authority")
     for name in ("server", *ROLES):
         authority.issue(name)
@@ -94,9 +94,10 @@ def test_every_process_has_its_own_user_and_certificate(roles: Roles) -> None:
     site.until(lambda: roles.raw.exists(f"rmq:{{{site.name}}}:meta") == 1, "the run")
     workers = [roles.start(role, role, *config) for role in ("producer", "worker", "judge")]
     page = roles.start("viewer", "web", "--run", site.name, "--port", "0")
-    site.until_step(2)
+    site.until_step(1)
     steer(roles)
     look(roles, page)
+    assert roles.command("operator", "resume")[0] == 0
     assert trainer.wait() == 0, trainer.said()
     for process in workers[:2]:
         assert process.wait() == 0, process.said()
@@ -110,32 +111,24 @@ def test_every_process_has_its_own_user_and_certificate(roles: Roles) -> None:
 
 
 def steer(roles: Roles) -> None:
-    """Do what an operator does while the run goes on."""
-    for words in (
-        "pause",
-        "status",
-        "set max_tries=6",
-        "resume",
-        "doctor",
-        "janitor --once",
-        "fsck",
-    ):
+    """Do what an operator does; the run is paused afterwards."""
+    for words in ("pause", "status", "set max_tries=6", "doctor", "janitor --once", "fsck"):
         code, output = roles.command("operator", *words.split())
         assert code == 0, f"{words}: {output}"
     assert roles.denied() == set()
 
 
 def look(roles: Roles, page: Process) -> None:
-    """Do what a viewer does, and what it may not."""
+    """Do what a viewer does, and what it may not: the run stays paused."""
     for verb in ("status", "workers", "ls", "dead"):
         code, output = roles.command("viewer", verb)
         assert code == 0, f"{verb}: {output}"
     assert roles.denied() == set()
     address, token = re.search(r"(http://\S+?)/?#token=(\S+)", page.said()).groups()  # type: ignore[union-attr]
     assert ask(f"{address}/api/runs", "")[0] == 200
-    code, said = ask(f"{address}/api/pause", token, method="POST")
+    code, said = ask(f"{address}/api/resume", token, method="POST")
     assert code == 409, said
-    code, output = roles.command("viewer", "pause")
+    code, output = roles.command("viewer", "resume")
     assert code != 0
     assert "Traceback" not in output
     assert roles.denied() != set()

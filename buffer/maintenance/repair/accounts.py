@@ -16,6 +16,10 @@ _TEXTS = {
 """Fields of an account that are not numbers."""
 
 
+_FAR = 1000
+"""Draws by which the reach of an account may exceed what exists."""
+
+
 def accounts(state: Rebuilt) -> dict[str, Value]:
     """Return the account of each task, and the cursors."""
     found = {}
@@ -45,6 +49,10 @@ def _draws(state: Rebuilt, task: str, fields: Hash) -> dict[str, int]:
     existing = state.living(task).union(*state.ends[task].values())
     drawn = {draw for draw in existing if draw < IMPORTED_FROM}
     cursor = next(draw for draw in numbers() if draw not in drawn)
+    believed = state.image.hash("cursors").get(task)
+    if believed is not None and is_count(believed):
+        # draws ahead of it are passed over
+        cursor = min(cursor, int(believed))
     reach = max(drawn, default=-1) + 1
     outside = len(existing) - len(drawn)
     put = min(count(fields.get("put")), outside)
@@ -52,11 +60,19 @@ def _draws(state: Rebuilt, task: str, fields: Hash) -> dict[str, int]:
         "cursor": cursor,
         "enqueued": len(drawn),
         "ahead": len(drawn) - cursor,
-        # it only matters beyond the cursor
-        "reach": reach if reach > cursor else min(count(fields.get("reach")), cursor),
+        "reach": _reach(fields.get("reach"), cursor, reach),
         "put": put,
         "imported": outside - put,
     }
+
+
+def _reach(text: str | None, cursor: int, drawn: int) -> int:
+    """Return the draw before which fsck looks for groups: at least behind all that were drawn."""
+    reach = count(text)
+    if drawn > cursor:
+        # it stays where a draw is revived: a reach that is somewhat too far costs fsck time only
+        return reach if drawn <= reach <= drawn + _FAR else drawn
+    return reach if reach <= cursor + _FAR else 0
 
 
 def _stages(state: Rebuilt, task: str) -> dict[str, int]:

@@ -205,7 +205,8 @@ class LedgerRepair:
         ref = entry.payload
         version = "" if entry.version is None else str(entry.version)
         gone = ("token", "lane", "entry", "claimed_ms") if record["stage"] != "taken" else ()
-        return {name: value for name, value in record.items() if name not in gone} | {
+        kept = {name: value for name, value in record.items() if name not in gone}
+        return {"lineage": "", **kept} | {
             "stage": "taken",
             "status": "completed",
             "batch": f"{self._name}:{step}",

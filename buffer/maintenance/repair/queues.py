@@ -69,7 +69,9 @@ def pools(state: Rebuilt) -> dict[str, Value]:
     for task in state.limits.tasks:
         index = f"order:{task}:completed"
         kept = state.image.zset(index)
-        found[index] = kept if kept.keys() == found[f"pool:{task}:completed"].keys() else {}
+        ready = found[f"pool:{task}:completed"]
+        # a take fills it where groups are missing
+        found[index] = {member: place for member, place in kept.items() if member in ready}
     return {name: Value("zset", members) for name, members in found.items()}
 
 

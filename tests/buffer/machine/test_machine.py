@@ -153,7 +153,7 @@ def machine_server(
         yield server
 
 
-@pytest.mark.timeout(3600 if EXAMPLES else 300)
+@pytest.mark.timeout(3600 if EXAMPLES else 600)
 def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
     numbers = count(1)
     said = Counter[str]()

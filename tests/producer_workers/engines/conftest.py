@@ -85,15 +85,15 @@ def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.fixture(scope="session")
 def running_vllm(run: Run[None], folders: Folders) -> Iterator[Engine]:
     """Start the one vLLM engine that most tests share."""
-    with running(CPU_ENGINE, run, folders) as engine:
+    with running(CPU_ENGINE, run, folders.first) as engine:
         yield engine
 
 
 @contextmanager
-def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[Engine]:
+def running(config: VllmConfig, run: Run[None], model: Path) -> Iterator[Engine]:
     """Start an engine of its own, whose end must leave no process behind."""
     before = set(psutil.Process().children(recursive=True))
-    engine = build_engine(config, folders.first, FIRST)
+    engine = build_engine(config, model, FIRST)
     run(engine.start())
     yield engine
     run(engine.shutdown())

@@ -72,7 +72,7 @@ def sharded(run: Run[None], folders: Folders, request: pytest.FixtureRequest) ->
         pytest.skip(f"needs {config.shards} GPUs")
     with pytest.MonkeyPatch.context() as often:
         often.setattr(module, "HEALTH_CHECK_S", 1.0)
-        with running(config, run, folders) as engine:
+        with running(config, run, folders.first) as engine:
             yield engine
 
 

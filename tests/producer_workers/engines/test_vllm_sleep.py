@@ -34,7 +34,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_up_as_it_was(
     def free_bytes() -> int:
         return int(torch.cuda.mem_get_info()[0])
 
-    with running(config, run, folders) as engine:
+    with running(config, run, folders.first) as engine:
 
         async def scenario() -> tuple[Generation, Generation, int]:
             before = await generate(engine, sampling(50, seed=1))

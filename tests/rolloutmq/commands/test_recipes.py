@@ -98,6 +98,8 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "Which runs are on the server, and in folders here?": lambda answer, told: (
         answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
     ),
+    # nobody was audited in this scene
+    "How do I check workers that I do not own?": lambda answer, told: "".join(answer) == "",
     "Who may do what?": lambda answer, told: answer[0].startswith("user default on "),
 }
 
