@@ -89,7 +89,7 @@ class Audits:
         ]
         arguments: dict[str, Arg] = {"before": str(before), "after": str(after), "missed": missed}
         reply = self._store.call("audit", self._keys.slots(), arguments, tail_args=units)
-        return bool(reply[0] == "OK")
+        return bool(reply[0] != "MOVED")
 
     def read(self) -> AuditAccount:
         """Return the account. One round trip."""

@@ -23,7 +23,7 @@ class JanitorMoves(WorkerMoves):
         buried = sum(group.place == "dead" for group in held)
         assert (swept.reaped, swept.buried) == (len(held) - buried, buried)
         self.forget()
-        assert swept.expired == self.expire(*TASKS)
+        assert swept.expired == self.expire(*TASKS) + self.expire_waiting()
         assert not self.scene.garbage()
 
     def collect_garbage(self) -> None:

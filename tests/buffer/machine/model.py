@@ -200,7 +200,8 @@ class Model:
         return fresh
 
     def room(self, task: str, target: int) -> int:
-        busy = len(self.at("waiting", task)) + len(self.at("running", task)) + len(self.fresh(task))
+        begun = [g for place in ("waiting", "running") for g in self.at(place, task)]
+        busy = len([g for g in begun if not self.is_doomed(g)]) + len(self.fresh(task))
         return max(0, target - self.tasks[task].consumed - busy)
 
     def arrive(self, group: Group) -> None:
@@ -221,7 +222,17 @@ class Model:
         pooled = [
             g for task in tasks for place in ("completed", "aborted") for g in self.at(place, task)
         ]
-        old = [group for group in pooled if self.score(group) < cut]
+        return self._expire([group for group in pooled if self.score(group) < cut])
+
+    def expire_waiting(self) -> int:
+        """Groups in the queue whose tokens became too old start again, or are dropped."""
+        return self._expire([group for group in self.at("waiting") if self.is_doomed(group)])
+
+    def is_doomed(self, group: Group) -> bool:
+        """Whether the next step may not use the tokens that a group already has."""
+        return bool(group.made_by) and self.score(group) < self.taken + 1 - self.threshold
+
+    def _expire(self, old: list[Group]) -> int:
         for group in old:
             group.place = "expired" if self.retried else "dropped"
             group.made_by, group.result = [], "init"
