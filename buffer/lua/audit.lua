@@ -17,7 +17,7 @@ if position == after then return {'OK'} end
 if position ~= before then return {'MOVED', position} end
 local now = int(now_ms())
 redis.call('HSET', audits, 'position', after, 'audited_ms', now)
-if missed > 0 then redis.call('HINCRBY', audits, 'missed', missed) end
+if missed > 0 then redis.call('HINCRBY', audits, 'missed', int(missed)) end
 for _, finding, worker, gid, detail in each_unit do
   redis.call('HINCRBY', audits, finding .. ':' .. worker, 1)
   if finding == 'differs' then
