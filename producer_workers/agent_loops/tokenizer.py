@@ -27,6 +27,11 @@ async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.
     )
 
 
+_TRUSTED_TYPES = ("", "llama", "qwen3", "qwen3_moe")
+"""Model types for which AutoTokenizer follows the class that the folder names. For others, such as
+qwen2, it may choose another class. "": the folder has no model.
+"""
+
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -82,13 +87,11 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Return the class that reads the folder's tokenizer.
+    """Return the class that reads the folder's tokenizer: the one that AutoTokenizer chooses.
 
-    AutoTokenizer imports torch, which takes seconds. Where transformers 5 itself has noted its
-    general class, AutoTokenizer would choose that one.
+    AutoTokenizer imports torch, which takes seconds.
     """
-    config = folder / "tokenizer_config.json"
-    if config.is_file() and _names_general_class(config.read_bytes()):
+    if _names_general_class(folder) and _model_type(folder) in _TRUSTED_TYPES:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -97,9 +100,17 @@ def _tokenizer_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def _names_general_class(config: bytes) -> bool:
-    fields = orjson.loads(config)
+def _names_general_class(folder: Path) -> bool:
+    fields = _read(folder / "tokenizer_config.json")
     return fields.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in fields
+
+
+def _model_type(folder: Path) -> str:
+    return str(_read(folder / "config.json").get("model_type", ""))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(orjson.loads(file.read_bytes())) if file.is_file() else {}
 
 
 def encode_chat(

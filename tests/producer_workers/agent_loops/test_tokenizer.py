@@ -36,10 +36,13 @@ def test_a_general_tokenizer_is_read_without_torch(folder: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.parametrize("model", ["", "llama", "qwen3", "qwen3_moe", "qwen2"])
 @pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer"])
-def test_the_tokenizer_is_the_one_of_the_library(folder: Path, name: str) -> None:
+def test_the_tokenizer_is_the_one_of_the_library(folder: Path, name: str, model: str) -> None:
     file = folder / "tokenizer_config.json"
     file.write_bytes(orjson.dumps(orjson.loads(file.read_bytes()) | {"tokenizer_class": name}))
+    if model:
+        (folder / "config.json").write_bytes(orjson.dumps({"model_type": model}))
     found: Any = load_tokenizer(str(folder))
     wanted = AutoTokenizer.from_pretrained(folder)
     assert type(found) is type(wanted)
