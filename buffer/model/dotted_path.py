@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 from buffer.errors import ConfigError
 from buffer.model.extras import missing_extra
+
+_LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Beginnings of the names of files that are no code of a user."""
 
 
 def is_dotted_path(text: str) -> bool:
@@ -77,10 +81,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return where an error was raised: "see line 3 of my_judge.py"."""
+    """Return where an error was raised: "see line 3 of my_judge.py"; in no library if possible."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"see line {error.lineno} of {error.filename}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    # the first is that of load_object
+    users = [each for each in frames[1:] if not each.filename.startswith(_LIBRARIES)]
+    frame = (users or frames)[-1]
     return f"see line {frame.lineno} of {frame.filename}"
 
 

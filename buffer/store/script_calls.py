@@ -130,9 +130,12 @@ class ScriptRunner:
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
         if not text.startswith("WRONGTYPE"):
-            # a script failed on a field that is missing, or that is no number
-            is_bug = "user_script" in text
-            return ScriptError(f"{script.name}: {text[:300]}", hint=HINT) if is_bug else error
+            # a script failed on a field that is missing, or that is no number; refusals and full
+            # memory are for the caller
+            is_damage = type(error) is ResponseError and "user_script" in text
+            if is_damage and not text.startswith("ACL failure"):
+                return ScriptError(f"{script.name}: {text[:300]}", hint=HINT)
+            return error
         kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
         expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
         wrong = [

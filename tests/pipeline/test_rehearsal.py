@@ -218,7 +218,7 @@ def test_a_loop_without_end_is_an_error_that_names_the_stages_of_its_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "HAND_BACK_S", 0.1)
-    with pytest.raises(RehearsalError, match=r"after 0.5 s; groups by stage: \{'running': 5\}"):
+    with pytest.raises(RehearsalError, match=r"after 0.5 s; groups by stage: \{.*'running': \d"):
         rehearse(SUMS, judge=length, agent_loop=Endless, timeout_s=0.5)
 
 

@@ -106,8 +106,8 @@ def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
     plot = chromium.find_element(By.CSS_SELECTOR, "[data-chart=reward] .plot")
     assert "0.1 at first, 0.7 now, from 0.1 to 0.7" in str(plot.get_attribute("aria-label"))
     # the parts of a step and what is left of it
-    assert "wait 0.5" in legend(chromium, "parts")
-    assert "other 1.5" in legend(chromium, "parts")
+    until_legend(chromium, "parts", "wait 0.5")
+    until_legend(chromium, "parts", "other 1.5")
     # a metric that no chart knows is among the others
     chromium.find_element(By.XPATH, "//summary[text()='All other metrics']").click()
     until(chromium, "own/metric")
