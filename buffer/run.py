@@ -21,14 +21,12 @@ from buffer.control.receipts import Receipts
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunDamaged, RunExists, RunNotFound, SchemaVersionError, StoreError
+from buffer.errors import RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
 from buffer.model.ids import new_nonce
 from buffer.model.limits import (
-    LOADING,
-    REMOVING,
     SCHEMA,
     STAMP_FIELDS,
     LimitsStamp,
@@ -40,10 +38,11 @@ from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
+from buffer.run_fields import limits_in, read_hash, require_schema, without_meta
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.key_fields import HINT, require_fields, text_fields
+from buffer.store.key_fields import require_fields
 from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
@@ -135,7 +134,7 @@ class Run:
                 durable=True,
             )
         if reply[0] == "DAMAGED":
-            raise _without_meta(keys)
+            raise without_meta(keys)
         if reply[0] == "EXISTS":
             _, other, created_ms, _ = reply
             raise RunExists(
@@ -156,11 +155,11 @@ class Run:
         store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None
     ) -> Continuation:
         """Return what `create` writes: the settings of a new run, or those that continue it."""
-        meta = _read_hash(store, "create run", keys.meta)
+        meta = read_hash(store, "create run", keys.meta)
         if meta.get("nonce") != nonce:
             return Continuation(limits, origin)
-        _require_schema(keys.run, meta)
-        ledger = _read_hash(store, "create run", keys.ledger("train"))
+        require_schema(keys.run, meta)
+        ledger = read_hash(store, "create run", keys.ledger("train"))
         require_fields("ledger", keys.ledger("train"), ledger)
         step = int(ledger["taken"]) + 1
         return continue_run(keys.run, meta, limits, origin, step)
@@ -173,11 +172,11 @@ class Run:
         """
         keys = Keys(name)
         store = store.at(keys.meta)
-        meta = _read_hash(store, "open run", keys.meta)
+        meta = read_hash(store, "open run", keys.meta)
         if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
-            raise _without_meta(keys)
-        _require_schema(name, meta)
-        limits = _limits_in(keys.meta, meta)
+            raise without_meta(keys)
+        require_schema(name, meta)
+        limits = limits_in(keys.meta, meta)
         run = cls(store, name, meta["nonce"], limits)
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
@@ -304,10 +303,10 @@ class Run:
         return True
 
     def _read_limits(self) -> None:
-        meta = _read_hash(self.store, "limits", self.keys.meta)
+        meta = read_hash(self.store, "limits", self.keys.meta)
         if meta.get("nonce") != self.nonce:
             return  # the run is gone, or another one: the next call that needs it reports that
-        self.limits.adopt(_limits_in(self.keys.meta, meta))
+        self.limits.adopt(limits_in(self.keys.meta, meta))
         self._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
 
     def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
@@ -357,62 +356,8 @@ class Run:
 
     def progress(self, task: str) -> dict[str, str]:
         """Return the account and counters of a task as the server has them."""
-        return _read_hash(self.store, "progress", self.keys.progress(task))
+        return read_hash(self.store, "progress", self.keys.progress(task))
 
     def record(self, gid: str) -> dict[str, str]:
         """Return the record of a group; empty if it has ended or never was."""
-        return _read_hash(self.store, "record", self.keys.group(gid))
-
-
-def _read_hash(store: Store, what: str, key: str) -> dict[str, str]:
-    try:
-        raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
-    except StoreError as error:
-        if "WRONGTYPE" in error.message:
-            raise RunDamaged(f"{key} is of another type", hint=HINT) from error
-        raise
-    return text_fields(raw)
-
-
-def _without_meta(keys: Keys) -> RunDamaged:
-    return RunDamaged(
-        f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
-        hint="restore the data of the server, or delete the other keys to begin anew",
-    )
-
-
-def _limits_in(key: str, meta: dict[str, str]) -> RunLimits:
-    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
-    require_fields("meta", key, meta)
-    if missing := [name for name in RunLimits.model_fields if name not in meta]:
-        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
-    try:
-        return RunLimits.from_meta(meta)
-    except ValueError as error:
-        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
-
-
-def _require_schema(name: str, meta: dict[str, str]) -> None:
-    """Raise RunNotFound or SchemaVersionError for a run that cannot be opened."""
-    if not meta:
-        raise RunNotFound(
-            f"there is no run {name!r} on this server",
-            hint="Run.names lists the runs of a server, Run.create makes one",
-            command_hint="`rolloutmq runs` lists the runs of a server, `rolloutmq create CONFIG` "
-            "makes one",
-        )
-    schema = meta.get("schema")
-    if schema is None:
-        raise RunDamaged(f"{Keys(name).meta} has no field schema", hint=HINT)
-    if schema == LOADING:
-        raise RunNotFound(
-            f"run {name!r} is being restored from a snapshot, or that was interrupted",
-            hint="wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
-        )
-    if schema == REMOVING:
-        raise RunNotFound(
-            f"run {name!r} is being removed, or its removal was interrupted",
-            hint=f"`rolloutmq runs --delete {name} --yes` completes it",
-        )
-    if schema != SCHEMA:
-        raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")
+        return read_hash(self.store, "record", self.keys.group(gid))
