@@ -45,6 +45,11 @@ _LARGE_BYTES = 4096
 _LINE_BYTES = 64
 """Longer than the line before a value."""
 
+_SEND_BUFFER_BYTES = 1 << 21
+"""What the kernel holds of a Unix socket: with its default, about one payload, the client could not
+encode the next group while the server runs a script. TCP adapts its own.
+"""
+
 _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
 """A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
 
@@ -59,7 +64,10 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     try:
         if not _is_real(connection):
             return pipelined(client, commands)
-        count = _transmit(connection._sock, commands)
+        sock = connection._sock
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        count = _transmit(sock, commands)
         answers = [_answer(connection) for _ in range(count)]
     except BaseException:
         connection.disconnect()  # an answer may still arrive, and must not answer another call
