@@ -1,7 +1,7 @@
 """Load each function and class that a config names, so that a wrong name is found at once.
 
-Engines and models take half a minute to load, and a data set may take longer: nobody should wait
-for them to read that a judge cannot be imported.
+Engines and models take half a minute to load, and a data set may take longer. A judge that cannot
+be imported is reported before they begin.
 """
 
 from __future__ import annotations

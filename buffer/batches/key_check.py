@@ -43,7 +43,7 @@ class FoundKey:
 
 
 class KeyCheck:
-    """Walks over all keys of a run, whatever they are. O(keys of the server)."""
+    """Walks over all keys with the prefix of a run, known or not. O(keys of the server)."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store

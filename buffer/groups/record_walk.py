@@ -43,7 +43,7 @@ class RecordWalk:
             yield gid, record
 
     def unchecked(self, task: str) -> Iterator[tuple[str, Record]]:
-        """Yield what `records` does, whatever the fields of a record are."""
+        """Yield what `records` does, also records with missing or malformed fields."""
         draws = self._living(task)
         while page := list(islice(draws, PAGE)):
             gids = [group_id(task, draw) for draw in page]

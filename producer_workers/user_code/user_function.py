@@ -186,7 +186,7 @@ class UserFunction:
     def _end_turn(self, work: asyncio.Future[Outcome]) -> None:
         self._turns.release()
         if not work.cancelled():
-            work.exception()  # retrieved, also if nobody waits for it
+            work.exception()  # retrieved here, as its caller may be gone
 
     async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
         if not self._idle:

@@ -1,7 +1,7 @@
 """Log what blocks a worker's event loop, by the name of the judge, tool or agent where it is one.
 
-While the loop is blocked, the worker samples, submits and pauses nothing, but its heartbeat goes
-on, so nobody else reports it.
+While the loop is blocked, the worker samples, submits and pauses nothing. Its heartbeat continues,
+so no other process reports it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _bitmap(draws: set[int]) -> bytes:
 
 
 def others(image: Image) -> dict[str, Value]:
-    """Return the keys that no group depends on, if they can be read; nobody holds a role."""
+    """Return the keys that no group depends on, where they can be read."""
     values = {}
     for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
         value = image.values.get(name)

@@ -34,7 +34,7 @@ class Symptom:
 def diagnose(snap: Snapshot) -> list[Symptom]:
     """Return what stops the run, or soon will, the worst first; empty if nothing does.
 
-    During a pause nobody loads weights or starts groups, so only the pause itself is reported.
+    During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
     if snap.mode == "finish":
         over = Symptom("note", "the run is finished: its last step is done", snap.paused_ms, "")

@@ -72,7 +72,7 @@ def tail(
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
     """Yield (id, event), from the oldest event on, or only new ones.
 
-    Ends with the run, or once nobody reads the output.
+    Ends with the run, or when the reader of the output closes it.
     """
     last = START if from_start else run.events.newest()
     while True:
