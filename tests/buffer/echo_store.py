@@ -14,8 +14,8 @@ import redis
 from buffer.store.bulk_io import Command
 from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, library
-from buffer.store.store import Store
 from tests.buffer.keyspace import changed, dump
+from tests.buffer.two_trip_store import TwoTripStore
 
 MUTATING = sorted(
     name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0]
@@ -26,7 +26,7 @@ class Died(BaseException):
     """What no code catches."""
 
 
-class EchoStore(Store):
+class EchoStore(TwoTripStore):
     """Repeats the scripts named in `repeats`, and compares the key space of `run` before and after.
 
     What works in slices is repeated where a slice was the last one: the one before is repeated by
@@ -68,17 +68,6 @@ class EchoStore(Store):
                 # who left has left: UNKNOWN is as good as OK then
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
-
-    def call_and_read(
-        self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg],
-        read: Command,
-    ) -> tuple[list[Any], Any]:
-        reply = self.call(script, keys, args, (), tail_args)
-        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         uploads = list(uploads)

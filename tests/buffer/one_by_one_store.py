@@ -9,13 +9,12 @@ from typing import Any
 
 import redis
 
-from buffer.store.bulk_io import Command
 from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, Script, library
-from buffer.store.store import Store
+from tests.buffer.two_trip_store import TwoTripStore
 
 
-class OneByOneStore(Store):
+class OneByOneStore(TwoTripStore):
     """`look` is told of every call, with its keys and arguments as the server gets them; its script
     is loaded.
 
@@ -45,17 +44,6 @@ class OneByOneStore(Store):
         self.raw.script_load(entry.source)
         self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
         return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-
-    def call_and_read(
-        self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg],
-        read: Command,
-    ) -> tuple[list[Any], Any]:
-        reply = self.call(script, keys, args, (), tail_args)
-        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
 
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
