@@ -38,8 +38,9 @@ write another); `pad` brings `data` to such a place, too. So a reader uses them 
 views of the received bytes.
 
 The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
-dictionary): any writer may do so, every reader must check for it. Checksum and size of a payload
-are those of the stored bytes. Scripts never see these bytes (I14).
+dictionary): any writer may do so, every reader must check for it. Signatures may come before it
+(`buffer.rollouts.signed_bytes`). Checksum and size of a payload are those of the stored bytes.
+Scripts never see these bytes (I14).
 
 `decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
 where.
