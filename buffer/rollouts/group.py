@@ -30,6 +30,7 @@ from buffer.rollouts.table import (
 )
 from buffer.rollouts.wire_schema import Sample, Shared
 
+_OPTIONAL = frozenset(("ref_logprobs", "values", "token_rewards", "teacher_logprobs"))
 _EXPIRED = STATUSES.index(Status.EXPIRED)
 
 
@@ -153,6 +154,8 @@ class RolloutGroup:
         rollout without are nan.
         """
         columns = self.table.columns
+        if _OPTIONAL.isdisjoint(columns):
+            return {}
         names = ("ref_logprobs", "values", "token_rewards")
         found = {name: columns[name] for name in names if name in columns}
         for teacher, row in zip(
