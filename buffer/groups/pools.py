@@ -201,7 +201,7 @@ class Pools:
 def _decoded(
     refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
 ) -> list[RolloutGroup]:
-    groups = wire.decode_many(payloads)
+    groups = [wire.decode(data) for data in payloads]
     for ref, group, data in zip(refs, groups, payloads, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
