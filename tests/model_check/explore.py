@@ -85,7 +85,7 @@ def _explore(
     return explored
 
 
-def _checked(path: tuple[Path, str], happen: Callable[[], T], explored: Explored) -> T:
+def _checked(path: Path, happen: Callable[[], T], explored: Explored) -> T:
     try:
         return happen()
     except Exception as error:  # every error of a history is a finding
