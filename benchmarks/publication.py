@@ -2,7 +2,9 @@
 
 Random bf16 weights go from a model in the trainer to one in an engine (transformers), through a
 folder. The best of several rounds in turns: the trainer's critical path against a copy in memory,
-and the whole way against writing and reading the bytes once. Needs five times GB of memory.
+and the whole way against writing and reading the bytes once. Each write follows the deletion of as
+many bytes: a page that was free for seconds costs a virtual machine several times the write. Needs
+five times GB of memory.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
     copy_tokenizer(folder, first)
     engine = TransformersEngine(TransformersConfig(dtype="bfloat16"), first, FIRST_WEIGHTS)
     await engine.start()
-    sender = FolderSender(folder / "published", keep=2)
+    sender = FolderSender(folder / "published", keep=1)
     plain = {name: torch.empty_like(value) for name, value in model.state_dict().items()}
     taken: list[dict[str, float]] = []
     for number in range(rounds + 1):
@@ -73,6 +75,8 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
         clock("plain write", _write, written, plain)
         clock("plain read", _read, written)
         version = PolicyVersion("l1", number)
+        if taken:
+            sender.prune()
         published = clock("write", sender.write, version, snapshot.write)
         path = clock("fetch", FolderReceiver().fetch, published)
         began = time.perf_counter()
@@ -81,7 +85,6 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
         began = time.perf_counter()
         await engine.load_weights(path, version)
         seconds["swap"] = time.perf_counter() - began
-        sender.prune()
         taken.append(seconds)
     size = sum(file.stat().st_size for file in weight_files(first))
     await engine.shutdown()
