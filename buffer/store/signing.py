@@ -6,7 +6,7 @@
 
 A MAC covers the nonce of the run, the group, the token of the claim, the worker, the SHA-256 of the
 bytes and all lines before its own (`buffer.rollouts.signed_bytes`). A token is random and of one
-claim, so signed bytes are of no use for another claim, group or run. KeysOfAll are symmetric: a trainer
+claim, so signed bytes are of no use for another claim, group or run. Keys are symmetric: a trainer
 could sign for every worker.
 """
 
