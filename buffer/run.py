@@ -53,6 +53,7 @@ from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
+from buffer.store.signing import Key, Keyring, Signer
 from buffer.store.store import Store
 
 
@@ -284,6 +285,19 @@ class Run:
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
         )
         return reader.read(path, task, from_line=from_line, advance=advance)
+
+    # -- signatures ----------------------------------------------------------------------
+
+    def sign_with(self, key: Key) -> None:
+        """Sign what this process submits, puts and updates, and check what it continues."""
+        self.payloads.signer = Signer(self.nonce, key)
+
+    def check_signatures(self, keys_file: Path | None) -> None:
+        """Refuse to read groups that no owner of a key in this file has signed; None: read all.
+
+        The file is read again when it changes. Raises ConfigError.
+        """
+        self.payloads.keyring = Keyring(self.nonce, keys_file) if keys_file else None
 
     @staticmethod
     def names(store: Store, *, damaged: bool = False) -> list[str]:

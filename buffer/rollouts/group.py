@@ -70,7 +70,13 @@ class RolloutGroup:
         for state in group.states: ...
     """
 
-    def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
+    signatures: Sequence[str] = ()
+    """Who signed what this group is made of: the lines of `buffer.rollouts.signed_bytes`."""
+
+    def __init__(
+        self, gid: str, task: str, states: Sequence[RolloutState], signatures: Sequence[str] = ()
+    ) -> None:
+        """Make a group of rollouts; `signatures` are those of the group that they continue."""
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         try:
@@ -80,6 +86,7 @@ class RolloutGroup:
         self.gid = gid
         self.task = task
         self.table = table
+        self.signatures = signatures
         self._states: list[RolloutState] | None = list(states)
         self._bounds: Bounds | None = None
 
