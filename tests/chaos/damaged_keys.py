@@ -15,7 +15,8 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "unpinned", "hold", "suspects", "audits", "weights", "weights:<lineage>:<version>"),
+    *("report", "unpinned", "hold", "suspects", "audits", "age:<task>"),
+    *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that a run without a cluster, snapshots, audits and large models has no keys of: they are
 only given another type.
