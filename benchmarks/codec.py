@@ -27,7 +27,6 @@ def codec(rounds: int) -> Iterator[Figure]:
     """Measure what one group costs, in a loop: written and read with all checks, and copied."""
     group = sample.group(f"{TASK}-{7:010d}")
     data = wire.encode(group)
-    together = [wire.encode(sample.group(f"{TASK}-{draw:010d}")) for draw in range(24)]
     ways = {
         "encode": _repeated(lambda: wire.encode(group)),
         "encode, all checks": _repeated(lambda: wire.encode_checked(group)),
@@ -38,8 +37,6 @@ def codec(rounds: int) -> Iterator[Figure]:
     taken = interleave(ways, rounds)
     for name, seconds in taken.items():
         yield _microseconds(name, median(seconds) / REPEATS, targets.get(name))
-    many = interleave({"24": Way(lambda _: wire.decode_many(together))}, 10 * rounds)
-    yield _microseconds("decode, all checks, of 24 read together", median(many["24"]) / 24)
 
 
 def pack(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:

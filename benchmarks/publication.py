@@ -2,7 +2,9 @@
 
 Random bf16 weights go from a model in the trainer to one in an engine (transformers), through a
 folder. The best of several rounds in turns: the trainer's critical path against a copy in memory,
-and the whole way against writing and reading the bytes once. Needs five times GB of memory.
+and the whole way against writing and reading the bytes once. Each write follows the deletion of as
+many bytes: a page that was free for seconds costs a virtual machine several times the write. Needs
+five times GB of memory.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
@@ -30,6 +33,7 @@ from consumer.models.tiny_model import build_tiny_model
 from consumer.ranks import ALONE
 from consumer.weights.weights_folder import take_snapshot
 from consumer.weights.weights_snapshot import HostBuffers
+from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
 
 BLOCK_BYTES = 8 << 20
@@ -60,32 +64,47 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
     copy_tokenizer(folder, first)
     engine = TransformersEngine(TransformersConfig(dtype="bfloat16"), first, FIRST_WEIGHTS)
     await engine.start()
-    sender = FolderSender(folder / "published", keep=2)
+    sender = FolderSender(folder / "published", keep=1)
     plain = {name: torch.empty_like(value) for name, value in model.state_dict().items()}
     taken: list[dict[str, float]] = []
     for number in range(rounds + 1):
         seconds: dict[str, float] = {}
         clock = _clock(seconds)
         clock("copy", _copy, model.state_dict(), plain)
-        snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
         written = folder / "plain"
         written.unlink(missing_ok=True)
         clock("plain write", _write, written, plain)
         clock("plain read", _read, written)
         version = PolicyVersion("l1", number)
-        published = clock("write", sender.write, version, snapshot.write)
-        path = clock("fetch", FolderReceiver().fetch, published)
-        began = time.perf_counter()
-        await engine.prepare_weights(path, version)
-        seconds["prepare"] = time.perf_counter() - began
-        began = time.perf_counter()
-        await engine.load_weights(path, version)
-        seconds["swap"] = time.perf_counter() - began
-        sender.prune()
-        taken.append(seconds)
+        taken.append(seconds | await update(model, buffers, sender, engine, version))
     size = sum(file.stat().st_size for file in weight_files(first))
     await engine.shutdown()
     return _figures(size, taken[1:])
+
+
+async def update(
+    model: PreTrainedModel,
+    buffers: HostBuffers,
+    sender: FolderSender,
+    engine: Engine,
+    version: PolicyVersion,
+) -> dict[str, float]:
+    """Bring the weights of `model` into `engine`, through a folder; return the seconds by phase."""
+    if sender.folder.exists():
+        sender.prune()
+    seconds: dict[str, float] = {}
+    clock = _clock(seconds)
+    snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
+    published = clock("write", sender.write, version, snapshot.write)
+    path = clock("fetch", FolderReceiver().fetch, published)
+    began = time.perf_counter()
+    if isinstance(engine, PreparesWeights):
+        await engine.prepare_weights(path, version)
+    seconds["prepare"] = time.perf_counter() - began
+    began = time.perf_counter()
+    await engine.load_weights(path, version)
+    seconds["swap"] = time.perf_counter() - began
+    return seconds
 
 
 def _clock(seconds: dict[str, float]) -> Callable[..., Any]:

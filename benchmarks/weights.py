@@ -72,7 +72,7 @@ async def _compare(
     )
     ways: dict[str, WeightsSender] = {
         "folder": FolderSender(folder / "shared", keep=1),
-        "Redis": RedisSender(run.store, run.keys, keep=1),
+        "Redis": RedisSender(run.store, run.keys, folder, keep=1),
         "gloo": TransferSender(
             run.store, run.keys, FolderSender(folder / "behind", keep=1), "gloo", keep=1
         ),

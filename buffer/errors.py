@@ -34,7 +34,8 @@
     ├── PublicationFailed               1  new weights could not be published beside a step
     ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
-    │   └── SchemaVersionError          1  bytes of another schema version
+    │   ├── SchemaVersionError          1  bytes of another schema version
+    │   └── SignatureError              1  no worker with a key signed these bytes
     ├── MemoryFull                      1  the run holds as many payload bytes as it may
     ├── PayloadMissing                  1  an index entry without its bytes
     ├── MediaError                      1  a file of a payload is missing, too large, or not valid
@@ -226,6 +227,10 @@ class WireError(RolloutMQError):
 
 class SchemaVersionError(WireError):
     """A group was written with another schema version: found, and supported."""
+
+
+class SignatureError(WireError):
+    """No worker with a key has signed these bytes for their claim."""
 
 
 class MemoryFull(RolloutMQError):

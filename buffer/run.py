@@ -21,7 +21,7 @@ from buffer.control.receipts import Receipts
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound
+from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
@@ -38,15 +38,22 @@ from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
-from buffer.run_fields import limits_in, read_hash, require_schema, without_meta
+from buffer.run_fields import (
+    read_hash,
+    read_settings,
+    require_schema,
+    without_copy,
+    without_meta,
+)
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.key_fields import require_fields
+from buffer.store.key_fields import limits_in, require_fields
 from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
+from buffer.store.signing import Key, Keyring, Signer
 from buffer.store.store import Store
 
 
@@ -172,11 +179,26 @@ class Run:
         """
         keys = Keys(name)
         store = store.at(keys.meta)
-        meta = read_hash(store, "open run", keys.meta)
-        if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
-            raise without_meta(keys)
-        require_schema(name, meta)
-        limits = limits_in(keys.meta, meta)
+        return cls._with(store, name, *read_settings(store, keys, keys.meta))
+
+    @classmethod
+    def open_damaged(cls, store: Store, name: str) -> Run:
+        """Open a run for its check and repair: by the copy of its settings if it must be.
+
+        Raises RunNotFound, SchemaVersionError, and RunDamaged where neither can be read.
+        """
+        keys = Keys(name)
+        store = store.at(keys.meta)
+        try:
+            return cls.open(store, name)
+        except RunDamaged as error:
+            try:
+                return cls._with(store, name, *read_settings(store, keys, keys.meta_copy))
+            except RunError:
+                raise without_copy(keys, error) from error
+
+    @classmethod
+    def _with(cls, store: Store, name: str, meta: dict[str, str], limits: RunLimits) -> Run:
         run = cls(store, name, meta["nonce"], limits)
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
@@ -263,6 +285,19 @@ class Run:
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
         )
         return reader.read(path, task, from_line=from_line, advance=advance)
+
+    # -- signatures ----------------------------------------------------------------------
+
+    def sign_with(self, key: Key) -> None:
+        """Sign what this process submits, puts and updates, and check what it continues."""
+        self.payloads.signer = Signer(self.nonce, key)
+
+    def check_signatures(self, keys_file: Path | None) -> None:
+        """Refuse to read groups that no owner of a key in this file has signed; None: read all.
+
+        The file is read again when it changes. Raises ConfigError.
+        """
+        self.payloads.keyring = Keyring(self.nonce, keys_file) if keys_file else None
 
     @staticmethod
     def names(store: Store, *, damaged: bool = False) -> list[str]:

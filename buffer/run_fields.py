@@ -4,42 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError, StoreError
+from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
-from buffer.store.key_fields import HINT, require_fields, text_fields
+from buffer.store.key_fields import HINT, limits_in, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    try:
-        raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
-    except StoreError as error:
-        if "WRONGTYPE" in error.message:
-            raise RunDamaged(f"{key} is of another type", hint=HINT) from error
-        raise
+    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
     return text_fields(raw)
+
+
+def read_settings(store: Store, keys: Keys, key: str) -> tuple[dict[str, str], RunLimits]:
+    """Return the fields of `meta`, or of its copy, and the limits in them.
+
+    Raises RunNotFound, SchemaVersionError, RunDamaged.
+    """
+    meta = read_hash(store, "open run", key)
+    if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
+        raise without_meta(keys)
+    require_schema(keys.run, meta)
+    return meta, limits_in(key, meta)
 
 
 def without_meta(keys: Keys) -> RunDamaged:
     """Return the error of a run whose `meta` is gone, and which is not a new run."""
     return RunDamaged(
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
-        hint=f"restore the data of the server; or delete {keys.control}, then run "
-        "`rolloutmq create CONFIG` and `rolloutmq fsck --repair`",
+        hint=f"stop all processes of the run; `rolloutmq fsck --repair --run {keys.run}` restores "
+        f"it from {keys.meta_copy}",
     )
 
 
-def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
-    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
-    require_fields("meta", key, meta)
-    if missing := [name for name in RunLimits.model_fields if name not in meta]:
-        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
-    try:
-        return RunLimits.from_meta(meta)
-    except ValueError as error:
-        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
+def without_copy(keys: Keys, error: RunDamaged) -> RunDamaged:
+    """Return the error of a run whose settings cannot be read, and neither can their copy."""
+    return RunDamaged(
+        f"{error.message}, and {keys.meta_copy} cannot be read either",
+        hint=f"restore the data of the server; or delete {keys.meta}, {keys.meta_copy} and "
+        f"{keys.control}, then run `rolloutmq create CONFIG` and `rolloutmq fsck --repair`",
+    )
 
 
 def require_schema(name: str, meta: dict[str, str]) -> None:

@@ -163,6 +163,8 @@ def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
     the optimum). The result is the same on every machine: ties go to the earlier position and the
     lower rank.
     """
+    if ranks == 1:
+        return [list(range(len(weights)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     # ties of loads go to the rank with the fewest
     least = [(0.0, 0, rank) for rank in range(ranks)]

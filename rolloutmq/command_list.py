@@ -46,7 +46,7 @@ SECTIONS = {
     ),
     "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
     "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
-    "Administration": ("server", "doctor", "fsck", "janitor", "acl", "scripts", "gpu-check"),
+    "Administration": ("server", "doctor", "fsck", "janitor", "acl", "key", "scripts", "gpu-check"),
 }
 """Sections of `--help`, with their commands."""
 
@@ -153,6 +153,9 @@ SUMMARIES = {
     },
     "rolloutmq.commands.administration.fsck": {
         "fsck": "Check that nothing is lost and nothing was trained twice.",
+    },
+    "rolloutmq.commands.administration.signing_key": {
+        "key": "Create the key with which a worker signs what it submits.",
     },
     "rolloutmq.commands.administration.scripts": {
         "acl": "Print users for the server's ACL file, one per role.",

@@ -19,6 +19,9 @@ from buffer.store.store import Store
 
 _WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
 _LINEAGE = re.compile(r"[\w.-]+:\d+")
+_STEPS = ("forgotten", "freed", "committed", "taken")
+"""Fields of a ledger, each at most as high as the next."""
+
 _TRIES = 3
 """Readings of two keys that differ before that counts as damage."""
 
@@ -44,11 +47,25 @@ class FieldCheck:
                 # an evaluation takes before it commits
                 fields = {"committed": "0", "freed": "0", **fields}
             yield from wrong_fields(each.kind, each.key, fields)
+        yield from self._settings()
         yield from self._lineages()
         yield from self._cursors()
         yield from self._workers()
         for ledger in ("train", "eval"):
             yield from self._steps(ledger)
+
+    def _settings(self) -> Iterator[Damage]:
+        """Yield the fields of `meta` that differ from their copy."""
+        keys = self._keys
+        for _ in range(_TRIES):
+            mine = text_fields(self._read(("HGETALL", keys.meta), "meta", "hash") or {})
+            copy = text_fields(self._read(("HGETALL", keys.meta_copy), "meta:copy", "hash") or {})
+            if mine == copy or not (mine and copy):
+                return  # one that is gone is reported as such
+        for name in sorted(mine.keys() | copy.keys()):
+            if mine.get(name) != copy.get(name):
+                text = f"{keys.meta} and {keys.meta_copy} differ in {name}"
+                yield Damage(DamageKind.FIELD, text, keys.meta, field=name)
 
     def _lineages(self) -> Iterator[Damage]:
         keys = self._keys
@@ -101,16 +118,13 @@ class FieldCheck:
             for text in wrong:
                 yield Damage(DamageKind.STEPS, f"{key}: {text}", key)
 
-    def _counts(self, ledger: str) -> tuple[int, int, int] | None:
-        names = ("forgotten", "freed", "taken")
-        values = self._read(
-            ("HMGET", self._keys.ledger(ledger), *names), f"ledger:{ledger}", "hash"
-        )
+    def _counts(self, ledger: str) -> list[int] | None:
+        command = ("HMGET", self._keys.ledger(ledger), *_STEPS)
+        values = self._read(command, f"ledger:{ledger}", "hash")
         try:
-            forgotten, freed, taken = (int(value or 0) for value in values or ())
+            return [int(value or 0) for value in values] if values else None
         except ValueError:  # a field that cannot be read is reported as such
             return None
-        return forgotten, freed, taken
 
     def _read(self, command: tuple[str | int, ...], name: str, kind: str) -> Any:
         """Return the answer to a command; None if its key has another type."""
@@ -124,10 +138,11 @@ def _shown(value: bytes | None) -> str:
     return value.decode(errors="replace") if value is not None else "none"
 
 
-def _contradictions(counts: tuple[int, int, int], steps: set[int]) -> Iterator[str]:
-    forgotten, freed, taken = counts
-    if not forgotten <= freed <= taken:
-        yield f"forgotten {forgotten}, freed {freed}, taken {taken} are not in this order"
+def _contradictions(counts: Sequence[int], steps: set[int]) -> Iterator[str]:
+    forgotten, taken = counts[0], counts[-1]
+    if list(counts) != sorted(counts):
+        pairs = zip(_STEPS, counts, strict=True)
+        yield f"{', '.join(f'{name} {step}' for name, step in pairs)} are not in this order"
     beyond = sorted(step for step in steps if not forgotten < step <= taken)
     if beyond:
         shown = ", ".join(map(str, beyond[:5]))

@@ -78,7 +78,7 @@ class KeyCheck:
             elif row.type.lower() != each.type:
                 text = f"{each.key} is a {each.type}, and not a {row.type.lower()}"
                 yield Damage(DamageKind.KEY_TYPE, text, each.key)
-        for name in ("control", "ledger:train"):
+        for name in ("meta", "meta:copy", "control", "ledger:train"):
             if name not in kinds:
                 key = self._keys.prefix + name
                 yield Damage(DamageKind.KEY_GONE, f"{key} is gone", key)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from buffer.batches.archive import Archive, parse_manifest
-from buffer.errors import ConfigError, LedgerError, RunDamaged, ScriptError
+from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.order_index import expire_all, fill_index
 from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
@@ -29,6 +29,11 @@ BAD_GROUPS = 8
 """Unusable groups of one worker within `BAD_WINDOW_MS` that bar it from claiming (I11)."""
 
 BAD_WINDOW_MS = 600_000
+
+_GAP = (
+    "if a later step was taken, the server lost data: see `rolloutmq fsck`, or open the trainer "
+    "again from the newest checkpoint"
+)
 
 _ORDER_PASSES = 20
 """Attempts to put the groups in order before a script that takes some of them."""
@@ -114,9 +119,9 @@ class BatchLedger:
                 raise LedgerError(f"step {step} is behind the committed step {committed}")
             case ["GAP", taken]:
                 raise LedgerError(
-                    f"step {step} cannot be taken: the last taken step is {taken}",
-                    hint="if that step was taken, the server lost data: open the trainer again "
-                    "from the newest checkpoint",
+                    f"step {step} cannot be taken: {self._keys.ledger(self.name)} says that the "
+                    f"last taken step is {taken}",
+                    hint=_GAP,
                 )
             case ["TOO_MANY", limit]:
                 raise LedgerError(f"a batch contains at most {limit} groups")
@@ -153,7 +158,8 @@ class BatchLedger:
                     )
                 case _:
                     return reply
-        raise ScriptError(f"{script}: still {reply} after {_ORDER_PASSES} attempts to put in order")
+        pool, order = self._keys.pool(reply[1], "completed"), self._keys.order(reply[1])
+        raise RunDamaged(f"{script}: {pool} and {order} do not agree ({reply[0]})", hint=HINT)
 
     # -- quarantine ------------------------------------------------------------------------------
 
@@ -238,9 +244,9 @@ class BatchLedger:
                 # nothing behind the committed step is archived, even if `keep` is beyond it
                 return int(committed) < keep or int(freed) >= keep
         raise LedgerError(
-            f"step {step} cannot be committed: {' '.join(map(str, reply))}",
-            hint="after a GAP, the server lost data: open the trainer again from the newest "
-            "checkpoint",
+            f"step {step} of {self._keys.ledger(self.name)} cannot be committed: "
+            f"{' '.join(map(str, reply))}",
+            hint=_GAP,
         )
 
     # -- records -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -53,6 +54,10 @@ class TrainerSection(Section):
     producer_timeout_s: float | None = Field(120.0, gt=0, le=YEAR_S)
     """time for which the trainer waits for a batch without a live producer before it ends with an
     error
+    """
+    keys_file: Path | None = None
+    """file with the keys of all workers (`rolloutmq key`), for the trainer and auditors: a group
+    that none of them has signed is quarantined; default: signatures are not checked
     """
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""

@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
 from buffer.control.work import Work
-from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
+from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.rollouts.rollout import PolicyVersion
+from buffer.store.key_fields import HINT, key_gone
 from buffer.store.keys import Keys
 from buffer.store.replies import opened, unfenced
 from buffer.store.store import Store
@@ -81,7 +82,7 @@ class ControlState:
 
     @classmethod
     def parse_hint(cls, message: bytes) -> ControlState:
-        """Return the state in a message of the control channel. Raises ScriptError."""
+        """Return the state in a message of the control channel. Raises RunDamaged."""
         try:
             fields = message.decode().split("\0")
         except UnicodeDecodeError:
@@ -92,7 +93,7 @@ class ControlState:
 
     @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
-        """Return the state in the first nine of `fields`. Raises ScriptError if it is invalid."""
+        """Return the state in the first nine of `fields`. Raises RunDamaged if it is invalid."""
         try:
             epoch, mode, lanes, *located = fields[: len(STATE_FIELDS)]
             published, following = (_located(*located[i : i + 3]) for i in (0, 3))
@@ -116,10 +117,11 @@ def _located(label: str, path: str, checksum: str) -> LocatedWeights | None:
     return LocatedWeights(weights, path, checksum)
 
 
-def _unreadable(fields: Sequence[str]) -> ScriptError:
-    return ScriptError(
-        f"not a valid control state: {list(fields[: len(STATE_FIELDS)])!r:.200}",
-        hint="`HGETALL rmq:{RUN}:control` shows it; only scripts of rolloutmq may write it",
+def _unreadable(fields: Sequence[str]) -> RunDamaged:
+    return RunDamaged(
+        "rmq:{RUN}:control is gone, or has no valid control state: "
+        f"{list(fields[: len(STATE_FIELDS)])!r:.200}",
+        hint=HINT,
     )
 
 
@@ -298,6 +300,8 @@ class RunControl:
             control = self._store.control
             if self._store.retrying("role", lambda: control.hexists(self._keys.control, role)):
                 raise
+            if self._is_damaged():
+                raise key_gone(self._keys.control) from error
             raise LostRun(
                 f"the server no longer holds the run {self._keys.run!r}: its data was lost",
                 hint="create it again (Run.create), open a trainer with regenerate=True and the "
@@ -322,7 +326,14 @@ class RunControl:
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         return RoleHolder.parse(role, control, now_ms, self._limits.role_timeout_ms)
 
-    def _no_run(self) -> RunNotFound:
+    def _is_damaged(self) -> bool:
+        """Return whether the run exists, but not its control state."""
+        keys = (self._keys.meta, self._keys.control)
+        return self._store.each("run", [("EXISTS", key) for key in keys], "control") == [1, 0]
+
+    def _no_run(self) -> RunError:
+        if self._is_damaged():
+            return key_gone(self._keys.control)
         return RunNotFound(
             f"there is no run {self._keys.run!r} on this server",
             hint="it was never created there, or the server lost its data",

@@ -18,7 +18,7 @@ import hiredis
 import redis
 
 from buffer.control.control import ControlState
-from buffer.errors import ScriptError
+from buffer.errors import RunDamaged
 from buffer.store.keys import Keys, SlotKeys
 from buffer.store.scripts import Arg
 from buffer.store.store import Store
@@ -46,7 +46,7 @@ def _socket_of(connection: Any) -> Any:
 def _read_hint(message: bytes) -> ControlState | None:
     try:
         return ControlState.parse_hint(message)
-    except ScriptError as error:
+    except RunDamaged as error:
         log.warning("ignoring an invalid message of the control channel: %s", error)
         return None
 

@@ -19,6 +19,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.signed_bytes import split_signed
 from buffer.rollouts.staleness import AgeLimit
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
@@ -200,8 +201,9 @@ class Pools:
 def _decoded(
     refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
 ) -> list[RolloutGroup]:
-    groups = wire.decode_many(payloads)
-    for ref, group in zip(refs, groups, strict=True):
+    groups = [wire.decode(data) for data in payloads]
+    for ref, group, data in zip(refs, groups, payloads, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
+        group.signatures = split_signed(data)[0]
     return groups

@@ -120,7 +120,9 @@ class Submission:
         try:
             _require_result(result.group)
             data = wire.pieces_checked(result.group)
-            ref, commands = self._payloads.commands(result.job.gid, result.job.token, data)
+            ref, commands = self._payloads.commands(
+                result.job.gid, result.job.token, data, result.group.signatures
+            )
             return commands, self.call(worker, result, ref)
         except Exception as error:  # an order policy is a user's code and may raise anything
             return error

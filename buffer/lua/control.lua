@@ -17,9 +17,12 @@
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unpack(control_state(control))} end
+-- the newest changes: one that arrives again behind a later one does not undo it
+local done = redis.call('HGET', control, who .. '_ops') or ''
+if string.find(done, operation, 1, true) then return {'OK', unpack(control_state(control))} end
 
-redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
+done = string.sub(operation .. ' ' .. done, 1, 500)
+redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_ops', done)
 local trainer = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms', 'trainer_mode')
 local is_gone = (trainer[1] or '') == '' or silence_ms(now_ms(), trainer[2]) >= (orphan_ms or math.huge)
 if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then

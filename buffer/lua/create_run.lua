@@ -1,11 +1,12 @@
 #!lua
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
--- include: clock, control_changes, events, numbers
--- KEYS meta    HASH
--- KEYS control HASH
--- KEYS ledger  HASH    of the trainer
--- KEYS events  STREAM
+-- include: clock, control_changes, events, numbers, settings
+-- KEYS meta      HASH
+-- KEYS meta_copy HASH
+-- KEYS control   HASH
+-- KEYS ledger    HASH    of the trainer
+-- KEYS events    STREAM
 -- ARGV nonce     token       128 random bits, hex
 -- ARGV schema    name        version of keys and scripts
 -- ARGV weights   weights     "lineage:version" of the initial weights
@@ -32,11 +33,11 @@ for _, field, value in each_unit do
       log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', int(current + 1))
     end
   end
-  redis.call('HSET', meta, field, value)
+  put_settings(meta, meta_copy, field, value)
 end
 -- processes that still run from before adopt them
 if known[1] and changes > 0 then
-  redis.call('HSET', meta, 'limits_version', int(current + 1), 'limits_op', operation)
+  put_settings(meta, meta_copy, 'limits_version', int(current + 1), 'limits_op', operation)
 end
 if known[1] then
   if redis.call('HGET', control, 'trainer_mode') == 'finish' then
@@ -45,7 +46,7 @@ if known[1] then
   end
   return {'OK'}
 end
-redis.call('HSET', meta, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
+put_settings(meta, meta_copy, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
 redis.call('HSET', control, 'epoch', 1, 'mode', 'run', 'lanes', 'eval resume fresh',
   'trainer_mode', 'run', 'operator_mode', 'run', 'weights', weights, 'weights_path', path)
 redis.call('HSET', ledger, 'taken', 0, 'committed', 0, 'freed', 0)

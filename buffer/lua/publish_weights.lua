@@ -15,7 +15,14 @@
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local name = stage == 'next' and 'next_weights' or 'weights'
-if redis.call('HGET', control, 'weights') ~= weights and redis.call('HGET', control, name) ~= weights then
+local lineage, version = string.match(weights, '^(.*):(%d+)$')
+-- a call that arrives again behind a later one does not take the weights back
+local function is_newer_than(field)
+  local of, known = string.match(redis.call('HGET', control, field) or '', '^(.*):(%d+)$')
+  return of ~= lineage or tonumber(known) < tonumber(version)
+end
+
+if is_newer_than('weights') and is_newer_than(name) then
   redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum')
   redis.call('HSET', control, name, weights, name .. '_path', path, name .. '_checksum', checksum)
   redis.call('HINCRBY', control, 'epoch', 1)

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: bells, events, numbers
+-- include: bells, events, numbers, settings
 -- KEYS meta          HASH
+-- KEYS meta_copy     HASH
 -- KEYS control       HASH
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST    of the producer
@@ -20,9 +21,9 @@ if producer ~= '' and redis.call('HGET', control, 'producer') ~= producer then r
 if current ~= version then return {'CONFLICT', current} end
 
 for _, field, value in each_unit do
-  redis.call('HSET', meta, field, value)
+  put_settings(meta, meta_copy, field, value)
   log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
 end
-redis.call('HSET', meta, 'limits_version', version + 1, 'limits_op', operation)
+put_settings(meta, meta_copy, 'limits_version', version + 1, 'limits_op', operation)
 ring(bell_producer, 1)
 return {'OK', version + 1}

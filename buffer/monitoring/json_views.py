@@ -31,7 +31,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "producer": _role_json(snap.producer),
         "curriculum_error": snap.control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, snap.now_ms) for task in snap.tasks},
-        "workers": [_worker_json(worker, snap.now_ms) for worker in snap.workers],
+        "workers": [_worker_json(worker, snap) for worker in snap.workers],
         "tokens_per_s": snap.tokens_per_s,
         "leases": snap.leases,
         "judging": snap.judging,
@@ -85,7 +85,7 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
-def _worker_json(worker: WorkerRecord, now_ms: int) -> dict[str, Any]:
+def _worker_json(worker: WorkerRecord, snap: Snapshot) -> dict[str, Any]:
     names = (
         "id",
         "engine",
@@ -107,8 +107,12 @@ def _worker_json(worker: WorkerRecord, now_ms: int) -> dict[str, Any]:
         "barred_for_ms",
     )
     known = {name: getattr(worker, name) for name in names}
-    registered_ms = max(0, now_ms - worker.joined_ms) if worker.joined_ms else None
-    return known | {"registered_ms": registered_ms, "facts": dict(worker.facts)}
+    registered_ms = max(0, snap.now_ms - worker.joined_ms) if worker.joined_ms else None
+    return known | {
+        "registered_ms": registered_ms,
+        "failed_audit": snap.failed_audits.get(worker.id, ""),
+        "facts": dict(worker.facts),
+    }
 
 
 def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class BatchTable:
     """int64[S]"""
     group_starts: Ints
     """int64[S]: the first response token in the columns of the rollout's own group"""
+    _columns: dict[str, list[NDArray[Any]]]
+    """`COLUMNS` of each group"""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> BatchTable:
@@ -58,11 +60,13 @@ class BatchTable:
         Raises WireError where the columns of a group disagree.
         """
         rollouts = np.array([len(group) for group in groups], np.int64)
-        prompt_lengths = np.array([len(group.prompt_ids) for group in groups], np.int64)
+        columns = {name: [getattr(group, name) for group in groups] for name in COLUMNS}
+        prompt_lengths = _sizes(columns["prompt_ids"])
         lengths = _joined([group.lengths for group in groups], np.int64)
         group = np.repeat(np.arange(len(groups)), rollouts)
         tokens = np.bincount(group, lengths, len(groups)).astype(np.int64)
-        _check_lengths(groups, tokens)
+        for name in COLUMNS[1:]:
+            _check_sizes(groups, name, _sizes(columns[name]), tokens)
         starts = _starts(lengths)
         return cls(
             groups=groups,
@@ -72,6 +76,7 @@ class BatchTable:
             starts=starts,
             lengths=lengths,
             group_starts=starts - _starts(tokens)[group],
+            _columns=columns,
         )
 
     def __len__(self) -> int:
@@ -85,7 +90,21 @@ class BatchTable:
     @cached_property
     def trained(self) -> Ints:
         """Return the number of trained tokens of each rollout, int64[S]."""
-        return np.array([count for group in self.groups for count in _trained(group)], np.int64)
+        counts = np.zeros(len(self), np.int64)
+        # reduceat adds from one start to the next one: rollouts without tokens have none
+        filled = np.flatnonzero(self.lengths)
+        starts = self.group_starts[filled]
+        ends = np.searchsorted(self.group[filled], np.arange(len(self.groups) + 1)).tolist()
+        # bytes are added the faster the smaller the type is
+        dtype = np.min_scalar_type(self.lengths.max(initial=0))
+        counts[filled] = _joined(
+            [
+                np.add.reduceat(mask, starts[first:end], dtype=dtype)
+                for mask, (first, end) in zip(self.columns("mask"), pairwise(ends), strict=True)
+            ],
+            np.int64,
+        )
+        return counts
 
     @property
     def scores(self) -> NDArray[np.float32]:
@@ -129,7 +148,7 @@ class BatchTable:
     def columns(self, name: str) -> list[NDArray[Any]]:
         """Return a column of each group, where it lies: one of `COLUMNS`, or an optional one."""
         if name in COLUMNS:
-            return [getattr(group, name) for group in self.groups]
+            return self._columns[name]
         given = [group.optional_columns().get(name) for group in self.groups]
         return [
             np.full(len(group.response_ids), np.nan, "<f4") if column is None else column
@@ -151,30 +170,18 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     return found
 
 
-def _trained(group: RolloutGroup) -> list[int]:
-    lengths: list[int] = group.lengths.tolist()
-    column = group.column("mask")
-    if column is None:
-        return lengths
-    # numpy counts booleans many times faster than it adds bytes
-    mask = column.astype(np.bool_)
-    ends = accumulate(lengths)
-    return [
-        int(np.count_nonzero(mask[end - length : end]))
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+def _check_sizes(groups: Sequence[RolloutGroup], name: str, found: Ints, expected: Ints) -> None:
+    wrong = np.flatnonzero(found != expected)
+    if len(wrong):
+        n = int(wrong[0])
+        raise WireError(
+            f"group {groups[n].gid}: lengths add up to {expected[n]} tokens, but {name} has "
+            f"{found[n]}"
+        )
 
 
-def _check_lengths(groups: Sequence[RolloutGroup], tokens: Ints) -> None:
-    for name in COLUMNS[1:]:
-        found = np.array([len(getattr(group, name)) for group in groups], np.int64)
-        wrong = np.flatnonzero(found != tokens)
-        if len(wrong):
-            n = int(wrong[0])
-            raise WireError(
-                f"group {groups[n].gid}: lengths add up to {tokens[n]} tokens, but {name} has "
-                f"{found[n]}"
-            )
+def _sizes(columns: Sequence[NDArray[Any]]) -> Ints:
+    return np.array(list(map(len, columns)), np.int64)
 
 
 def _starts(lengths: Ints) -> Ints:

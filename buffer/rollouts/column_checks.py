@@ -50,22 +50,17 @@ def bounds_of(columns: Columns) -> Bounds:
     )
 
 
-def check_columns(tables: Sequence[Table]) -> list[Bounds]:
-    """Check the columns of some groups, and return their bounds.
-
-    Raises WireError; of one group, it names the value.
-    """
-    found = []
-    for table in tables:
-        _check_lengths(table)
-        found.append(_check_values(table.columns))
-        _check_finishes(table)
-        _check_optional(table)
-        _check_teachers(table)
-        _check_experts(table)
-        _check_spans(table)
-    _check_rewards(tables)
-    return found
+def check_columns(table: Table) -> Bounds:
+    """Check the columns of a group, and return their bounds. Raises WireError."""
+    _check_lengths(table)
+    bounds = _check_values(table.columns)
+    _check_finishes(table)
+    _check_rewards(table)
+    _check_optional(table)
+    _check_teachers(table)
+    _check_experts(table)
+    _check_spans(table)
+    return bounds
 
 
 def _check_lengths(table: Table) -> None:
@@ -115,24 +110,19 @@ def _check_finishes(table: Table) -> None:
         raise WireError(f"at columns.finishes: a value without a name in {table.finish_reasons}")
 
 
-def _check_rewards(tables: Sequence[Table]) -> None:
-    given = []
-    for table in tables:
-        rewards = table.columns.get("rewards")
-        names = 0 if rewards is None else rewards.shape[1]
-        if names != len(table.reward_names) or (rewards is not None and not names):
-            raise WireError(
-                f"at columns.rewards: {names} columns for {len(table.reward_names)} names"
-            )
-        if rewards is None:
-            continue
-        if len(rewards) != len(table.responses):
-            raise WireError(
-                f"at columns.rewards: {len(rewards)} rows for {len(table.responses)} rollouts"
-            )
-        given.append(rewards.reshape(-1))
-    # trainers compute with float32
-    if given and np.fmax.reduce(np.abs(_concatenate(given))) > _LARGEST:
+def _check_rewards(table: Table) -> None:
+    rewards = table.columns.get("rewards")
+    names = 0 if rewards is None else rewards.shape[1]
+    if names != len(table.reward_names) or (rewards is not None and not names):
+        raise WireError(f"at columns.rewards: {names} columns for {len(table.reward_names)} names")
+    if rewards is None:
+        return
+    if len(rewards) != len(table.responses):
+        raise WireError(
+            f"at columns.rewards: {len(rewards)} rows for {len(table.responses)} rollouts"
+        )
+    # trainers compute with float32; NaN compares as False
+    if any([abs(value) > _LARGEST for value in rewards.ravel().tolist()]):
         raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
 
 
@@ -175,10 +165,6 @@ def _wrong_span(table: Table, n: int, last: int) -> WireError:
     if span[0] < last:
         return WireError(f"{where}: rollouts are not in order")
     return WireError(f"{where} is outside of {lengths[span[0]]} tokens")
-
-
-def _concatenate(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _check_optional(table: Table) -> None:

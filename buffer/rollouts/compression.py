@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from buffer.errors import ConfigError, WireError
+from buffer.rollouts.signed_bytes import split_signed
 
 Compression = Literal["none", "zstd"]
 
@@ -34,12 +35,13 @@ def compress(data: bytes, method: Compression) -> bytes:
 
 
 def expand(data: bytes | memoryview) -> bytes | memoryview:
-    """Return the content of a zstd frame; other bytes are returned as they are.
+    """Return the document in a payload, which may be signed, or in a zstd frame.
 
     Raises:
-        WireError: the frame is damaged, or its size is unknown or too large.
+        WireError: frame or signatures are damaged, or the size is unknown or too large.
         ConfigError: `zstandard` is not installed.
     """
+    data = split_signed(data)[1]
     if bytes(data[:4]) != MAGIC:
         return data
     module = zstandard()

@@ -30,6 +30,7 @@ from buffer.rollouts.table import (
 )
 from buffer.rollouts.wire_schema import Sample, Shared
 
+_OPTIONAL = frozenset(("ref_logprobs", "values", "token_rewards", "teacher_logprobs"))
 _EXPIRED = STATUSES.index(Status.EXPIRED)
 
 
@@ -69,7 +70,13 @@ class RolloutGroup:
         for state in group.states: ...
     """
 
-    def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
+    signatures: Sequence[str] = ()
+    """Who signed what this group is made of: the lines of `buffer.rollouts.signed_bytes`."""
+
+    def __init__(
+        self, gid: str, task: str, states: Sequence[RolloutState], signatures: Sequence[str] = ()
+    ) -> None:
+        """Make a group of rollouts; `signatures` are those of the group that they continue."""
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         try:
@@ -79,6 +86,7 @@ class RolloutGroup:
         self.gid = gid
         self.task = task
         self.table = table
+        self.signatures = signatures
         self._states: list[RolloutState] | None = list(states)
         self._bounds: Bounds | None = None
 
@@ -153,6 +161,8 @@ class RolloutGroup:
         rollout without are nan.
         """
         columns = self.table.columns
+        if _OPTIONAL.isdisjoint(columns):
+            return {}
         names = ("ref_logprobs", "values", "token_rewards")
         found = {name: columns[name] for name in names if name in columns}
         for teacher, row in zip(

@@ -38,8 +38,9 @@ write another); `pad` brings `data` to such a place, too. So a reader uses them 
 views of the received bytes.
 
 The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
-dictionary): any writer may do so, every reader must check for it. Checksum and size of a payload
-are those of the stored bytes. Scripts never see these bytes (I14).
+dictionary): any writer may do so, every reader must check for it. Signatures may come before it
+(`buffer.rollouts.signed_bytes`). Checksum and size of a payload are those of the stored bytes.
+Scripts never see these bytes (I14).
 
 `decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
 where.
@@ -48,7 +49,6 @@ where.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 import msgpack
 import msgspec
@@ -57,7 +57,7 @@ from buffer.errors import WireError
 from buffer.rollouts.compression import MAX_BYTES, expand
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.table import Table
-from buffer.rollouts.wire_checks import check_containers, check_tables
+from buffer.rollouts.wire_checks import check_containers, check_table
 from buffer.rollouts.wire_columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
 from buffer.rollouts.wire_schema import SCHEMA, Document, Head, read
 
@@ -81,8 +81,7 @@ def encode(group: RolloutGroup) -> bytes:
 
     Raises WireError for values that the format does not have.
     """
-    columns = _written(group.table.columns)
-    directory, pieces, size = pack(columns)
+    directory, pieces, size = pack(_written(group.table.columns))
     return b"".join(_document(_head(group, directory), pieces, size))
 
 
@@ -99,11 +98,10 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
 
     The group must not change until the pieces are sent.
     """
-    columns = _written(group.table.columns)
-    directory, pieces, size = pack(columns)
+    directory, pieces, size = pack(_written(group.table.columns))
     head = _head(group, directory)
     read(head + _PADS[0] + _NO_DATA)
-    check_tables([group.table._replace(columns=columns)])
+    check_table(group.table)
     return _document(head, pieces, size)
 
 
@@ -114,22 +112,9 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
         SchemaVersionError: written by another version.
         WireError: the bytes are no complete, consistent group.
     """
-    (group,) = decode_many([data])
-    return group
-
-
-def decode_many(payloads: Sequence[bytes | memoryview]) -> list[RolloutGroup]:
-    """Return the groups in `payloads`, checked together, which takes half as long as one by one.
-
-    Raises what `decode` raises for the first bad one.
-    """
-    documents = [read_document(expand(data)) for data in payloads]
-    tables = [_table(document) for document in documents]
-    bounds = check_tables(tables)
-    return [
-        RolloutGroup.of_table(document.gid, document.task, table, own)
-        for document, table, own in zip(documents, tables, bounds, strict=True)
-    ]
+    document = read_document(expand(data))
+    table = _table(document)
+    return RolloutGroup.of_table(document.gid, document.task, table, check_table(table))
 
 
 def read_document(data: bytes | memoryview) -> Document:
@@ -148,7 +133,7 @@ def read_document(data: bytes | memoryview) -> Document:
 def _written(columns: Columns) -> Columns:
     """Return the columns in the order of the format, without a mask of ones."""
     written = {name: columns[name] for name in LAYOUT if name in columns}
-    if "mask" in written and written["mask"].all():
+    if "mask" in written and 0 not in written["mask"].tobytes():
         del written["mask"]
     return written
 

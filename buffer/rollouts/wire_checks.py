@@ -1,12 +1,13 @@
 """Checks what a document of the wire format says against itself, before anything uses it.
 
 Types of values are checked while they are read (`wire_schema`), columns in `column_checks`. Here:
-values without a type of their own, in one walk over those of all groups.
+values without a type of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -26,8 +27,10 @@ MAX_CONTAINERS = 2**18
 _HEAD_BYTES = 2**19
 """A head of this size cannot contain many more containers than allowed."""
 
-_PLAIN = frozenset({dict, list, tuple, str, int, float, bool, type(None), bytes})
+_CONTAINERS = frozenset({dict, list, tuple})
+_PLAIN = _CONTAINERS | {str, int, float, bool, type(None), bytes}
 _TEXT = frozenset({str})
+_any_values = attrgetter("messages", "tools", "tool_choice", "extra", "ground_truth")
 
 
 def check_containers(data: bytes | memoryview) -> None:
@@ -63,85 +66,80 @@ def _has_short_head(data: bytes | memoryview) -> bool:
     return True
 
 
-def check_tables(tables: Sequence[Table]) -> list[Bounds]:
-    """Check the tables of some groups, whose values have the types of the format.
+def check_table(table: Table) -> Bounds:
+    """Check the table of a group, whose values have the types of the format.
 
-    Return the bounds of their columns.
-
-    All are checked at once; where that fails, one after another, so that the error names a value of
-    the first bad one. Raises WireError.
+    Return the bounds of its columns. Raises WireError.
     """
-    try:
-        _check_texts(tables)
-        return check_columns(tables)
-    except WireError:
-        if len(tables) > 1:
-            for table in tables:
-                check_tables([table])
-        raise
+    _check_texts(table)
+    return check_columns(table)
 
 
-def _check_texts(tables: Sequence[Table]) -> None:
-    values: list[Any] = []
-    for table in tables:
-        values += _untyped(table.shared)
-        last = -1
-        for n, own in table.own.items():
-            if not last < n < len(table.responses):
-                raise WireError(f"at own: position {n} of {len(table.responses)} rollouts")
-            values += _untyped(own)
-            last = n
-        for name in ("finish_reasons", "lineages", "reward_names", "teachers"):
-            names = getattr(table, name)
-            if len(names) > 1 and len(set(names)) != len(names):
-                raise WireError(f"at {name}: a name twice")
+def _check_texts(table: Table) -> None:
+    last = -1
+    for n in table.own:
+        if not last < n < len(table.responses):
+            raise WireError(f"at own: position {n} of {len(table.responses)} rollouts")
+        last = n
+    for name, names in (
+        ("finish_reasons", table.finish_reasons),
+        ("lineages", table.lineages),
+        ("rewards", table.reward_names),
+        ("teachers", table.teachers),
+    ):
+        if len(names) > 1 and len(set(names)) != len(names):
+            raise WireError(f"at {name}: a name twice")
     try:
-        check_plain("the texts", *values)
+        check_plain("the texts", _untyped([table.shared, *table.own.values()]))
     except WireError:
-        _name_text(tables[0])
+        _name_text(table)
         raise
 
 
 def _name_text(table: Table) -> None:
     """Raise the error of the first text of a table that has one, with its place."""
-    check_plain("shared", *_untyped(table.shared))
+    check_plain("shared", _untyped([table.shared]))
     for n, own in table.own.items():
-        check_plain(f"own.{n}", *_untyped(own))
+        check_plain(f"own.{n}", _untyped([own]))
 
 
-def _untyped(texts: Shared | Own) -> list[Any]:
-    """Return the values that have no schema, or are not set."""
-    values = [texts.messages, texts.tools, texts.tool_choice, texts.extra, texts.ground_truth]
-    sample = texts.sample
-    if sample and (structured := sample.structured):
-        values.append(structured.json_schema)
-    if type(texts) is Own and texts.tool_calls:
-        values += [call.arguments for call in texts.tool_calls]
+def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
+    """Return the values that have no schema, and are set."""
+    values = [value for part in texts for value in _any_values(part) if value is not UNSET]
+    for part in texts:
+        if part.sample and part.sample.structured:
+            values.append(part.sample.structured.json_schema)
+        if type(part) is Own and part.tool_calls:
+            values += [call.arguments for call in part.tool_calls]
     return values
 
 
-def check_plain(where: str, *values: Any) -> None:
+def check_plain(where: str, values: Sequence[Any]) -> None:
     """Raise WireError for values of other types than msgpack's, or nested too deeply.
 
     `where`: named in the error.
     """
     for level in _levels(where, values):
-        for kind in set(map(type, level)) - _PLAIN:
-            raise WireError(f"at {where}: {kind.__name__} is not part of the format")
+        kinds = set(map(type, level))
+        if not kinds <= _PLAIN:
+            (other, *_) = (kind.__name__ for kind in kinds - _PLAIN)
+            raise WireError(f"at {where}: {other} is not part of the format")
+        if kinds.isdisjoint(_CONTAINERS):
+            return
         for item in level:
             if type(item) is dict and item and set(map(type, item)) != _TEXT:
                 raise WireError(f"at {where}: a key that is not a text")
 
 
-def check_nesting(where: str, *values: Any) -> None:
+def check_nesting(where: str, values: Sequence[Any]) -> None:
     """Raise WireError for maps and arrays that are nested too deeply."""
     for _ in _levels(where, values):
         pass
 
 
-def _levels(where: str, values: Iterable[Any]) -> Iterator[list[Any]]:
+def _levels(where: str, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Yield the values, what they contain, what that contains, and so on."""
-    level = [value for value in values if value is not UNSET]
+    level: Sequence[Any] = values
     for _ in range(MAX_NESTING):
         if not level:
             return

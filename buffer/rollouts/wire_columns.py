@@ -67,9 +67,10 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
-        padding = _PADDING[-column.nbytes % ALIGNMENT]
-        size += column.nbytes + len(padding)
-        if column.nbytes < _COPIED_BYTES:
+        count = column.nbytes
+        padding = _PADDING[-count % ALIGNMENT]
+        size += count + len(padding)
+        if count < _COPIED_BYTES:
             small += column.tobytes() + padding
         else:
             pieces += [small, np.ascontiguousarray(column).data.cast("B")]
@@ -97,8 +98,10 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
         end = offset + count * size
         if end > len(data):
             raise WireError(f"at columns.{name}: it ends at {end}, the data has {len(data)} bytes")
-        column = np.frombuffer(data, dtype, count, offset)
-        columns[name] = column if ndim == 1 else column.reshape(entry[1:])
+        try:
+            columns[name] = np.ndarray(entry[1:], dtype, data, offset)
+        except ValueError as error:  # no values, but dimensions that numpy does not have
+            raise WireError(f"at columns.{name}: shape {entry[1:]}: {error}") from error
     for name in NEEDED:
         if name not in columns:
             raise WireError(f"at columns: {name} is missing")

@@ -56,7 +56,8 @@ _RQ_WORKER = ("(~rq:* +eval +evalsha)", "&rq:*", "+@pubsub", "+@transaction", "+
 
 ROLES = {
     "producer": Role(
-        (*_GROUPS, "control", "cursors", "meta", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)
+        (*_GROUPS, "control", "cursors", "meta*", "ledger:*", "batch:*", "ended:*"),
+        (_SETTINGS,),
     ),
     "worker": Role(_GROUPS, (_SETTINGS, _RQ)),
     # a judge may execute code that a model wrote, so it sees nothing of the run

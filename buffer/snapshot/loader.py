@@ -242,8 +242,9 @@ class SnapshotLoader:
         media = {"media": orjson.dumps(str(self._media.root)).decode()} if self._media else {}
 
         def replace(pipe: Any) -> None:
-            pipe.delete(self.keys.meta)
-            pipe.hset(self.keys.meta, mapping=self.facts.meta | media)
+            for key in (self.keys.meta, self.keys.meta_copy):
+                pipe.delete(key)
+                pipe.hset(key, mapping=self.facts.meta | media)
 
         self._change(replace, done=self.facts.meta["nonce"])
 

@@ -21,6 +21,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from buffer.store.receive_memory import receive_memory
+from buffer.store.wrong_type import named
 
 log = logging.getLogger("rolloutmq.buffer")
 
@@ -74,7 +75,10 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
         raise
     finally:
         pool.release(connection)
-    return _without_errors(answers)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 def receive(
@@ -116,20 +120,17 @@ def _is_real(connection: Any) -> bool:
 def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     """Run commands in one round trip with the client library, and return the answers.
 
-    Raises the first error as the server sent it: the library would put the command before it, with
-    the whole payload.
+    Raises the first error: the library would put the command before it, with the whole payload.
     """
     pipe: Any = client.pipeline(transaction=False)
-    for command in commands:
+    sent = list(commands)
+    for command in sent:
         pipe.execute_command(*[b"".join(p) if isinstance(p, list) else p for p in command])
-    return _without_errors(pipe.execute(raise_on_error=False))
-
-
-def _without_errors(answers: list[Any]) -> list[Any]:
-    for answer in answers:
+    answers = pipe.execute(raise_on_error=False)
+    for command, answer in zip(sent, answers, strict=True):
         if isinstance(answer, Exception):
-            raise answer
-    return answers
+            raise named(answer, command)
+    return list(answers)
 
 
 def _answer(connection: Any) -> Any:

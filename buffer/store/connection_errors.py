@@ -39,7 +39,7 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         "put it in the URL: redis://:password@host:6379/0",
     ),
     (
-        ("noperm", "no permissions"),
+        ("noperm", "no permissions", "acl failure in script", "the user executing the script"),
         StoreError,
         "the server's ACL forbids this user a command or key that a run needs",
         "use the user of a role that may (`rolloutmq acl` prints them); or allow the user "
@@ -131,6 +131,11 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         "try again in a moment",
     ),
 )
+
+
+def is_acl_failure(text: str) -> bool:
+    """Return whether a script was refused a command or key; Redis 7.0 has words of its own."""
+    return "ACL failure in script" in text or "The user executing the script" in text
 
 
 def describe_connection_error(url: str, error: Exception) -> StoreError:

@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError
+from buffer.store.wrong_type import NamingClient
 
 try:
     import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts
@@ -70,7 +71,7 @@ class _Connection(FakeRedisConnection):
         )
 
 
-class MemoryClient(redis.Redis):
+class MemoryClient(NamingClient):
     """A plain client that answers what `buffer.server.check` asks for."""
 
     def info(self, section: str | None = None, *sections: str, **options: Any) -> dict[str, Any]:

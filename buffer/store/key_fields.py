@@ -14,6 +14,7 @@ from typing import Any
 from buffer.errors import RunDamaged
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import GID
+from buffer.model.limits import RunLimits
 
 HINT = "something else wrote to the keys of this run; `rolloutmq fsck` lists all that is wrong"
 
@@ -137,6 +138,11 @@ def _damage(key: str, name: str, text: str) -> Damage:
     return Damage(DamageKind.FIELD, text, key, field=name, task=task, gid=gid if task else "")
 
 
+def key_gone(key: str) -> RunDamaged:
+    """Return the error of a key that is gone although its run exists."""
+    return RunDamaged(f"{key} is gone, and other keys of the run are there", hint=HINT)
+
+
 def text_fields(raw: Mapping[bytes, bytes]) -> dict[str, str]:
     """Return the fields of a hash as text; bytes that are no text become �."""
     return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in raw.items()}
@@ -159,3 +165,23 @@ def read_counts(kind: str, key: str, names: Sequence[str], values: Sequence[Any]
             text = f"{key}: the field {name} is {shown[:60]!r}"
             raise RunDamaged(text, hint=HINT) from None
     return counts
+
+
+def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
+    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
+    require_fields("meta", key, meta)
+    if missing := [name for name in RunLimits.model_fields if name not in meta]:
+        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
+    try:
+        return RunLimits.from_meta(meta)
+    except ValueError as error:
+        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
+
+
+def are_settings(fields: dict[str, str]) -> bool:
+    """Return whether the fields of `meta`, or of its copy, can be read."""
+    try:
+        limits_in("", fields)
+    except RunDamaged:
+        return False
+    return True

@@ -24,6 +24,7 @@ class KeyRow(NamedTuple):
 TABLE: Mapping[str, KeyRow] = {
     # the run
     "meta": KeyRow("HASH", "schema, nonce, created_ms, and the limits of the run"),
+    "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
     "control": KeyRow(
         "HASH",
         "epoch, mode, open lanes, newest weights, trainer, producer; "
@@ -167,6 +168,7 @@ class Keys:
         self.spread_prefix = f"rmq:{{{run}:"
         """the beginning of payload keys in a cluster"""
         self.meta = self.prefix + "meta"
+        self.meta_copy = self.prefix + "meta:copy"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
         self.report = self.prefix + "report"

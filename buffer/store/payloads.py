@@ -30,6 +30,7 @@ from buffer.model.job import PayloadRef
 from buffer.rollouts.compression import Compression, compress
 from buffer.store.bulk_io import Command, Pieces
 from buffer.store.keys import Keys
+from buffer.store.signing import Keyring, Signer
 from buffer.store.store import Store
 
 T = TypeVar("T")
@@ -94,14 +95,22 @@ class PayloadStore:
         self._store = store
         self._keys = keys
         self._compression = compression
+        self.signer: Signer | None = None
+        """signs what this process stores, and checks what it continues"""
+        self.keyring: Keyring | None = None
+        """checks what this process reads"""
 
-    def commands(self, gid: str, token: str, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
+    def commands(
+        self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()
+    ) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference of the bytes of one claim, and the commands that store them.
 
-        The bytes are sent from where they lie.
+        The bytes are sent from where they lie. `signatures`: those of what they were made of.
         """
         if self._compression != "none":
             data = [compress(b"".join(data), self._compression)]
+        if self.signer:
+            data = [self.signer.sign(gid, token, data, signatures), *data]
         parts = cut(data)
         names = self._keys.payload_chunks(gid, token, len(parts))
         ref = PayloadRef(gid, token, len(parts), sum(map(len, data)), checksum(*data))
@@ -135,8 +144,14 @@ class PayloadStore:
                     f"the prompt of {gid} has {len(data)} bytes",
                     hint=f"at most {CHUNK_BYTES} can be stored",
                 )
-        commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
+        commands = [
+            _set(self._keys.payload(gid, token), self._signed_prompt(gid, data))
+            for gid, data in stored.items()
+        ]
         self._store.write("prompt write", commands, starts_work=True)
+
+    def _signed_prompt(self, gid: str, data: bytes) -> Pieces:
+        return [self.signer.sign(gid, "init", [data]), data] if self.signer else [data]
 
     def fits(self, prompt: bytes) -> bool:
         """Return whether `write_prompts` accepts a prompt."""
@@ -144,7 +159,7 @@ class PayloadStore:
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """Return the bytes; raise PayloadMissing or WireError as `join` does."""
+        """Return the bytes; raise PayloadMissing or WireError as `join` does, or SignatureError."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
@@ -180,7 +195,11 @@ class PayloadStore:
     def _read(self, refs: Sequence[PayloadRef]) -> list[Whole]:
         names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
         found = self._store.read("payload read", names, [ref.size for ref in refs])
-        return list(map(join, refs, found))
+        wholes = list(map(join, refs, found))
+        for guard in [guard for guard in (self.signer, self.keyring) if guard]:
+            for ref, whole in zip(refs, wholes, strict=True):
+                guard.check(ref, whole)
+        return wholes
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
         """Return the chunks of many payloads, unchecked; None for one that is gone."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from buffer.errors import ScriptError
+from buffer.errors import RunDamaged, ScriptError
 from buffer.store.bulk_io import Command, pipelined, send
+from buffer.store.connection_errors import is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.scripts import Arg, KeysByName, Script
@@ -45,7 +46,7 @@ class ScriptRunner:
     """Runs scripts of a library through one client.
 
     Replies are lists whose strings are decoded. Raises ScriptError where a script refused its keys
-    or arguments, and redis.RedisError.
+    or arguments, RunDamaged where it cannot read what it finds, and redis.RedisError.
     """
 
     client: Any
@@ -133,8 +134,8 @@ class ScriptRunner:
             # a script failed on a field that is missing, or that is no number; refusals and full
             # memory are for the caller
             is_damage = type(error) is ResponseError and "user_script" in text
-            if is_damage and not text.startswith("ACL failure"):
-                return ScriptError(f"{script.name}: {text[:300]}", hint=HINT)
+            if is_damage and not is_acl_failure(text):
+                return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
             return error
         kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
         expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
@@ -143,7 +144,7 @@ class ScriptRunner:
             for key, kind, wanted in zip(keys, kinds, expected, strict=True)
             if kind.upper() not in (wanted, "NONE")
         ]
-        return ScriptError(
+        return RunDamaged(
             f"{script.name}: {', '.join(wrong) or 'a record'}, "
             "and not what buffer/store/keys.py says",
             hint=HINT,

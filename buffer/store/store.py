@@ -16,9 +16,15 @@ from typing import Any, TypeVar
 import redis
 from redis.exceptions import NoPermissionError, OutOfMemoryError
 
-from buffer.errors import StoreError, StoreFull, StoreUnavailable
+from buffer.errors import (
+    RolloutMQError,
+    RunDamaged,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
-from buffer.store.connection_errors import describe_connection_error
+from buffer.store.connection_errors import describe_connection_error, is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.nodes import Role, Servers
@@ -32,6 +38,7 @@ from buffer.store.script_calls import (
 )
 from buffer.store.scripts import Arg, KeysByName, Script, library
 from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
+from buffer.store.wrong_type import WrongType
 
 T = TypeVar("T")
 
@@ -329,14 +336,14 @@ class Store:
         pause_s = _BACKOFF.pause_s(attempt)
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
-    def _refusal(self, what: str, error: redis.RedisError) -> StoreError:
+    def _refusal(self, what: str, error: redis.RedisError) -> RolloutMQError:
+        if isinstance(error, WrongType):
+            return RunDamaged(f"{what}: {error.key} is of another type", hint=HINT)
         # only errors about users: another one is a bug, and its words could fit any description
         is_about_user = isinstance(
             error, redis.ConnectionError | NoPermissionError
-        ) or "ACL failure in script" in str(error)
+        ) or is_acl_failure(str(error))
         hint = describe_connection_error(self.url, error).hint if is_about_user else ""
-        if "WRONGTYPE" in str(error):
-            hint = HINT
         return StoreError(f"{what}: the server refused: {error}", hint=hint)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:

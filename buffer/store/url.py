@@ -27,6 +27,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
+from buffer.store.wrong_type import NamingClient
 
 # greedy up to the last "@": a password may hold unescaped ":" and "@", and it is safe to mask too
 # much; a URL with a missing or misspelled scheme may hold a password as well
@@ -77,7 +78,7 @@ def open_client(
         client = (
             _primary(url, settings)
             if "+sentinel://" in url
-            else redis.Redis.from_url(url, **settings)
+            else NamingClient.from_url(url, **settings)
         )
         options = client.connection_pool.connection_kwargs
         # an unknown option raises TypeError here, not only at the first command
@@ -123,7 +124,7 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
         [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
         sentinel_kwargs={**patience, **of_sentinels, **tls, "retry": Retry(NoBackoff(), 0)},
     )
-    primary: redis.Redis = watch.master_for(service, **settings, **login)  # type: ignore[no-untyped-call]
+    primary: redis.Redis = watch.master_for(service, NamingClient, **settings, **login)  # type: ignore[no-untyped-call]
     return primary
 
 

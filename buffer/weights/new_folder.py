@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all."""
+"""Folders for what is not complete yet: renamed at the end, or temporary."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
+from tempfile import gettempdir
 
 from buffer.errors import ModelError
+
+MEMORY_FOLDER = Path("/dev/shm")
 
 
 @contextmanager
@@ -28,3 +32,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def temporary_prefix(folder: Path) -> str:
+    """Return how the names of temporary folders begin of a trainer that publishes in `folder`.
+
+    It depends on the folder alone: the same if the run is created anew on a server that lost it.
+    """
+    return f"rolloutmq-{blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()}-"
+
+
+def clear_temporary(prefix: str) -> None:
+    """Delete the temporary folders of a trainer that was killed while it wrote."""
+    for parent in {MEMORY_FOLDER, Path(gettempdir())}:
+        for folder in parent.glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)

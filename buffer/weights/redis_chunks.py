@@ -22,6 +22,7 @@ from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm
 from buffer.weights.host_folders import HostFolders
+from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
 SCHEME = "redis:"
@@ -137,19 +138,29 @@ class VersionStore:
 
 
 class RedisSender:
-    """Stores versions on the server. The newest `keep` stay, and one more while it is published."""
+    """Stores versions on the server. The newest `keep` stay, and one more while it is published.
+
+    `folder`: of the run. It names the temporary folder in which a version is written first.
+    """
 
     def __init__(
-        self, store: Store, keys: Keys, *, keep: int = 3, algorithm: Algorithm = "xxh3"
+        self,
+        store: Store,
+        keys: Keys,
+        folder: Path,
+        *,
+        keep: int = 3,
+        algorithm: Algorithm = "xxh3",
     ) -> None:
         self._versions = VersionStore(store, keys)
+        self._prefix = temporary_prefix(folder)
         self._keep = keep
         self._algorithm = algorithm
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         """Store one version, whose files `save` writes."""
         label = str(weights)
-        with TemporaryDirectory(prefix="rolloutmq-weights-") as name:
+        with TemporaryDirectory(prefix=self._prefix) as name:
             folder = Path(name)
             saved = save(folder)
             checksum = manifest.write(folder, label, algorithm=self._algorithm, saved=saved)
@@ -165,6 +176,7 @@ class RedisSender:
 
     def clear(self) -> None:
         """Delete what a trainer left that was killed while it wrote."""
+        clear_temporary(self._prefix)
         for label in self._versions.labels():
             if not self._versions.is_finished(label):
                 self._versions.drop(label)

@@ -69,7 +69,7 @@ def _open_sender(
         case "folder":
             return FolderSender(folder, keep=keep, algorithm=algorithm)
         case "redis":
-            return RedisSender(store, keys, keep=keep, algorithm=algorithm)
+            return RedisSender(store, keys, folder, keep=keep, algorithm=algorithm)
         case "gloo" | "nccl":
             copies = FolderSender(folder, keep=keep, algorithm=algorithm)
             return TransferSender(store, keys, copies, name, host=host, keep=keep)

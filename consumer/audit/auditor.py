@@ -34,6 +34,7 @@ from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.signed_bytes import signers
 from buffer.run import Run
 from consumer.audit.audit_log import MadeGroup, add_batch
 from consumer.audit.difference import NOTHING, Difference, check_auditable, compare, versions_of
@@ -142,14 +143,16 @@ class Auditor:
 
     def _read(self, entry: ManifestEntry, made: MadeGroup) -> _Chosen:
         chosen = _Chosen(made)
-        if not made.worker:
-            chosen.problem = "no single worker is known to have made it"
-            return chosen
         try:
             chosen.group = self._run.buffer.read(entry.payload)
+            if self._run.payloads.keyring:  # a record can be forged, a signature cannot
+                names = signers(chosen.group.signatures)
+                chosen.made = made._replace(worker=names[0] if len(names) == 1 else "")
             check_auditable(chosen.group)
         except (WireError, PayloadMissing) as error:
             chosen.problem = str(error)
+        if not chosen.made.worker:
+            chosen.problem = "no single worker is known to have made it"
         return chosen
 
     def _compare(self, weights: PolicyVersion, chosen: Sequence[_Chosen]) -> None:

@@ -1,6 +1,7 @@
 """Micro-batches: planned for a whole batch, built one at a time when they are used.
 
-Columns have at most four bytes per token until they are on the device; torch needs int64 there.
+Columns have at most four bytes per token until they are on the device; torch needs int64 there. On
+a CPU, they have the types that torch needs from the start.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class MicroBatches:
         self._responses = table.columns("response_ids")
         names = ("logprobs", "mask", *table.optional_names())
         self._columns = {name: table.columns(name) for name in names}
+        is_cpu = device.type == "cpu"
+        self._integer = np.int64 if is_cpu else np.int32
+        self._mask = np.float32 if is_cpu else np.uint8
+        slots = max((layout.rows * layout.width for layout in layouts), default=1)
+        self._counting = np.arange(slots, dtype=self._integer)
 
     def __len__(self) -> int:
         return len(self._layouts)
@@ -122,34 +128,35 @@ class MicroBatches:
 
     def _build(self, layout: Layout) -> MicroBatch:
         chosen = layout.chosen
+        parts = {name: self._table.parts(column, chosen) for name, column in self._columns.items()}
         responses = self._table.parts(self._responses, chosen)
-        columns = {
-            name: self._moved(_joined(self._table.parts(column, chosen)))
-            for name, column in self._columns.items()
-        }
-        samples = np.arange(len(chosen), dtype=np.int32)
         return MicroBatch(
             input_ids=self._moved(self._ids(layout, responses)).long(),
-            position_ids=self._moved(_positions(layout)).long(),
+            position_ids=self._moved(self._positions(layout)).long(),
             logit_index=self._moved(self._logit_index(layout)).long(),
-            targets=self._moved(_joined(responses)).long(),
-            rollout_logprobs=columns.pop("logprobs"),
-            mask=columns.pop("mask").float(),
-            sample=self._moved(np.repeat(samples, self._table.lengths[chosen])).long(),
+            targets=self._moved(_joined(responses, self._integer)).long(),
+            rollout_logprobs=self._moved(_joined(parts.pop("logprobs"), np.float32)),
+            mask=self._moved(_joined(parts.pop("mask"), self._mask)).float(),
+            sample=self._moved(self._samples(layout)).long(),
             rollout=self._moved(chosen),
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
             experts=self._slot_experts(layout),
-            optional=columns,
+            optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
         )
+
+    def _samples(self, layout: Layout) -> NDArray[Any]:
+        """Return the sample of every response token, int[N]."""
+        samples = np.arange(len(layout.chosen), dtype=self._integer)
+        return np.repeat(samples, self._table.lengths[layout.chosen])
 
     def _owners(self, layout: Layout) -> Ints:
         """Return the rollout of every response token, int64[N]."""
         return np.repeat(layout.chosen, self._table.lengths[layout.chosen])
 
-    def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-        """Return the token ids of all slots, int32[R, W]."""
+    def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
+        """Return the token ids of all slots, int[R, W]."""
         chosen, slots, rows, width = layout
-        ids = np.zeros(rows * width, np.int32)
+        ids = np.zeros(rows * width, self._integer)
         groups = self._table.group[chosen].tolist()
         for slot, group, response in zip(slots.tolist(), groups, responses, strict=True):
             prompt = self._prompts[group]
@@ -158,16 +165,33 @@ class MicroBatches:
             ids[start : start + len(response)] = response
         return ids.reshape(rows, width)
 
-    def _logit_index(self, layout: Layout) -> NDArray[np.int32]:
-        """Return the slot whose logits predict each token: that of its predecessor, int32[N]."""
+    def _positions(self, layout: Layout) -> NDArray[Any]:
+        """Return the position of every slot in its sample, int[R, W].
+
+        A sample owns the slots up to the next one: a restart in the unused end of a row would be a
+        new sample to transformers.
+        """
+        _, slots, rows, width = layout
+        starts = slots if len(slots) else np.zeros(1, np.int64)
+        owned = np.append(starts[1:], rows * width) - starts
+        return self._counted(np.zeros(len(owned), np.int64), owned).reshape(rows, width)
+
+    def _logit_index(self, layout: Layout) -> NDArray[Any]:
+        """Return the slot whose logits predict each token: that of its predecessor, int[N]."""
         lengths = self._table.lengths[layout.chosen]
         prompts = self._table.prompt_lengths[layout.chosen]
-        first = (layout.slots + prompts - 1).astype(np.int32)
-        index = _counted(first, lengths)
+        index = self._counted(layout.slots + prompts - 1, lengths)
         # a first token that nothing precedes is never trained; it has its own logits
         unprompted = prompts == 0
         index[(np.cumsum(lengths) - lengths)[unprompted & (lengths > 0)]] += 1
         return index
+
+    def _counted(self, first: Ints, counts: Ints) -> NDArray[Any]:
+        """Return `first[n]`, `first[n] + 1`, … for every n, `counts[n]` of them."""
+        before = np.cumsum(counts) - counts
+        counted: NDArray[Any] = np.repeat((first - before).astype(self._integer), counts)
+        counted += self._counting[: len(counted)]
+        return counted
 
     def _slot_experts(self, layout: Layout) -> Tensor | None:
         if self._recorded is None or not len(layout.chosen):
@@ -181,25 +205,5 @@ class MicroBatches:
         return torch.from_numpy(column).to(self._device)
 
 
-def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, np.float32)
-
-
-def _positions(layout: Layout) -> NDArray[np.int32]:
-    """Return the position of every slot in its sample, int32[R, W].
-
-    A sample owns the slots up to the next one: a restart in the unused end of a row would be a new
-    sample to transformers.
-    """
-    _, slots, rows, width = layout
-    starts = slots if len(slots) else np.zeros(1, np.int64)
-    owned = np.diff(starts, append=rows * width)
-    return _counted(np.zeros(len(owned), np.int32), owned).reshape(rows, width)
-
-
-def _counted(first: NDArray[np.int32], counts: Ints) -> NDArray[np.int32]:
-    """Return `first[n]`, `first[n] + 1`, … for every n, `counts[n]` of them."""
-    before = np.cumsum(counts) - counts
-    counted: NDArray[np.int32] = np.repeat(first - before.astype(np.int32), counts)
-    counted += np.arange(len(counted), dtype=np.int32)
-    return counted
+def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype)

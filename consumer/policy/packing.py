@@ -17,8 +17,6 @@ its own rollout. A plan reads lengths only; tokens are copied when a micro-batch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,53 +82,46 @@ class Packer:
             packable &= keep
         chosen = np.flatnonzero(packable)
         plans = [
-            list(self._layouts(totals, chosen[share]))
+            self._layouts(totals, chosen[share])
             for share in balanced_shares(totals[chosen].tolist(), ranks)
         ]
         own = MicroBatches(table, plans[rank], self._device, self._recorded)
         own.pad(max(len(plan) for plan in plans))
         return own
 
-    def _layouts(self, totals: Ints, chosen: Ints) -> Iterator[Layout]:
-        """Yield the layout of one micro-batch after the other (first fit decreasing)."""
+    def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
+        """Return the layouts of one micro-batch after the other (first fit decreasing).
+
+        The longest sample that fits comes next: row after row, every sample is in the first row
+        that had space for it.
+        """
         # stable, so that the same batch gives the same micro-batches on every machine
         order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
-        rest = _Rest(totals[order].tolist(), order.tolist())
-        while rest.sizes:
-            width = rest.sizes[-1]
-            samples: list[tuple[int, int]] = []
-            rows = 0
-            while rest.sizes and (rows == 0 or (rows + 1) * width <= self.token_budget):
-                samples += rest.fill_row(rows * width, width, self._share_rows)
+        sizes, rollouts = totals[order].tolist(), order.tolist()
+        packed: list[int] = []
+        slots: list[int] = []
+        shapes: list[tuple[int, int, int, int]] = []
+        while sizes:
+            first, rows, width = len(packed), 0, sizes[-1]
+            while sizes and (rows == 0 or (rows + 1) * width <= self.token_budget):
                 rows += 1
-            chosen, slots = np.array(samples, np.int64).T
-            yield Layout(chosen, slots, rows, width)
-
-
-class _Rest(NamedTuple):
-    """The samples without a slot: their sizes, ascending, and their rollouts."""
-
-    sizes: list[int]
-    rollouts: list[int]
-
-    def fill_row(self, slot: int, width: int, is_shared: bool) -> list[tuple[int, int]]:
-        """Remove the samples of the next row, and return each with its first slot.
-
-        `slot`: the first one of the row. The longest sample that fits comes next: row after row,
-        every sample is in the first row that had space for it.
-        """
-        placed = [(self.rollouts.pop(), slot)]
-        free = width - self.sizes.pop()
-        while is_shared and self.sizes and self.sizes[0] <= free:
-            position = bisect_right(self.sizes, free) - 1
-            placed.append((self.rollouts.pop(position), slot + width - free))
-            free -= self.sizes.pop(position)
-        return placed
+                free = width
+                while sizes and sizes[0] <= free and (self._share_rows or free == width):
+                    position = bisect_right(sizes, free) - 1
+                    packed.append(rollouts.pop(position))
+                    slots.append(rows * width - free)
+                    free -= sizes.pop(position)
+            shapes.append((first, len(packed), rows, width))
+        every, starts = np.array(packed, np.int64), np.array(slots, np.int64)
+        return [
+            Layout(every[first:end], starts[first:end], rows, width)
+            for first, end, rows, width in shapes
+        ]
 
 
 def _check(table: BatchTable) -> None:
     for group in table.groups:
-        if group.multimodal:
+        if group.shared.multimodal:
             raise ConfigError(
                 f"the prompt of group {group.gid} contains images: token ids alone are another "
                 "prompt",
@@ -138,9 +129,10 @@ def _check(table: BatchTable) -> None:
                 "consumer/README.md",
             )
     unprompted = np.flatnonzero((table.prompt_lengths == 0) & (table.lengths > 0))
-    unpredicted = unprompted[table.mask[table.starts[unprompted]] > 0]
-    if len(unpredicted):
-        gid = table.groups[int(table.group[unpredicted[0]])].gid
+    masks = table.parts(table.columns("mask"), unprompted)
+    unpredicted = [n for n, mask in zip(unprompted.tolist(), masks, strict=True) if mask[0]]
+    if unpredicted:
+        gid = table.groups[table.group[unpredicted[0]]].gid
         raise WireError(
             f"group {gid} has no prompt ids",
             hint="without a prompt, nothing predicts the first response token",

@@ -243,7 +243,7 @@ def _loads(text: str) -> Any:
     """Return the value of a JSON text; None where it is invalid, or nested deeper than allowed."""
     try:
         value = orjson.loads(text)
-        check_nesting("arguments", value)
+        check_nesting("arguments", [value])
     except (orjson.JSONDecodeError, WireError):
         return None
     return value

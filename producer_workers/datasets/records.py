@@ -75,7 +75,7 @@ def problem_of(record: Any) -> Problem:
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
     try:
-        check_nesting("the record", messages, tools, truth, record, extra)
+        check_nesting("the record", [messages, tools, truth, record, extra])
     except WireError as error:
         raise ValueError(str(error)) from error
     return Problem(
@@ -134,7 +134,7 @@ def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
     try:
         value = orjson.loads(given) if isinstance(given, str) else given
         structured = StructuredOutput.model_validate(value)
-        check_nesting("json_schema", structured.json_schema)
+        check_nesting("json_schema", [structured.json_schema])
         if structured.regex is not None:
             re.compile(structured.regex)
     except ValidationError as error:

@@ -244,7 +244,7 @@ class GroupRunner:
             states = restart_too_old(states, limit)
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(states)
-        return RolloutGroup(job.gid, job.task, states)
+        return RolloutGroup(job.gid, job.task, states, group.signatures)
 
     async def _read(self, job: Job) -> RolloutGroup:
         """Return the group as it was claimed, or only its prompt if its tokens are not readable.
@@ -277,7 +277,7 @@ class GroupRunner:
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
         await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
-        result = RolloutGroup(job.gid, job.task, made)
+        result = RolloutGroup(job.gid, job.task, made, group.signatures)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
         return result

@@ -15,7 +15,7 @@ import redis
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.control_line import ControlConnection
-from buffer.errors import ScriptError
+from buffer.errors import RunDamaged
 from buffer.run import Run
 from producer_workers.group_runs.inbox import (
     ControlLineBroken,
@@ -161,7 +161,7 @@ class ControlClient:
         try:
             if self._line:
                 self._line.receive(self._hint, self._answer)
-        except (redis.RedisError, ScriptError) as error:
+        except (redis.RedisError, RunDamaged) as error:
             self._break(error)
 
     def _hint(self, state: ControlState) -> None:

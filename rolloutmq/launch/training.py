@@ -43,12 +43,15 @@ def open_run(
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
     if own_rank():
-        return wait_for_run(store, settings.run.name), model_dir
+        run = wait_for_run(store, settings.run.name)
+        run.check_signatures(settings.trainer.keys_file)
+        return run, model_dir
     if metrics is not None:
         from buffer.monitoring.process_metrics import serve_process
 
         serve_process("trainer", store, metrics)
     run = make_run(store, settings, model_dir, regenerate=regenerate)
+    run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
     trace_run(run, "trainer")

@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 
 from tests.chaos.checker import Checker, Verdict
+from tests.chaos.damage_run import all_trials, run_trials
 from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder, rules
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
@@ -119,6 +120,14 @@ def run_mutants(plan: Plan, base: Path) -> bool:
     return not missed
 
 
+def run_damage(plan: Plan, base: Path, words: str) -> list[str]:
+    """Every key of a live run damaged, one by one; the problems."""
+    problems = run_trials(plan, base, say, all_trials(words))
+    for problem in problems:
+        say(f"PROBLEM {problem}")
+    return problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description="Faults against a whole run."
@@ -159,6 +168,13 @@ def main() -> int:
         "--deaths", action="store_true", help="how long work rests after deaths, one by one"
     )
     parser.add_argument(
+        "--damage",
+        nargs="?",
+        const="",
+        metavar="WORDS",
+        help="every key of a live run deleted or retyped, one by one; or those whose trial has WORDS",
+    )
+    parser.add_argument(
         "--standard", action="store_true", help="all three kinds of run, one after the other"
     )
     parser.add_argument(
@@ -182,6 +198,8 @@ def main() -> int:
     plan = Plan(**{name: getattr(asked, name) for name in names})
     if asked.mutants:
         return 0 if run_mutants(plan, asked.folder) else 1
+    if asked.damage is not None:
+        return 1 if run_damage(plan, asked.folder, asked.damage) else 0
     OutageRun.outage_s = asked.outage
     if asked.judge:
         clean = judge_again(asked.folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 from buffer.config.engine import SimulatedConfig
 from buffer.config.task import JudgingSection
-from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
+from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.rollout import FIRST_WEIGHTS
@@ -46,6 +46,7 @@ from tests.chaos.plan import (
     FENCED,
     INLINE,
     LOST,
+    REFUSED,
     RUN,
     SAMPLES,
     Folders,
@@ -80,7 +81,7 @@ def produce(run: Run, folders: Folders) -> None:
             prompt_repeat_k=SAMPLES,
             shuffle=False,
         )
-        for task in (INLINE, BY_RQ)
+        for task in run.limits.tasks
     }
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -106,7 +107,8 @@ async def work(run: Run, name: str, url: str) -> None:
     rq = RqJudge(
         judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5)
     )
-    runners = {INLINE: _runner(FunctionJudge("chance", by_chance)), BY_RQ: _runner(rq)}
+    judges: dict[str, Judge] = {INLINE: FunctionJudge("chance", by_chance), BY_RQ: rq}
+    runners = {task: _runner(judges[task]) for task in run.limits.tasks}
     await engine.start()
     member = Worker(run, engine, runners, worker_id=name, concurrency=16, drain_timeout_s=3.0)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -161,15 +163,17 @@ def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
     try:
         run = open_run(url, history)
         act(role, run, folders, history, url, flags)
-    except (Fenced, RoleHeld, LedgerError) as error:
+    except RolloutMQError as error:
         log.warning("%s", error)
         history.note("ended", why=type(error).__name__, said=str(error))
-        sys.exit(FENCED)
-    except RunError as error:
-        log.warning("%s", error)
-        history.note("ended", why=type(error).__name__, said=str(error))
-        sys.exit(LOST)
+        sys.exit(exit_code(error))
     history.note("ended", why="")
+
+
+def exit_code(error: RolloutMQError) -> int:
+    if isinstance(error, Fenced | RoleHeld | LedgerError):
+        return FENCED
+    return LOST if isinstance(error, RunError) else REFUSED
 
 
 def act(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits
 from buffer.run import Run
 from buffer.store.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
@@ -22,8 +23,6 @@ from tests.chaos.final_look import look
 from tests.chaos.history import Event, History, parse, read_history
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.plan import (
-    BY_RQ,
-    INLINE,
     LEASE_MS,
     LOST,
     ROWS,
@@ -120,6 +119,10 @@ class ChaosRun:
         self._server.start()
         self._set_fsync()
         self._create_run()
+        self._add_clients()
+        return until(self._has_trained, RECOVER_S)
+
+    def _add_clients(self) -> None:
         self.crew.add("trainer", "trainer")
         for number in range(2):
             self.crew.add(f"producer-{number}", "producer")
@@ -127,13 +130,15 @@ class ChaosRun:
             self.crew.add(f"worker-{number}", "worker")
         self.crew.add("judge", "judge")
         self.crew.add("janitor", "janitor")
-        return until(self._has_trained, RECOVER_S)
 
     def _create_run(self) -> None:
         ports = self._wiring.link("harness").ports
         store = Store(self._server.url_by(ports))
-        Run.create(store, RUN, self._nonce, limits(self._plan.wait_replicas))
+        Run.create(store, RUN, self._nonce, self._limits())
         store.close()
+
+    def _limits(self) -> RunLimits:
+        return limits(self._plan.wait_replicas)
 
     def _set_fsync(self) -> None:
         self._server.config_set("appendfsync", self._plan.fsync)
@@ -197,7 +202,7 @@ class ChaosRun:
 
     def _look(self) -> None:
         with self._server.connect() as client:
-            self.history.note("final", **look(client, RUN, [INLINE, BY_RQ]))
+            self.history.note("final", **look(client, RUN, list(self._limits().tasks)))
 
 
 class EmptyServerRun(ChaosRun):

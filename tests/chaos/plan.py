@@ -27,8 +27,9 @@ LEASE_MS = 4000
 
 FENCED = 5
 LOST = 7
+REFUSED = 9
 """Exit codes of a client: another process holds its role now; the server is not the one that it
-knew.
+knew; any other error of the project.
 """
 
 SERVER = "server"

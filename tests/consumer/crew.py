@@ -47,7 +47,7 @@ def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
         state.status = Status.COMPLETED
         state.finish_reason = "stop"
         state.reward = {"score": float(position % 2)}
-    return RolloutGroup(group.gid, group.task, group.states)
+    return RolloutGroup(group.gid, group.task, group.states, group.signatures)
 
 
 class Crew:

@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
 
     from buffer.control.control import ControlState
     from buffer.curation.rollout_line import RolloutLine, group_of
-    from buffer.errors import ConfigError, JudgeError, QueryError, ScriptError, WireError
+    from buffer.errors import ConfigError, JudgeError, QueryError, RunDamaged, WireError
     from buffer.query.language import parse
     from buffer.rollouts import wire
     from buffer.rollouts.group import RolloutGroup
@@ -35,7 +35,7 @@ GID = "math-0000000001"
 def control(data: bytes) -> None:
     try:
         state = ControlState.parse_hint(data)
-    except ScriptError:
+    except RunDamaged:
         return
     assert state.epoch >= 0
     assert state.weights.version >= 0

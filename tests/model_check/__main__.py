@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tests.model_check.explore import Violation, explore
 from tests.model_check.histories import HISTORIES, History
-from tests.model_check.mutants import look_for_mutations
+from tests.model_check.mutants import RESULTS, look_for_mutations
 from tests.model_check.world import World
 
 
@@ -22,10 +23,11 @@ def main(
     minutes: Annotated[float, typer.Option(help="for all histories together")] = 10.0,
     only: Annotated[str, typer.Option(help="histories whose name has this word")] = "",
     mutations: Annotated[bool, typer.Option(help="look for each mutation instead")] = False,
+    results: Annotated[Path, typer.Option(help="mutations that it has are skipped")] = RESULTS,
 ) -> None:
     """Explore histories and print how much of each was seen."""
     if mutations:
-        sys.exit(look_for_mutations(only))
+        sys.exit(look_for_mutations(only, results))
     chosen = [history for history in HISTORIES if only in history.name]
     end = time.monotonic() + 60 * minutes
     for number, history in enumerate(chosen):

@@ -5,19 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from buffer.model.limits import RunLimits
 from tests.model_check.server_image import Image
-from tests.model_check.state_invariants import T, batches, held, ledger, plain, record
+from tests.model_check.state_invariants import (
+    LANES,
+    P,
+    T,
+    batches,
+    control,
+    find_places,
+    held,
+    ledger,
+    plain,
+    record,
+    stream,
+)
 
 ROLE_OF = {
     "enqueue": b"producer",
     "pass_over": b"producer",
     "reissue": b"producer",
+    "halt": b"producer",
     "take_batch": b"trainer",
     "rescore": b"trainer",
     "publish_weights": b"trainer",
     "commit": b"trainer",
+    "quarantine": b"trainer",
+    "refill": b"trainer",
+    "set_target": b"trainer",
+    "control": b"trainer",
 }
 """Scripts for the holder of a role, whose nonce is the first argument of the operation."""
+
+OPENS = {"producer_open": b"producer", "trainer_open": b"trainer"}
 
 STALE = 2
 """Stale threshold of every history, in train steps."""
@@ -32,13 +52,29 @@ def check_call(what: str, before: Image, after: Image, reply: Any) -> None:
         rule(before, after, reply)
 
 
-def check_role(what: str, nonce: str, before: Image, after: Image) -> None:
-    """I7: a script that a process calls after another one took its role changes nothing."""
+def check_role(
+    what: str, args: tuple[Any, ...], before: Image, after: Image, now_ms: int, limits: RunLimits
+) -> None:
+    """I7: a process that was replaced changes nothing, nor one that waits for a living one.
+
+    `args` are those of the operation of such a process.
+    """
     role = ROLE_OF.get(what)
-    if role is None or plain(before, b"control", {}).get(role) == nonce.encode():
-        return
+    holder = control(before).get(role, b"") if role else b""
+    if role and holder != args[0].encode():
+        _unchanged(f"I7: {what} of a process that was replaced", before, after)
+    if what == "beat" and control(before).get(args[1].encode()) != args[0].encode():
+        _unchanged("I7: a heartbeat of a process that was replaced", before, after)
+    opened = OPENS.get(what)
+    if opened and not args[1] and control(before).get(opened, b"") not in (b"", args[0].encode()):
+        silent_ms = now_ms - int(control(before)[opened + b"_seen_ms"])
+        if abs(silent_ms) < limits.role_timeout_ms:
+            _unchanged(f"I7: {what} beside a living {opened.decode()}", before, after)
+
+
+def _unchanged(what: str, before: Image, after: Image) -> None:
     changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
-    assert not changed, f"I7: {what} of a process that was replaced changed {changed}"
+    assert not changed, f"{what} changed {changed}"
 
 
 def _batches_are_records(what: str, before: Image, after: Image) -> None:
@@ -69,9 +105,12 @@ def _payloads_are_written_once(what: str, before: Image, after: Image) -> None:
 def _claimed(before: Image, after: Image, reply: list[Any]) -> None:
     if reply[0] != "OK" or held(before) == held(after):
         return
-    control = plain(before, b"control", {})
-    assert control[b"lanes"], f"I10: claimed while {control}"
-    assert reply[4] == control[b"weights"].decode(), f"I10: the reply has {reply}, not {control}"
+    state = control(before)
+    assert reply[4] == state[b"weights"].decode(), f"I10: the reply has {reply}, not {state}"
+    for lane in LANES:
+        gone = {gid for _, gid in stream(before, lane)} - {gid for _, gid in stream(after, lane)}
+        is_open = lane in state[b"lanes"].split()
+        assert is_open or not gone, f"I10: {gone} claimed while {state}"
     for worker, fields in held(after).items():
         for gid in fields.keys() - held(before).get(worker, {}).keys():
             was = record(before, gid)
@@ -101,16 +140,72 @@ def _taken(before: Image, after: Image, reply: list[Any]) -> None:
     if reply[0] != "OK" or step == ledger(before, b"taken"):
         return
     assert step == ledger(before, b"taken") + 1, "I5: a step was left out"
-    control = plain(before, b"control", {})
-    assert b"recovering" not in control, "I8: taken before the pools were clamped"
-    for line in batches(after)[step][1:]:
+    assert b"recovering" not in control(before), "I8: taken before the pools were clamped"
+    _is_fresh(step, batches(after)[step])
+
+
+def _is_fresh(step: int, lines: tuple[bytes, ...]) -> None:
+    for line in lines[1:]:
         version = line.split(b" ")[6]
         fresh = version == b"-" or step - int(version) - 1 < STALE
         assert fresh, f"I8: {line!r} in step {step}"
+
+
+def _enqueued(before: Image, after: Image, reply: list[Any]) -> None:
+    new = {gid for _, gid in stream(after, b"fresh")} - {gid for _, gid in stream(before, b"fresh")}
+    if not new:
+        return
+    state = control(before)
+    assert b"fresh" in state[b"lanes"].split(), f"I10: {new} enqueued while {state}"
+    places = [place for (place,) in find_places(after).values()]
+    under_way = sum(place in ("waiting", "running", "taken", "archived") for place in places)
+    target = int(plain(after, b"progress:" + T, {})[b"target"])
+    assert under_way <= target, f"I3: {under_way} groups for a target of {target}"
+
+
+def _quarantined(before: Image, after: Image, reply: list[Any]) -> None:
+    _positions_are_kept(before, after)
+    for gid in plain(after, b"dead", {}).keys() - plain(before, b"dead", {}).keys():
+        name = P + b"worker:" + record(after, gid)[b"owner"]
+        if name in before:
+            counts = [int(image[name][1].get(b"quarantined", 0)) for image in (before, after)]
+            assert counts[1] == counts[0] + 1, f"I11: {name!r} is not blamed for {gid!r}"
+
+
+def _positions_are_kept(before: Image, after: Image, reply: Any = None) -> None:
+    """A group that leaves a batch is replaced, or leaves an open position in its header."""
+    old, new = batches(before), batches(after)
+    for step in old.keys() & new.keys():
+        sizes = [len(lines) - 1 + _open_positions(lines[0]) for lines in (old[step], new[step])]
+        assert sizes[0] == sizes[1], f"I5: batch {step} of {sizes[0]} groups has now {sizes[1]}"
+        _is_fresh(step, new[step])
+        gids = [line.split(b" ")[0] for line in new[step][1:]]
+        assert len(set(gids)) == len(gids), f"I5: {gids} in step {step}"
+
+
+def _open_positions(header: bytes) -> int:
+    notes = header.partition(b" quarantined=")[2].split(b" ")[0]
+    return sum(note.endswith(b":-") for note in notes.split(b","))
+
+
+def _mode_changed(before: Image, after: Image, reply: list[Any]) -> None:
+    old, new = control(before), control(after)
+    if old[b"mode"] != new[b"mode"] or old[b"lanes"] != new[b"lanes"]:
+        assert int(new[b"epoch"]) > int(old[b"epoch"]), f"I10: no new epoch for {new}"
+
+
+def _published(before: Image, after: Image, reply: list[Any]) -> None:
+    old, new = (control(image)[b"weights"].rpartition(b":") for image in (before, after))
+    assert old[0] != new[0] or int(old[2]) <= int(new[2]), f"I9: {old} became {new}"
 
 
 RULES: dict[str, Callable[[Image, Image, list[Any]], None]] = {
     "claim": _claimed,
     "submit": _submitted,
     "take_batch": _taken,
+    "enqueue": _enqueued,
+    "quarantine": _quarantined,
+    "refill": _positions_are_kept,
+    "control": _mode_changed,
+    "publish_weights": _published,
 }

@@ -16,7 +16,10 @@ from tests.model_check.world import Budget, State, World
 
 
 class Violation(AssertionError):
-    """A history that breaks an invariant."""
+    """A history that breaks an invariant, found behind `states` states in `depth` moves."""
+
+    states = 0
+    depth = 0
 
 
 @dataclass
@@ -50,7 +53,7 @@ def explore(
     From one of `finish_each` states, the run is finished (0: from none).
     """
     with frozen(world.clock):
-        first = world.start(processes, budget)
+        first = _checked(None, partial(world.start, processes, budget), Explored())
         return _explore(world, first, most_states, seconds, finish_each)
 
 
@@ -67,7 +70,7 @@ def _explore(
         for move in world.moves(state):
             explored.moves += 1
             here = (path, move.label)
-            after = _checked(here, move.happen)
+            after = _checked(here, move.happen, explored)
             key = first_key if after is None else world.key_of(after)
             if after is None or key in seen:
                 continue
@@ -75,18 +78,21 @@ def _explore(
             explored.states += 1
             if finish_each and explored.states % finish_each == 0:
                 explored.finished += 1
-                _checked(here, partial(finish, world, after))
+                _checked(here, partial(finish, world, after), explored)
             queue.append((after, here, explored.depth + 1))
     explored.is_whole = not queue
     explored.calls = world.calls
     return explored
 
 
-def _checked(path: tuple[Path, str], happen: Callable[[], T]) -> T:
+def _checked(path: Path, happen: Callable[[], T], explored: Explored) -> T:
     try:
         return happen()
     except Exception as error:  # every error of a history is a finding
-        raise Violation(f"{type(error).__name__}: {error}\nafter\n{_history(path)}") from error
+        violation = Violation(f"{type(error).__name__}: {error}\nafter\n{_history(path)}")
+        violation.states = explored.states
+        violation.depth = explored.depth + 1
+        raise violation from error
 
 
 def _history(path: Path) -> str:

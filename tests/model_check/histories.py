@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.model.ids import group_id
 from buffer.run import Run
 from tests.model_check import operations
-from tests.model_check.operations import TASK
 from tests.model_check.processes import (
     FIRST,
     Janitor,
@@ -36,15 +34,14 @@ class History:
     budget: Budget
     waiting: int = 0
     ready: int = 0
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def prepare(self, run: Run) -> None:
         producer = "a" * 32
         if self.waiting or self.ready:
             operations.open_producer(run, producer, True)
         for draw in range(self.waiting + self.ready):
-            gid = group_id(TASK, draw)
-            operations.enqueue(run, producer, f"{draw:032x}", draw, gid, draw + 1)
+            operations.enqueue(run, producer, f"{draw:032x}", draw, draw + 1)
         if self.ready:
             operations.register(run, "before", "b" * 32)
             claim = operations.claim(run, "before", "b" * 32, "c" * 32, FIRST, self.ready)
@@ -57,7 +54,64 @@ W0, W1 = Worker("w0"), Worker("w1")
 
 ALL = Janitor(("reap", "refresh", "expire_waiting", "collect"))
 
+PRODUCER = Producer(2, is_opened_first=True)
+TRAINER = Trainer(2, is_opened_first=True)
+WAITING_TRAINER, WAITING_PRODUCER = Trainer(1, takes_over=False), Producer(1, takes_over=False)
+
 HISTORIES = (
+    History(
+        "unusable groups are replaced",
+        (TRAINER._replace(steps=1, batch=2),),
+        Budget(bad_groups=1, deaths=1, late_calls=1),
+        ready=3,
+    ),
+    History(
+        "unusable groups leave open positions",
+        (TRAINER._replace(steps=1, batch=2), W0),
+        Budget(bad_groups=1),
+        waiting=2,
+        ready=2,
+    ),
+    History(
+        "other calls of a dead trainer arrive late",
+        (TRAINER._replace(steps=1),),
+        Budget(deaths=1, late_calls=1, side_calls=1),
+        ready=1,
+    ),
+    History(
+        "other calls of a dead producer arrive late",
+        (PRODUCER._replace(groups=1),),
+        Budget(deaths=1, late_calls=1, side_calls=1),
+    ),
+    History(
+        "trainers wait for each other",
+        (WAITING_TRAINER._replace(is_opened_first=True), WAITING_TRAINER),
+        Budget(jumps=1, side_calls=1),
+        ready=1,
+    ),
+    History(
+        "producers wait for each other",
+        (WAITING_PRODUCER._replace(is_opened_first=True), WAITING_PRODUCER),
+        Budget(jumps=1, side_calls=1),
+    ),
+    History(
+        "an older checkpoint is opened",
+        (TRAINER._replace(kept=2),),
+        Budget(deaths=1, older=1),
+        ready=2,
+    ),
+    History(
+        "a checkpoint that is no longer kept is opened",
+        (TRAINER,),
+        Budget(deaths=1, older=1),
+        ready=2,
+    ),
+    History(
+        "a pause leaves a lane open",
+        (Operator(0, "resume"), W0, PRODUCER._replace(draws=2)),
+        Budget(pauses=1, aborts=1),
+        waiting=1,
+    ),
     History(
         "producers replace each other",
         (Producer(2),),
@@ -71,10 +125,11 @@ HISTORIES = (
     ),
     History(
         "calls of a dead trainer arrive late",
-        (Trainer(2),),
+        (TRAINER,),
         Budget(deaths=2, late_calls=1),
         ready=2,
     ),
+    History("calls of a trainer arrive late", (TRAINER,), Budget(late_calls=1), ready=2),
     History("a worker dies or falls silent", (W0, Janitor()), Budget(deaths=1, ticks=3), waiting=1),
     History(
         "replies to a worker are lost",
@@ -111,6 +166,7 @@ HISTORIES = (
         (Operator(1), W0),
         Budget(commands=1, pauses=1, late_calls=1, failures=1),
         waiting=1,
+        limits={"max_tries": 1},
     ),
     History(
         "an operator revokes, a worker falls silent",
@@ -120,20 +176,20 @@ HISTORIES = (
     ),
     History(
         "aborted groups are started again",
-        (Producer(1), W0),
+        (PRODUCER._replace(groups=1), W0),
         Budget(deaths=1, aborts=2, late_calls=1),
         waiting=1,
     ),
     History(
         "groups become too old",
-        (Trainer(3), W0, ALL, Producer(4)),
+        (TRAINER._replace(steps=3), W0, ALL, PRODUCER._replace(groups=4)),
         Budget(aborts=1),
         ready=3,
         limits={"tail_batch_trigger_size": 0},
     ),
     History(
         "weights of a dead trainer",
-        (Trainer(2), W0, Producer(2)),
+        (TRAINER, W0, PRODUCER),
         Budget(deaths=1),
         ready=1,
     ),
@@ -141,5 +197,12 @@ HISTORIES = (
         "everything at once",
         (Producer(2), W0, W1, Trainer(2), ALL),
         Budget(deaths=2, lost_replies=2, late_calls=1, ticks=3, jumps=1, aborts=1, failures=1),
+    ),
+    History(
+        "an operator requeues a dead group",
+        (Operator(1), W0),
+        Budget(commands=1, failures=1),
+        waiting=1,
+        limits={"max_tries": 1},
     ),
 )

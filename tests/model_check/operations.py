@@ -12,14 +12,18 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from buffer.batches.position import Position
+from buffer.control.control import ALL_LANES
+from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
+from buffer.model.ids import group_id
 from buffer.model.job import Job
-from buffer.model.manifest import Manifest, NotReady
+from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.store.replies import unfenced
 from buffer.store.script_calls import Upload
 from buffer.store.store import Store
 
@@ -185,9 +189,10 @@ def open_producer(run: Run, nonce: str, take_over: bool) -> int:
     return run.jobs.next_draw(nonce, TASK)
 
 
-def enqueue(run: Run, nonce: str, operation: str, cursor: int, gid: str, target: int) -> int:
-    run.payloads.write_prompts({gid: _prompt(gid)})
-    return run.jobs.enqueue(nonce, operation, TASK, cursor, [1], target).cursor
+def enqueue(run: Run, nonce: str, operation: str, cursor: int, target: int, draws: int = 1) -> int:
+    gids = [group_id(TASK, cursor + n) for n in range(draws)]
+    run.payloads.write_prompts({gid: _prompt(gid) for gid in gids})
+    return run.jobs.enqueue(nonce, operation, TASK, cursor, [1] * draws, target).cursor
 
 
 def reissue(run: Run, nonce: str, status: str, target: int) -> int:
@@ -197,9 +202,9 @@ def reissue(run: Run, nonce: str, status: str, target: int) -> int:
 # -- of trainers --------------------------------------------------------------------------------
 
 
-def open_trainer(run: Run, nonce: str, lineage: str, checkpoint: str) -> str:
+def open_trainer(run: Run, nonce: str, take_over: bool, lineage: str, checkpoint: str) -> str:
     position = Position.model_validate_json(checkpoint)
-    run.trainers.open(nonce, lineage=lineage, take_over=True, position=position)
+    run.trainers.open(nonce, lineage=lineage, take_over=take_over, position=position)
     return position.model_dump_json()
 
 
@@ -213,8 +218,36 @@ def publish(run: Run, nonce: str, weights: PolicyVersion) -> int:
     return run.jobs.cursor(TASK)
 
 
-def commit(run: Run, nonce: str, step: int) -> None:
-    run.ledger.commit(nonce, step, step)
+def commit(run: Run, nonce: str, step: int, keep: int) -> None:
+    run.ledger.commit(nonce, step, keep)
+
+
+def quarantine(run: Run, nonce: str, step: int, entry: ManifestEntry) -> Manifest:
+    return run.ledger.quarantine(nonce, step, entry, "unusable")
+
+
+def refill(run: Run, nonce: str, step: int) -> Manifest | NotReady:
+    return run.ledger.refill(nonce, step)
+
+
+def set_target(run: Run, nonce: str, target: int) -> None:
+    run.ledger.set_target(nonce, TASK, target)
+
+
+def hold(run: Run, nonce: str, operation: str, mode: str) -> None:
+    """Change the mode that the trainer wants."""
+    _set_mode(run, "trainer", nonce, operation, mode, "")
+
+
+# -- of the holders of roles ---------------------------------------------------------------------
+
+
+def halt(run: Run, nonce: str, kind: Any) -> None:
+    run.task_stops.publish(nonce, TASK, TaskStop(kind))
+
+
+def beat(run: Run, nonce: str, role: Any, closing: bool) -> None:
+    run.control.renew_role(role, nonce, closing=closing)
 
 
 # -- of any process -----------------------------------------------------------------------------
@@ -244,11 +277,16 @@ def requeue(run: Run, gid: str, operation: str) -> Any:
     return run.jobs.requeue(gid, operation=operation)
 
 
-def pause(run: Run, mode: str, operation: str) -> None:
-    """`RunControl.set_mode` makes a new nonce for each call, which could not be repeated here."""
-    arguments = {"operation": operation, "who": "operator", "mode": mode, "nonce": ""}
-    lanes = "eval resume fresh" if mode == "run" else ""
-    run.store.call("control", run.keys.slots(), {**arguments, "lanes": lanes, "orphan_ms": ""})
+def pause(run: Run, mode: str, operation: str, lanes: str) -> None:
+    _set_mode(run, "operator", "", operation, mode, lanes)
+
+
+def _set_mode(run: Run, who: str, nonce: str, operation: str, mode: str, lanes: str) -> None:
+    """`RunControl.set_mode` makes a new name for each call, which could not be repeated here."""
+    arguments = {"operation": operation, "who": who, "mode": mode, "nonce": nonce}
+    open_lanes = ALL_LANES if mode == "run" else lanes
+    further = {"lanes": open_lanes, "orphan_ms": ""}
+    unfenced(run.store.call("control", run.keys.slots(), {**arguments, **further}), "trainer")
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -266,6 +304,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         take,
         publish,
         commit,
+        quarantine,
+        refill,
+        set_target,
+        hold,
+        halt,
+        beat,
         reap,
         refresh,
         collect,

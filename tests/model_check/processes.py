@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from buffer.batches.position import Position
-from buffer.errors import Fenced
+from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
 from buffer.model.ids import group_id
 from buffer.model.job import Job
@@ -41,6 +41,8 @@ class Worker(NamedTuple):
     weights: PolicyVersion = FIRST
     jobs: tuple[tuple[Job, tuple[PolicyVersion, ...]], ...] = ()
     """what it holds, with the weights of the tokens that each has from an earlier claim"""
+    epoch: int = 0
+    """the newest state of the control hash that it knows"""
     under_way: tuple[Pending | None, Pending | None] = (None, None)
     capacity: int = 1
 
@@ -48,7 +50,8 @@ class Worker(NamedTuple):
         main, beat = self.under_way
         if beat is None and self.is_registered:
             held = tuple(job for job, _ in self.jobs)
-            yield Start(1, Pending("heartbeat", (self.name, self.nonce, self.weights, 0, held)))
+            beats = (self.name, self.nonce, self.weights, self.epoch, held)
+            yield Start(1, Pending("heartbeat", beats))
         if main is not None:
             return
         if not self.is_registered:
@@ -74,13 +77,15 @@ class Worker(NamedTuple):
                 return done._replace(is_registered=False)
             case "claim", Finished(Claim(control=control, jobs=jobs), None):
                 claimed = tuple((job, made(job)) for job in jobs)
-                weights = control.weights if control else done.weights
-                return done._replace(jobs=(*done.jobs, *claimed), weights=weights)
+                assert control is not None
+                knows = done._replace(weights=control.weights, epoch=control.epoch)
+                return knows._replace(jobs=(*done.jobs, *claimed))
             case "heartbeat", Finished(error=Fenced()):
                 return done._replace(is_registered=False, jobs=())
             case "heartbeat", Finished(beat, None):
-                known = done._replace(is_registered=done.is_registered and beat.known)
-                return known.without(beat.lost)
+                epoch = beat.control.epoch if beat.control else done.epoch
+                is_known = done.is_registered and beat.known
+                return done._replace(is_registered=is_known, epoch=epoch).without(beat.lost)
             case (("submit" | "release"), Finished(_, error)):
                 assert error is None or isinstance(error, Fenced), error
                 return done.without((pending.args[1],))
@@ -97,38 +102,47 @@ class Producer(NamedTuple):
     """Draws `groups` groups, and starts aborted and expired ones again."""
 
     groups: int
+    draws: int = 1
+    """groups that it offers in one call: the server starts as many as there is room for"""
+    takes_over: bool = True
     nonce: str = ""
     cursor: int | None = None
     """None: it has not opened the run"""
     under_way: tuple[Pending | None] = (None,)
+    is_opened_first: bool = False
+    """it has opened the run when the history begins"""
     name: str = "producer"
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         if self.under_way != (None,):
             return
         if self.cursor is None:
-            yield Start(0, Pending("open_producer", (self.nonce, True)))
+            yield Start(0, Pending("open_producer", (self.nonce, self.takes_over)))
             return
         if self.cursor < self.groups:
-            gid = group_id(TASK, self.cursor)
-            args = (self.nonce, new_name(), self.cursor, gid, self.groups)
+            args = (self.nonce, new_name(), self.cursor, self.groups, self.draws)
             yield Start(0, Pending("enqueue", args))
         for status in ("aborted", "expired"):
             yield Start(0, Pending("reissue", (self.nonce, status, self.groups)))
+        yield Start(0, Pending("halt", (self.nonce, "enough")), "side_calls")
+        yield Start(0, Pending("beat", (self.nonce, "producer", False)), "side_calls")
+        yield Start(0, Pending("beat", (self.nonce, "producer", True)), "side_calls")
 
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Producer:
         done = self._replace(under_way=_without(self.under_way, slot))
         match pending.name, over:
             case (("open_producer" | "enqueue"), Finished(int(cursor), None)):
                 return done._replace(cursor=cursor)
-            case "reissue", Finished(int(), None):
+            case "beat", Finished(_, None):
+                return done._replace(cursor=None) if pending.args[2] else done
+            case (("reissue" | "halt"), Finished(_, None)):
                 return done
-            case _, Finished(error=Fenced()):
+            case _, Finished(error=Fenced() | RoleHeld()):
                 return done._replace(cursor=None)
         raise AssertionError(f"{pending.name} of the producer ended with {over}")
 
     def reborn(self, new_name: NewName) -> Producer:
-        return Producer(self.groups, new_name())
+        return Producer(self.groups, self.draws, self.takes_over, new_name())
 
 
 class Trainer(NamedTuple):
@@ -136,59 +150,107 @@ class Trainer(NamedTuple):
 
     steps: int
     batch: int = 1
+    kept: int = 1
+    """checkpoints that the server must keep the batches of"""
+    takes_over: bool = True
     nonce: str = ""
-    checkpoint: str = Position().model_dump_json()
-    """on disk: it survives a death"""
+    checkpoints: tuple[str, ...] = (Position().model_dump_json(),)
+    """the newest two on disk, newest last: they survive a death"""
     position: str = ""
     """"": it has not opened the run"""
+    manifest: Manifest | None = None
+    """the batch that it trains"""
     todo: str = "take"
     under_way: tuple[Pending | None] = (None,)
+    is_opened_first: bool = False
+    """it has opened the run when the history begins"""
     name: str = "trainer"
 
     @property
     def step(self) -> int:
-        return Position.model_validate_json(self.position or self.checkpoint).step
+        return Position.model_validate_json(self.position or self.checkpoints[-1]).step
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         if self.under_way != (None,):
             return
         if not self.position:
-            args = (self.nonce, f"l{self.nonce}", self.checkpoint)
-            yield Start(0, Pending("open_trainer", args))
-        elif self.todo == "take" and self.step < self.steps:
+            args = (self.nonce, self.takes_over, f"l{self.nonce}")
+            yield Start(0, Pending("open_trainer", (*args, self.checkpoints[-1])))
+            if len(self.checkpoints) > 1:
+                yield Start(0, Pending("open_trainer", (*args, self.checkpoints[0])), "older")
+            return
+        if self.todo == "take" and self.step < self.steps:
             yield Start(0, Pending("take", (self.nonce, self.step + 1, self.batch)))
-        elif self.todo == "publish":
-            weights = PolicyVersion(f"l{self.nonce}", self.step)
-            yield Start(0, Pending("publish", (self.nonce, weights)))
+        elif self.todo == "train":
+            yield from self._trains()
         elif self.todo == "commit":
-            yield Start(0, Pending("commit", (self.nonce, self.step)))
+            yield Start(0, Pending("commit", (self.nonce, self.step, self._keep())))
+        yield Start(0, Pending("set_target", (self.nonce, 9)), "side_calls")
+        yield Start(0, Pending("hold", (self.nonce, new_name(), "run")), "side_calls")
+        yield Start(0, Pending("beat", (self.nonce, "trainer", False)), "side_calls")
+        yield Start(0, Pending("beat", (self.nonce, "trainer", True)), "side_calls")
+
+    def _trains(self) -> Iterator[Start]:
+        assert self.manifest is not None
+        step = self.manifest.step
+        if self.manifest.open_places:
+            yield Start(0, Pending("refill", (self.nonce, step)))
+        else:
+            weights = PolicyVersion(f"l{self.nonce}", step)
+            yield Start(0, Pending("publish", (self.nonce, weights)))
+        for entry in self.manifest.entries:
+            yield Start(0, Pending("quarantine", (self.nonce, step, entry)), "bad_groups")
+
+    def _keep(self) -> int:
+        """Return the step of the oldest checkpoint that is kept; 0 is the beginning of the run."""
+        return max(0, self.step + 1 - self.kept)
 
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Trainer:
         done = self._replace(under_way=_without(self.under_way, slot))
         match pending.name, over:
-            case _, Finished(error=Fenced()):
-                return done._replace(position="", todo="take")
+            case _, Finished(error=Fenced() | RoleHeld()):
+                return done._closed()
             case "open_trainer", Finished(str(position), None):
-                return done._replace(position=position, todo="take")
-            case "take", Finished(Manifest() as manifest, None):
-                trained = Position.model_validate_json(done.position)
-                trained.add(manifest)  # raises for a group that was trained before
-                return done._replace(position=trained.model_dump_json(), todo="publish")
-            case "take", Finished(_, None):
+                # a newer checkpoint than the one that was opened is abandoned
+                left = done.checkpoints[: done.checkpoints.index(pending.args[3]) + 1]
+                return done._replace(position=position, todo="take", checkpoints=left)
+            case "open_trainer", Finished(error=LedgerError()):
+                # two trainers that wait for each other have no checkpoints in common
+                is_newest = pending.args[3] == done.checkpoints[-1]
+                assert not is_newest or not self.takes_over, over.error
                 return done
+            case (("take" | "quarantine" | "refill"), Finished(Manifest() as manifest, None)):
+                size = len(manifest.entries) + manifest.open_places.total()
+                assert size == self.batch, f"I4: {size} groups instead of {self.batch}"
+                return done._replace(manifest=manifest, todo="train")
+            case (("take" | "refill" | "set_target" | "hold"), Finished(_, None)):
+                return done
+            case "beat", Finished(_, None):
+                return done._closed() if pending.args[2] else done
             case "publish", Finished(int(cursor), None):
-                # as a trainer does it: the checkpoint is written, then committed
-                trained = Position.model_validate_json(done.position)
-                trained.cursors = {TASK: cursor}
-                trained.forget(trained.step)
-                saved = trained.model_dump_json()
-                return done._replace(todo="commit", checkpoint=saved, position=saved)
+                return done._trained(cursor)
             case "commit", Finished(None, None):
                 return done._replace(todo="take")
         raise AssertionError(f"{pending.name} of the trainer ended with {over}")
 
+    def _closed(self) -> Trainer:
+        return self._replace(position="", manifest=None, todo="take")
+
+    def _trained(self, cursor: int) -> Trainer:
+        """Write a checkpoint, which is committed next."""
+        assert self.manifest is not None
+        trained = Position.model_validate_json(self.position)
+        trained.add(self.manifest)  # raises for a group that was trained before
+        trained.cursors = {TASK: cursor}
+        trained.forget(max(0, trained.step + 1 - self.kept))
+        saved = trained.model_dump_json()
+        checkpoints = (*self.checkpoints, saved)[-2:]
+        return self._replace(todo="commit", position=saved, checkpoints=checkpoints, manifest=None)
+
     def reborn(self, new_name: NewName) -> Trainer:
-        return Trainer(self.steps, self.batch, new_name(), self.checkpoint)
+        return Trainer(
+            self.steps, self.batch, self.kept, self.takes_over, new_name(), self.checkpoints
+        )
 
 
 class Janitor(NamedTuple):
@@ -215,6 +277,8 @@ class Operator(NamedTuple):
     """Pauses, drops and requeues; each is paid for by the budget."""
 
     groups: int
+    open_lanes: str = ""
+    """lanes that stay open while the run is paused"""
     is_paused: bool = False
     under_way: tuple[Pending | None] = (None,)
     name: str = "operator"
@@ -224,7 +288,7 @@ class Operator(NamedTuple):
             return
         mode = "run" if self.is_paused else "abort"
         costs = "" if self.is_paused else "pauses"
-        yield Start(0, Pending("pause", (mode, new_name())), costs)
+        yield Start(0, Pending("pause", (mode, new_name(), self.open_lanes)), costs)
         for draw in range(self.groups):
             gid = group_id(TASK, draw)
             yield Start(0, Pending("drop", (gid, "")), "commands")

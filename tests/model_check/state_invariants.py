@@ -28,11 +28,16 @@ def check_state(image: Image, limits: RunLimits) -> None:
     _batches(image)
     _bytes(image, places)
     _counters(image, places)
+    _pauses(image)
 
 
 def plain(image: Image, name: bytes, otherwise: Any) -> Any:
     """Return the value of a key of the run."""
     return image[P + name][1] if P + name in image else otherwise
+
+
+def control(image: Image) -> dict[bytes, bytes]:
+    return dict(plain(image, b"control", {}))
 
 
 def record(image: Image, gid: bytes) -> dict[bytes, bytes]:
@@ -159,6 +164,8 @@ def _records(image: Image, places: Places, limits: RunLimits) -> None:
             f"I12: {listed!r} is listed as garbage"
         )
         assert image[payload][2] is None, f"I12: the bytes of {gid!r} will expire"
+        if place == "dead":
+            assert P + b"dead:" + gid in image, f"I11: {gid!r} is dead for no reason"
         if place == "pool":
             _in_its_pool(image, gid, known)
         if place == "waiting":
@@ -220,5 +227,20 @@ def _counters(image: Image, places: Places) -> None:
     for name in ("running", "taken", "archived", "dead", "filtered", "dropped"):
         noted = int(progress.get(name.encode(), b"0"))
         assert noted == count[name], f"I1: {count[name]} groups are {name}, {noted} are counted"
+    consumed = count["taken"] + count["archived"]
+    assert int(progress.get(b"consumed", b"0")) == consumed, f"I4: {consumed} groups, {progress}"
     entered = sum(count.values())
     assert int(progress.get(b"enqueued", b"0")) == entered, f"I3: {entered} groups, {progress}"
+
+
+def _pauses(image: Image) -> None:
+    state = control(image)
+    modes = [b"run", b"keep", b"drain", b"abort", b"finish"]
+    wanted = [state.get(who + b"_mode", b"run") for who in (b"operator", b"trainer")]
+    assert state[b"mode"] == max(wanted, key=modes.index), f"I10: {state}"
+    for worker in (key for key in image if key.startswith(P + b"worker:")):
+        ack = int(image[worker][1].get(b"ack", b"0"))
+        assert ack <= int(state[b"epoch"]), f"I10: {worker!r} has carried out {ack}, not yet asked"
+        if ack == int(state[b"epoch"]) and state[b"mode"] in (b"drain", b"abort", b"finish"):
+            name = worker.removeprefix(P + b"worker:")
+            assert not held(image).get(name), f"I10: {worker!r} holds groups, and has a receipt"

@@ -7,14 +7,14 @@ import pytest
 from tests.model_check.explore import Explored, Violation, explore
 from tests.model_check.histories import HISTORIES, History
 from tests.model_check.mutants import MUTATIONS
-from tests.model_check.processes import Janitor, Operator, Producer, Trainer, Worker
+from tests.model_check.processes import Janitor, Producer, Trainer, Worker
 from tests.model_check.world import Budget, World
 
+ONE_STEP = Trainer(1, is_opened_first=True)
 SMALL = (
     History("producers", (Producer(1),), Budget(deaths=1, lost_replies=1, late_calls=1)),
-    History("trainers", (Trainer(1),), Budget(deaths=1, late_calls=1), ready=1),
+    History("trainers", (ONE_STEP,), Budget(deaths=1, late_calls=1), ready=1),
     History("a worker falls silent", (Worker("w0"), Janitor()), Budget(jumps=1), waiting=1),
-    History("an operator", (Operator(1), Worker("w0")), Budget(commands=1, failures=1), waiting=1),
 )
 
 

@@ -20,7 +20,7 @@ from tests.model_check import operations
 from tests.model_check.call_invariants import STALE, check_call, check_role
 from tests.model_check.canonical import LEASE_MS, Keys
 from tests.model_check.operations import TASK, Called, Finished, Pending, SteppedStore
-from tests.model_check.processes import FIRST, Process, Start
+from tests.model_check.processes import FIRST, Process, Producer, Start, Trainer
 from tests.model_check.server_image import START_S, Clock, Image, Images, frozen
 from tests.model_check.state_invariants import check_state
 
@@ -47,6 +47,12 @@ class Budget(NamedTuple):
     filters: int = 0
     pauses: int = 0
     commands: int = 0
+    bad_groups: int = 0
+    """groups that the trainer cannot use"""
+    older: int = 0
+    """a trainer opens the checkpoint before its newest one"""
+    side_calls: int = 0
+    """calls of a role beside its work: heartbeats, halts, targets, pauses"""
 
 
 SLICED = {"commit", "forget", "rescore"}
@@ -110,10 +116,13 @@ class World:
 
     def start(self, processes: tuple[Process, ...], budget: Budget) -> State:
         state = State(self.first, START_S, (), (), budget, 0)
-        for process in processes:
+        for number, process in enumerate(processes):
             name, state = self.new_name(state)
             first = process.reborn(lambda name=name: name)  # type: ignore[misc]
             state = replace(state, processes=(*state.processes, first))
+            if isinstance(process, Producer | Trainer) and process.is_opened_first:
+                (opening,) = first.starts(lambda: "")
+                state = self.carry_out(state, number, opening)
         return state
 
     def key_of(self, state: State) -> bytes:
@@ -206,6 +215,15 @@ class World:
         further = pending._replace(replies=(*pending.replies, came.reply))
         return under_way(after, number, slot, further)
 
+    def carry_out(self, state: State, number: int, start: Start) -> State:
+        """Carry out an operation of a process from its first call to its last."""
+        state = under_way(state, number, start.slot, start.pending)
+        while (pending := state.processes[number].under_way[start.slot]) is not None:
+            after = self.step(state, number, start.slot, pending)
+            assert after is not None
+            state = after
+        return state
+
     def _call(
         self, state: State, pending: Pending
     ) -> tuple[Image, Called | Finished, Finished | None]:
@@ -219,8 +237,9 @@ class World:
             self.images.put_back(state.image)
             came = operations.advance(self.run, self.store, pending)
             image = self.images.take()
-            if isinstance(came, Called) and pending.args:
-                check_role(came.what, str(pending.args[0]), state.image, image)
+            if isinstance(came, Called) and pending.name != "pause":
+                now_ms = int(state.now_s * 1000)
+                check_role(came.what, pending.args, state.image, image, now_ms, self.limits)
             check_state(image, self.limits)
             over = came if isinstance(came, Finished) else self._over(pending, came)
             if over is not None and isinstance(over.result, Claim):

@@ -47,7 +47,7 @@ def save(folder: Path) -> None:
 
 @on_both
 def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None:
-    address, checksum = RedisSender(yard.run.store, yard.run.keys).write(
+    address, checksum = RedisSender(yard.run.store, yard.run.keys, tmp_path).write(
         PolicyVersion("ab12cd34", 4), save
     )
     assert address == SCHEME + LABEL
@@ -63,7 +63,7 @@ def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None
 def test_a_version_is_refused_that_is_not_what_was_published(
     yard: Yard, tmp_path: Path, damage: str
 ) -> None:
-    _, checksum = RedisSender(yard.run.store, yard.run.keys).write(
+    _, checksum = RedisSender(yard.run.store, yard.run.keys, tmp_path).write(
         PolicyVersion("ab12cd34", 4), save
     )
     raw = yard.store.control
@@ -91,7 +91,7 @@ def test_a_version_is_refused_that_is_not_what_was_published(
 
 @on_both
 def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> None:
-    transport = RedisSender(yard.run.store, yard.run.keys, keep=2)
+    transport = RedisSender(yard.run.store, yard.run.keys, yard.folder, keep=2)
     for version in range(4):
         transport.write(PolicyVersion(LINEAGE, version), save)
         transport.prune()
@@ -99,7 +99,7 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
     yard.store.control.delete(
         yard.run.keys.weights_part(f"{LINEAGE}:2")
     )  # as a trainer leaves it that dies here
-    RedisSender(yard.run.store, yard.run.keys).clear()
+    RedisSender(yard.run.store, yard.run.keys, yard.folder).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
     assert keys_of(yard) == newest | {yard.run.keys.weights}
@@ -139,7 +139,7 @@ def test_processes_of_a_host_download_a_version_once(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, keys = yard.run.store, yard.run.keys
-    published = RedisSender(store, keys).write(PolicyVersion(yard.run.name, 1), save)
+    published = RedisSender(store, keys, yard.folder).write(PolicyVersion(yard.run.name, 1), save)
     reads: list[str] = []
     read = VersionStore.read
 

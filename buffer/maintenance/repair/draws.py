@@ -54,14 +54,14 @@ def _sliced(state: Rebuilt, task: str) -> set[int]:
 def lose_unusable(state: Rebuilt) -> None:
     """Let groups be drawn again whose record is of no use, or whose bytes are gone.
 
-    A trainer replaces those of its batches by itself.
+    A trainer replaces those of its batches by itself. A dead group may have failed for this reason.
     """
     for gid in state.unusable:
         task, draw = split_group_id(gid)
         if gid not in state.records and not state.is_ended(task, draw):
             state.lose(task, draw)
     for gid, record in list(state.records.items()):
-        if record["stage"] in ("taken", "dead") or has_bytes(gid, record, state.image.payloads):
+        if record["stage"] == "taken" or has_bytes(gid, record, state.image.payloads):
             continue
         state.lose(record["task"], int(record["draw"]))
 

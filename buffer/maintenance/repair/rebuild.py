@@ -24,6 +24,7 @@ from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import LANES
 from buffer.model.limits import RunLimits
 from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.store.key_fields import are_settings
 from buffer.store.keys import TABLE
 
 _FORK = re.compile(r"[^:\s]+:\d+")
@@ -47,7 +48,7 @@ def rebuild(
     lose_unusable(state)
     close_what_cannot_return(state)
     rest(state)
-    values = others(image) | control(image)
+    values = settings(image) | others(image) | control(image)
     values |= queues(state) | pools(state) | letters(state) | holds(state)
     values |= accounts(state) | byte_count(state) | _batches(state) | _ends(state)
     values["lineages"] = Value("list", lineages(state))
@@ -86,10 +87,19 @@ def _bitmap(draws: set[int]) -> bytes:
     return bytes(data)
 
 
+def settings(image: Image) -> dict[str, Value]:
+    """Return the settings, twice: as they are, or as their copy where they cannot be read."""
+    names = ("meta", "meta:copy")
+    for fields in map(image.hash, names):
+        if are_settings(fields):
+            return {name: Value("hash", fields) for name in names}
+    return {}
+
+
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, where they can be read."""
     values = {}
-    for name in ("meta", "report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
+    for name in ("report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
         value = image.values.get(name)
         if value and value.kind == TABLE[name].type.lower():
             values[name] = value

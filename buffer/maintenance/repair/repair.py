@@ -198,14 +198,9 @@ class Repair:
     def _watched(self) -> list[str]:
         """Return keys of which one changes whenever a group moves, or a process is alive."""
         keys = self._keys
-        fixed = [keys.meta, keys.control, keys.lineages, keys.dead, keys.bytes, keys.cursors]
-        fixed += [
-            keys.workers,
-            keys.leases,
-            keys.garbage,
-            keys.ledger("train"),
-            keys.ledger("eval"),
-        ]
+        fixed = [keys.meta, keys.meta_copy, keys.control, keys.lineages, keys.dead]
+        fixed += [keys.bytes, keys.cursors, keys.workers, keys.leases, keys.garbage]
+        fixed += [keys.ledger("train"), keys.ledger("eval")]
         for task in self._limits.tasks:
             fixed += [keys.progress(task), keys.order(task), keys.age(task)]
             fixed += [*keys.all_jobs(task), *keys.all_pools([task])]

@@ -10,19 +10,18 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm, FileFacts
+from buffer.weights.new_folder import MEMORY_FOLDER
 from buffer.weights.safetensors_files import parse_tensors
 from buffer.weights.transport import Save
 
 log = logging.getLogger("rolloutmq.trainer")
 
-MEMORY_FOLDER = Path("/dev/shm")
 TENSORS_SUFFIX = ".safetensors"
 
 
@@ -88,13 +87,6 @@ class MemorySnapshot:
         """Write the files into a folder, the manifest last."""
         for name, data in (*self.files.items(), (manifest.NAME, self._manifest)):
             (folder / name).write_bytes(data)
-
-
-def clear(prefix: str) -> None:
-    """Delete the temporary folders of a trainer that was killed while it wrote."""
-    for parent in {MEMORY_FOLDER, Path(gettempdir())}:
-        for folder in parent.glob(f"{prefix}*"):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _map(file: Path) -> bytes | mmap.mmap:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,9 +23,9 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import Announcement
-from buffer.weights.exchange import memory_snapshot
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
 from buffer.weights.exchange.tensor_exchange import STALL_S, TensorServer
+from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
@@ -61,9 +60,7 @@ class TransferSender:
         self._stall_s = stall_s
         self._host = host or _address_towards(store.servers.url_of(keys.control))
         self._versions = VersionStore(store, keys)
-        # depends on the folder alone: the same if the run is created anew on a server that lost it
-        folder_digest = blake2b(str(folder.folder).encode(), digest_size=8).hexdigest()
-        self._prefix = f"rolloutmq-{folder_digest}-"
+        self._prefix = temporary_prefix(folder.folder)
         self._server: TensorServer | None = None
         self._copying: threading.Thread | None = None
 
@@ -88,7 +85,7 @@ class TransferSender:
 
     def clear(self) -> None:
         """Delete what a trainer left that was killed while it wrote."""
-        memory_snapshot.clear(self._prefix)
+        clear_temporary(self._prefix)
         self._folder.clear()
 
     def close(self) -> None:

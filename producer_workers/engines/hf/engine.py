@@ -302,6 +302,9 @@ class TransformersEngine:
             ) from error
 
     def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
+        if model is not self._model:
+            # the modules refer to each other: without this, their tensors stay for minutes
+            self._model.to("meta")
         self._model = model
         self._recorder = recorder
         self._version = version

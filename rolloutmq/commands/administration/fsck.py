@@ -88,7 +88,7 @@ def fsck(
     and nothing is trained twice.
     """
     changed: dict[str, Any] = {}
-    with open_target(redis_url, run_dir, run) as target:
+    with open_target(redis_url, run_dir, run, damaged=True) as target:
         if undo:
             changed = undo_repair(target, undo, yes=yes, quiet=as_json)
         elif repair:

@@ -13,6 +13,7 @@ from buffer.model.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.monitoring.console import console
 from buffer.query.language import parse
+from buffer.store.signing import Key
 from rolloutmq.commands.data.snapshot import progress
 from rolloutmq.commands.look.groups import WHERE_HELP, read_where
 from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_target
@@ -125,6 +126,10 @@ def import_groups(
             help="The run's order policy, if it is your own function.",
         ),
     ] = "",
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
+    ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -135,8 +140,11 @@ def import_groups(
     All lines are checked before the first group is imported. Consecutive lines with the same gid
     are one group, which gets a new gid. The format is the one that export writes.
     """
+    key = Key.read(key_file) if key_file else None
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
         target.run.buffer.order_function = load_order(target.run.limits.order, order)
+        if key:
+            target.run.sign_with(key)
         done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
     if as_json:
         emit(

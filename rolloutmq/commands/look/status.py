@@ -43,7 +43,7 @@ def status(
     for. With several runs on the server and no --run, lists them.
     """
     with open_server(redis_url, run_dir) as (store, address):
-        names = Run.names(store) if run is None else [choose_run(store, run)]
+        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
         snapshots = [take_snapshot(Run.open(store, name)) for name in names]
     if len(snapshots) == 1:
         emit(describe(snapshots[0])) if as_json else show(console(), snapshots[0])

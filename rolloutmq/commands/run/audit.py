@@ -37,7 +37,9 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     log_json("audit", settings.run.name)
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-audit", patient=True)
-    auditor = Auditor(wait_for_run(store, settings.run.name), settings)
+    run = wait_for_run(store, settings.run.name)
+    run.check_signatures(settings.trainer.keys_file)
+    auditor = Auditor(run, settings)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

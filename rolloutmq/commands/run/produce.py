@@ -21,6 +21,7 @@ from buffer.config.sandbox import is_url
 from buffer.config.sources import fetch
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
+from buffer.store.signing import PRODUCER, Key
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import find_config
 
@@ -85,10 +86,12 @@ def worker(
     groups; a second one stops it at once.
     """
     settings = _load(config, overrides)
-    name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
+    key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
+    host = socket.gethostname().split(".")[0]
+    name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
     log_json("worker", settings.run.name, name)
     follow_owner()
-    asyncio.run(_work(settings, redis_url, name, metrics, take_over))
+    asyncio.run(_work(settings, redis_url, name, metrics, take_over, key))
 
 
 def producer(
@@ -115,7 +118,9 @@ def producer(
     from producer_workers.build import make_producer
     from producer_workers.producer.standby import stand_by
 
-    run, settings = _open(settings, redis_url, "producer", metrics)
+    key_file = settings.producer.key_file
+    key = Key.read(key_file, PRODUCER) if key_file else None
+    run, settings = _open(settings, redis_url, "producer", metrics, key)
     trace_run(run, "producer")
     member = make_producer(settings, run)
     # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
@@ -213,7 +218,11 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
 
 
 def _open(
-    settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None
+    settings: ProducingConfig,
+    redis_url: str | None,
+    name: str,
+    metrics: str | None,
+    key: Key | None,
 ) -> tuple[Run, ProducingConfig]:
     """Return the run, and the config with the commits that the run was made with."""
     from buffer.config.fingerprint import origin_of
@@ -228,6 +237,8 @@ def _open(
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)
+    if key:
+        run.sign_with(key)
     origin = read_origin(run.store, run.keys)
     settings = fetch(settings, origin, with_data=name == "producer")
     check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
@@ -240,6 +251,7 @@ async def _work(
     name: str,
     metrics: str | None,
     take_over: bool,
+    key: Key | None,
 ) -> None:
     from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
@@ -261,7 +273,7 @@ async def _work(
         await member.run()
 
     _on_signals(os._exit, 130)
-    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     tracer = trace_run(run, name)

@@ -250,16 +250,30 @@ RUNNING = [
     Mutation(
         "I13",
         "control",
-        "redis.call('HGET', control, who .. '_op') == operation",
+        "string.find(done, operation, 1, true)",
         running.a_repeated_call_is_harmless,
         new="false",
     ),
     Mutation(
         "I13",
         "publish_weights",
-        "if redis.call('HGET', control, 'weights') ~= weights and redis.call('HGET', control, name) ~= weights then",
+        "if is_newer_than('weights') and is_newer_than(name) then",
         running.a_repeated_call_is_harmless,
         new="do",
+    ),
+    Mutation(
+        "I13",
+        "control",
+        "operation .. ' ' .. done",
+        running.a_call_that_is_repeated_late_is_harmless,
+        new="operation",
+    ),
+    Mutation(
+        "I13",
+        "publish_weights",
+        "tonumber(known) < tonumber(version)",
+        running.a_call_that_is_repeated_late_is_harmless,
+        new="known ~= version",
     ),
     Mutation(
         "I13",

@@ -592,6 +592,14 @@ def test_missing_columns_are_named(name: str) -> None:
         decode(changed)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**62, 3], [2**62, 4, 0], [0, 2**31, 2**31]])
+def test_a_column_of_no_values_in_impossible_dimensions_is_refused(shape: list[int]) -> None:
+    changed = document()
+    changed["columns"]["routed_experts"] = [len(changed["data"]) // 8 * 8, *shape]
+    with pytest.raises(WireError, match=r"columns\.routed_experts"):
+        decode(changed)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -22,6 +22,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.server import process
+from buffer.store.signing import Key, write_keys
 from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable
@@ -156,6 +157,21 @@ def test_a_worker_that_writes_into_the_index_does_not_end_the_auditor(yard: Yard
     assert yard.auditor().audit_next()
     assert counts(yard) == {"": {"impossible": 2}, "w1": {"differs": 1}}
     assert not yard.auditor().audit_next()
+
+
+def test_an_audit_blames_the_owner_of_the_key(yard: Yard, tmp_path: Path) -> None:
+    """Whatever a worker writes into the record of its group."""
+    keys = tmp_path / "workers.keys"
+    write_keys(keys, {"hostile": [Key.new("hostile").secret]})
+    yard.run.sign_with(Key.read(keys))
+    for _ in range(BATCH):
+        gid = yard.submit("hostile", lower)
+        yard.run.store.control.hset(yard.run.keys.group(gid), "owner", "honest")
+    yard.run.check_signatures(keys)
+    yard.take(1)
+    assert yard.auditor().audit_next()
+    assert counts(yard) == {"hostile": {"differs": BATCH}}
+    assert not is_barred(yard, "honest")
 
 
 def test_what_cannot_be_audited_is_counted_and_bars_nobody(yard: Yard) -> None:

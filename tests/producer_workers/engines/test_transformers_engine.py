@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,20 @@ def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:
 
 class TestTransformers(ModelContract):
     """The contract."""
+
+
+def test_an_update_frees_the_old_weights_at_once(
+    engine: Engine, run: Run[None], folders: Folders
+) -> None:
+    """Modules of transformers refer to each other: the garbage collector comes much later."""
+    model: Any = engine._model  # type: ignore[attr-defined]
+    old = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.disable()
+    try:
+        run(engine.load_weights(folders.second, NEXT))
+        assert not any(reference() is not None for reference in old)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -159,6 +159,7 @@ def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> Non
         "stop": {"--redis-url", "--run"},
         "acl": {"--redis-url", "--run-dir"},
         "init": {"--json", "--redis-url", "--run-dir", "--run"},
+        "key": {"--json", "--redis-url", "--run-dir", "--run"},
         "check": {"--redis-url", "--run-dir", "--run"},
         "simulate": {"--redis-url", "--run-dir", "--run"},
         "scripts": {"--redis-url", "--run-dir", "--run"},

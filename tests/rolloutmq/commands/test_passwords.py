@@ -45,6 +45,7 @@ SERVERLESS = {
     "create",
     "gpu-check",
     "judge",
+    "key",
     "problems",
     "restore",
     "scripts",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from buffer.batches.audits import Finding, Position
 from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene
@@ -61,6 +62,14 @@ def counters(answer: Answer, told: Told) -> bool:
     )
 
 
+def audited(answer: Answer, told: Told) -> bool:
+    account = pairs(answer)
+    (failed,) = [row for row in told("status")["workers"] if row["failed_audit"]]
+    return account["failed:w0"] == failed["failed_audit"] and (
+        account["differs:w0"] == "1" and failed["id"] == "w0"
+    )
+
+
 def gids(rows: list[dict[str, Any]]) -> list[str]:
     return [row["gid"] for row in rows]
 
@@ -98,8 +107,7 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "Which runs are on the server, and in folders here?": lambda answer, told: (
         answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
     ),
-    # nobody was audited in this scene
-    "How do I check workers that I do not own?": lambda answer, told: "".join(answer) == "",
+    "How do I check workers that I do not own?": audited,
     "Who may do what?": lambda answer, told: answer[0].startswith("user default on "),
 }
 
@@ -117,6 +125,8 @@ def test_recipe_says_what_the_command_says(
         .replace("chain_sum-0000000042", "math-0000000002")
         .replace("chain_sum", "math")
     )
+    found = Finding("differs", "w0", "math-0000000002", "its logprobs are 0.3 nats from others")
+    assert scene.run.audits.record(Position(), Position(2, 1), [found])
     answer = ask(server, line.replace("train:7", "train:2"))
     assert CHECKS[question](answer, lambda *args: json_of(command(*args, "--json"))), (line, answer)
 

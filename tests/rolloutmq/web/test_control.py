@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from buffer.batches.audits import Finding, Position
 from buffer.control.control import Mode
 from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
@@ -144,3 +146,17 @@ def test_a_public_page_asks_for_the_token(
         chromium.find_element(By.NAME, "token").send_keys(token, Keys.ENTER)
         until(chromium, "every group is accounted for", "#account")
         until(chromium, "Training")
+
+
+def test_the_reason_of_a_barred_worker_is_where_workers_are_listed(
+    chromium: Chrome, address: str, scene: Scene, shots: Path
+) -> None:
+    gid = "math-0000000002"
+    found = Finding("differs", "w0", gid, "its logprobs are 0.42 nats from those of the weights")
+    assert scene.run.audits.record(Position(), Position(2, 1), [found])
+    go(chromium, address, "workers")
+    text = until(chromium, "w0 is barred")
+    assert f"it failed the audit of {gid}: its logprobs are 0.42 nats" in text
+    chromium.save_screenshot(str(shots / "barred.png"))
+    chromium.find_element(By.LINK_TEXT, "its groups in the queue").click()
+    until(chromium, scene.taken.gid)

@@ -23,9 +23,8 @@ export const workers = {
   },
   update({ status }) {
     const found = status.workers;
-    patch(places.now, [found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
+    patch(places.now, [...found.filter((w) => w.barred_for_ms !== null).map(reasonBarred), found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
     const worker = found.find(({ id }) => id === one);
-    
     if (!one) return;
     if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
     const values = data.live.columns[`worker_tokens_per_s/${one}`];
@@ -47,6 +46,13 @@ function columns(status) {
   ];
 }
 
+function reasonBarred(w) {
+  const [reason, source] = w.failed_audit
+    ? [`it failed the audit of ${w.failed_audit}`, el("a", { href: `#/groups?${new URLSearchParams({ where: JSON.stringify({ owner: w.id }) })}` }, "its groups in the queue")]
+    : [`the trainer cannot use ${number(w.bad_groups)} of its groups`, el("a", { href: "#/dead" }, "dead letters")];
+  return el("p", { class: "bad" }, `${w.id} is barred: ${reason}. See `, source, w.failed_audit ? `; \`rolloutmq workers --groups ${w.id}\` lists those that were trained, too.` : ".");
+}
+
 const perHour = (w) => (w.registered_ms > 0 ? (3_600_000 * w.done) / w.registered_ms : null);
 
 function details(w) {
@@ -60,7 +66,7 @@ function details(w) {
   ].filter(Boolean);
   const list = el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   const barred = w.barred_for_ms !== null && thePage.mayAct() ? act(`workers/${encodeURIComponent(w.id)}/admit`, "Let it claim again…", thePage, {
-    title: `Let ${w.id} claim again?`, text: `It was barred ${age(w.barred_for_ms)} ago for ${number(w.bad_groups)} groups that the trainer cannot use. Its dead letters give the reason.`, yes: "Let it claim" }) : null;
+    title: `Let ${w.id} claim again?`, text: `It was barred ${age(w.barred_for_ms)} ago ${w.failed_audit ? `because it failed an audit` : `for ${number(w.bad_groups)} groups that the trainer cannot use. Its dead letters give the reason`}.`, yes: "Let it claim" }) : null;
   return el("div", {}, list, barred);
 }
 

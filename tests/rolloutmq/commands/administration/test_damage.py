@@ -36,8 +36,7 @@ HARMLESS = re.compile(
 """Damage that costs nothing, and need not be found."""
 
 ONE_COPY = re.compile(
-    "meta .* [+-]1|meta limits_op .*"
-    "|control (epoch|producer_name|weights_.*|.*_seen_ms) .*"
+    "control (epoch|producer_name|weights_.*|.*_seen_ms) .*"
     "|ledger:train (committed|keep|slice|forgotten|freed) .*"
     "|progress:.* (target|consumed|order_.*|bucket.*|causes|enqueue_.*|err.*|fail.*) .*"
     "|progress:.* (prod.*|raw.*|arrivals|filtered_in_row) .*"
@@ -104,7 +103,7 @@ def harmed(scene: Scene, harm: Harm) -> Iterator[None]:
 def fsck(scene: Scene) -> list[str]:
     """What fsck says, with the keys."""
     try:
-        found = Run.open(scene.store, scene.name).account.fsck()
+        found = Run.open_damaged(scene.store, scene.name).account.fsck()
     except RolloutMQError as error:
         return [error.message]
     return [f"{damage.key} {damage.text}" for damage in found.damage]

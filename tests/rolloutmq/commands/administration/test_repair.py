@@ -20,6 +20,28 @@ def leave(store: Store, scene: Scene) -> None:
         store.control.zadd(keys.workers, {worker: 1})
 
 
+def test_lost_settings_of_a_run_with_groups_come_back_by_one_command(
+    scene: Scene, store: Store, command: Command
+) -> None:
+    """A value that was changed since the run was created comes back, too."""
+    keys = scene.run.keys
+    command("set", "math.weight=3")
+    before = dump(store.control, scene.run.name)
+    store.control.delete(keys.meta)
+    refused = command("status")
+    assert refused.returncode == 5
+    assert f"fsck --repair --run {scene.run.name}" in refused.stderr
+    assert f"{keys.meta} is gone" in command("fsck").stdout
+    leave(store, scene)
+    assert command("fsck", "--repair", "--yes").returncode == 0
+    after = dump(store.control, scene.run.name)
+    assert after["meta"] == after["meta:copy"] == before["meta"]
+    store.control.delete(keys.meta, keys.meta_copy)
+    lost = command("fsck", "--repair")
+    assert lost.returncode == 5
+    assert "restore the data of the server" in lost.stderr
+
+
 def test_repair_is_shown_then_done_then_taken_back(
     scene: Scene, store: Store, server: EmbeddedServer, command: Command
 ) -> None:

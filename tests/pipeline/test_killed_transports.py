@@ -1,0 +1,78 @@
+"""A trainer, then a worker, is killed in the middle of a transport: versions are whole, or absent.
+
+For gloo, test_weight_transfer.py does the same.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from buffer.errors import WireError
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.weights.registry import TransportName, open_receiver, open_sender
+from buffer.weights.transport import PublishedWeights
+from tests.pipeline.weights_process import LINEAGE, save, words
+from tests.pipeline.yard import Yard
+
+
+def lines_until_killed(*arguments: str) -> list[str]:
+    """Start a process, kill it in the middle, and return what it printed before."""
+    command = [sys.executable, "-m", "tests.pipeline.weights_process", *arguments]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        while (line := process.stdout.readline()) != "middle\n":
+            assert line, "the process ended before the middle"
+            lines.append(line)
+        process.kill()
+    return lines
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def is_whole(folder: Path, version: int) -> bool:
+    found = load_file(folder / "model.safetensors")["w"].view(np.uint16)
+    return np.array_equal(found, words(version))
+
+
+@pytest.mark.parametrize(("transport", "whole_every"), [("folder", 1), ("redis", 1), ("redis", 4)])
+def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothing_else(
+    yard: Yard,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: TransportName,
+    whole_every: int,
+) -> None:
+    home, folder = tmp_path / "home", tmp_path / "published"
+    home.mkdir()
+    monkeypatch.setenv("TMPDIR", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    store, keys = yard.store, yard.run.keys
+    run = (transport, str(whole_every), store.servers.url_of(keys.control), yard.run.name)
+    first = PublishedWeights(*lines_until_killed("sender", *run, str(folder))[0].split())
+    with closing(open_receiver(store, keys)) as worker:
+        assert is_whole(worker.fetch(first), 1)
+        with pytest.raises((WireError, OSError)):
+            worker.check(first._replace(address=first.address[:-1] + "2"))
+    sender = open_sender(transport, store, keys, folder, keep=3, whole_every=whole_every)
+    sender.clear()
+    assert not files_in(home)
+    assert {path.name for path in folder.glob("*")} <= {"l1-000001"}
+    assert yard.store.control.exists(*(keys.weights_part(f"{LINEAGE}:2", n) for n in range(9))) == 0
+    for version in (2, 3):
+        published = sender.write(PolicyVersion(LINEAGE, version), save(version))
+    lines_until_killed("receiver", *run, *published)
+    with closing(open_receiver(store, keys)) as worker:
+        assert is_whole(worker.fetch(published), 3)
+    sender.close()
+    assert not files_in(home)
