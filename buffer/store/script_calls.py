@@ -18,6 +18,7 @@ from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.keys import type_below
 from buffer.store.scripts import Arg, KeysByName, Script
+from buffer.store.wrong_type import WrongType
 
 T = TypeVar("T")
 
@@ -131,9 +132,9 @@ class ScriptRunner:
         text = str(error)
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if not text.startswith("WRONGTYPE"):
-            # a script failed on a field that is missing, or that is no number; refusals and full
-            # memory are for the caller
+        if isinstance(error, WrongType) or not text.startswith("WRONGTYPE"):
+            # a script failed on a field that is missing, or that is no number; refusals, full
+            # memory, and the key of a command beside the script are for the caller
             is_damage = type(error) is ResponseError and "user_script" in text
             if is_damage and not is_acl_failure(text):
                 return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
