@@ -16,6 +16,7 @@ from buffer.store.bulk_io import Command, pipelined, send
 from buffer.store.connection_errors import is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
+from buffer.store.keys import type_below
 from buffer.store.scripts import Arg, KeysByName, Script
 
 T = TypeVar("T")
@@ -137,18 +138,34 @@ class ScriptRunner:
             if is_damage and not is_acl_failure(text):
                 return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
             return error
-        kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
-        expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
-        wrong = [
-            f"{key} is a {kind}"
-            for key, kind, wanted in zip(keys, kinds, expected, strict=True)
-            if kind.upper() not in (wanted, "NONE")
-        ]
-        return RunDamaged(
-            f"{script.name}: {', '.join(wrong) or 'a record'}, "
-            "and not what buffer/store/keys.py says",
-            hint=HINT,
+        wrong = ", ".join(self._of_another_type(script, keys)[:3]) or "a key is of another type"
+        return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
+
+    def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
+        """Return the keys of another type: of those named, or else of all below the prefixes.
+
+        O(keys of the server); the process that asks for it ends.
+        """
+        types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
+        named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
+        if wrong := self._differing(named):
+            return wrong
+        prefixes = [key for key, kind in zip(keys, types, strict=True) if kind == "PREFIX"]
+        return self._differing(
+            [
+                (key.decode(), type_below(prefix))
+                for prefix in prefixes
+                for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
+            ]
         )
+
+    def _differing(self, expected: Sequence[tuple[str, str]]) -> list[str]:
+        kinds = pipelined(self.client, [("TYPE", key) for key, _ in expected])
+        return [
+            f"{key} is a {kind.decode()}, and not a {wanted.lower()}"
+            for (key, wanted), kind in zip(expected, kinds, strict=True)
+            if kind.decode().upper() not in (wanted, "NONE")
+        ]
 
 
 FIRST_KEY = 3

@@ -166,7 +166,8 @@ def _check_last(ref: PayloadRef, lines: Sequence[str], content: Data) -> Line:
     """Return the last line of a payload, if it is of these bytes. Raises SignatureError."""
     if not lines:
         raise SignatureError(
-            f"group {ref.gid} is not signed", hint="give its worker a key: `rolloutmq key`"
+            f"group {ref.gid} is not signed",
+            hint="its worker needs [worker] key_file: see `rolloutmq key`",
         )
     last = Line.parse(lines[-1])
     if last.token != ref.token:

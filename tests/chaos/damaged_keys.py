@@ -142,9 +142,14 @@ def strike(client: Any, target: Target, way: str) -> str:
     key = PREFIX + name
     if not name or (way == "deleted" and not client.exists(key)):
         return ""
+    damage(client, key, way, is_string=TABLE[target.row].type == "STRING")
+    return name
+
+
+def damage(client: Any, key: str, way: str, *, is_string: bool) -> None:
+    """Delete a key, or replace it by one of another type, at one instant."""
     pipe = client.pipeline(transaction=True)
     pipe.delete(key)
     if way == "retyped":
-        pipe.hset(key, "junk", "1") if TABLE[target.row].type == "STRING" else pipe.set(key, "junk")
+        pipe.hset(key, "junk", "1") if is_string else pipe.set(key, "junk")
     pipe.execute()
-    return name
