@@ -15,11 +15,10 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "unpinned", "hold", "suspects", "audits", "weights", "weights:<lineage>:<version>"),
+    *("report", "unpinned", "hold", "suspects", "audits", "age:<task>"),
+    *("weights", "weights:<lineage>:<version>"),
 )
-"""Rows that a run without a cluster, snapshots, audits and large models has no keys of: they are
-only given another type.
-"""
+"""Rows that the run of a trial has no keys of, or seldom: they are only given another type."""
 
 Find = Callable[[Any], str]
 """Returns the name of a key that exists in the run of a client; "" if there is none now."""
