@@ -24,7 +24,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize(("name", "way"), KEYS, ids=" ".join)
+@pytest.mark.parametrize(("name", "way"), KEYS)
 def test_a_launched_run_ends_with_the_key_is_repaired_and_finishes(
     name: str, way: str, tiny_model: Path, tmp_path: Path
 ) -> None:
