@@ -114,9 +114,9 @@ class DamageRun(ChaosRun):
         self._observe(trial, before)
         self._stop(trial)
         self._read_logs(trial, before)
-        self._mend(trial, since)
+        self._check_and_repair(trial, since)
         if not trial.problems:
-            self._judge(trial)
+            trial.problems += self._account()[:3]
             self._start_again(trial)
 
     def _struck(self, client: Any, trial: Trial) -> bool:
@@ -174,7 +174,7 @@ class DamageRun(ChaosRun):
         if trial.ended and not any(_mentions(said, trial.key) for said in trial.ended.values()):
             trial.problems.append("no error names the key")
 
-    def _mend(self, trial: Trial, since: float) -> None:
+    def _check_and_repair(self, trial: Trial, since: float) -> None:
         """Run fsck, and repair what it finds; its account and that of the checker must agree."""
         with self._opened() as run:
             is_sound = run.account.fsck().clean
@@ -192,24 +192,11 @@ class DamageRun(ChaosRun):
             trial.problems.append(f"not repaired: {'; '.join(texts[:3]) or report['error']}")
             return
         changed = report["repair"]
-        trial.repaired = ", ".join(
-            [
-                f"{len(changed['keys'])} keys",
-                *(
-                    f"{len(changed[how])} {how.replace('_', ' ')}"
-                    for how in ("drawn_again", "closed")
-                    if changed[how]
-                ),
-            ]
-        )
-        self.history.note(
-            "fault",
-            kind=str(trial),
-            target=trial.key,
-            loses=True,
-            since=since,
-            closed=changed["closed"],
-        )
+        counts = {how.replace("_", " "): len(changed[how]) for how in ("drawn_again", "closed")}
+        shown = [f"{count} {how}" for how, count in counts.items() if count]
+        trial.repaired = ", ".join([f"{len(changed['keys'])} keys", *shown])
+        facts = {"kind": str(trial), "target": trial.key, "closed": changed["closed"]}
+        self.history.note("fault", loses=True, since=since, **facts)
 
     def _repair(self) -> tuple[int, dict[str, Any]]:
         """Run the command as a user does; return its exit code and what it prints."""
@@ -231,9 +218,6 @@ class DamageRun(ChaosRun):
         new = sorted(problems - self._known)
         self._known |= problems
         return new
-
-    def _judge(self, trial: Trial) -> None:
-        trial.problems += self._account()[:3]
 
     def _start_again(self, trial: Trial) -> None:
         since = time.time()
