@@ -80,13 +80,13 @@ ROWS = (
         "plan of micro-batches / take",
         "pack",
         _both("pack", "plan of micro-batches / take"),
-        "counting trained tokens",
+        "masks; 4,096 rollouts",
     ),
     Row(
         "all micro-batches / take",
         "pack",
         _both("pack", "all micro-batches / take"),
-        "48 bytes per token",
+        "memory: 48 bytes per token",
     ),
     Row(
         "take of 512 groups: server time",

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
@@ -32,6 +33,7 @@ from consumer.models.tiny_model import build_tiny_model
 from consumer.ranks import ALONE
 from consumer.weights.weights_folder import take_snapshot
 from consumer.weights.weights_snapshot import HostBuffers
+from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
 
 BLOCK_BYTES = 8 << 20
@@ -69,26 +71,40 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
         seconds: dict[str, float] = {}
         clock = _clock(seconds)
         clock("copy", _copy, model.state_dict(), plain)
-        snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
         written = folder / "plain"
         written.unlink(missing_ok=True)
         clock("plain write", _write, written, plain)
         clock("plain read", _read, written)
         version = PolicyVersion("l1", number)
-        if taken:
-            sender.prune()
-        published = clock("write", sender.write, version, snapshot.write)
-        path = clock("fetch", FolderReceiver().fetch, published)
-        began = time.perf_counter()
-        await engine.prepare_weights(path, version)
-        seconds["prepare"] = time.perf_counter() - began
-        began = time.perf_counter()
-        await engine.load_weights(path, version)
-        seconds["swap"] = time.perf_counter() - began
-        taken.append(seconds)
+        taken.append(seconds | await update(model, buffers, sender, engine, version))
     size = sum(file.stat().st_size for file in weight_files(first))
     await engine.shutdown()
     return _figures(size, taken[1:])
+
+
+async def update(
+    model: PreTrainedModel,
+    buffers: HostBuffers,
+    sender: FolderSender,
+    engine: Engine,
+    version: PolicyVersion,
+) -> dict[str, float]:
+    """Bring the weights of `model` into `engine`, through a folder; return the seconds by phase."""
+    if sender.folder.exists():
+        sender.prune()
+    seconds: dict[str, float] = {}
+    clock = _clock(seconds)
+    snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
+    published = clock("write", sender.write, version, snapshot.write)
+    path = clock("fetch", FolderReceiver().fetch, published)
+    began = time.perf_counter()
+    if isinstance(engine, PreparesWeights):
+        await engine.prepare_weights(path, version)
+    seconds["prepare"] = time.perf_counter() - began
+    began = time.perf_counter()
+    await engine.load_weights(path, version)
+    seconds["swap"] = time.perf_counter() - began
+    return seconds
 
 
 def _clock(seconds: dict[str, float]) -> Callable[..., Any]:

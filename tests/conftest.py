@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import redis.utils
 from hypothesis import settings
 
 from tests.servers import redis_client, run_name, server, server_of
@@ -40,10 +44,16 @@ if (
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# redis-py reads its own version from its package's metadata again for each connection.
+redis.utils.get_lib_version = cache(redis.utils.get_lib_version)
+
 # No test says how long something may take, and the machine is shared: what is slow once is no
 # finding.
 settings.register_profile("rolloutmq", settings(), deadline=None)
 settings.load_profile("rolloutmq")
+
+# Until all tests are collected: imports make no garbage.
+gc.disable()
 
 TESTS = Path(__file__).parent
 SHORT = (
@@ -65,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix().startswith(SHORT))
 
 
+def pytest_collection_finish() -> None:
+    """Take all that was imported and collected, a million objects, out of garbage collection."""
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def forget_user_modules() -> Iterator[None]:
     """What a test writes as a user's own file (`my_….py`, in its own folder) is not found by the
@@ -75,3 +91,13 @@ def forget_user_modules() -> Iterator[None]:
     sys.path[:] = path
     for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> Iterator[None]:
+    """`rolloutmq run` ends with its signals ignored, as all processes would be that start later."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)

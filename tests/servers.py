@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,17 @@ SAFE = (
 _numbers = count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Server:
     """A running server that a test may fill, but not stop or change."""
 
     kind: str
     url: str
+
+    @cached_property
+    def client(self) -> Any:
+        """A plain client (bytes, no retries of ours) that all tests share."""
+        return self.connect()
 
     def connect(self) -> Any:
         if self.kind == "cluster":
@@ -140,8 +145,7 @@ def _server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) 
     it in each file.
     """
     chosen = server_of(request.param)
-    with chosen.connect() as client:
-        client.flushall()
+    chosen.client.flushall()
     return chosen
 
 
@@ -154,10 +158,8 @@ on_both = pytest.mark.parametrize("server", KINDS, indirect=True)
 
 
 @pytest.fixture
-def redis_client(server: Server) -> Iterator[Any]:
-    """A plain client (bytes, no retries of ours) of the session's server."""
-    with server.connect() as client:
-        yield client
+def redis_client(server: Server) -> Any:
+    return server.client
 
 
 @pytest.fixture

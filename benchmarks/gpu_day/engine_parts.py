@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,15 +17,19 @@ from benchmarks.engine import engine as through_the_queue
 from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import MEMBERS
 from benchmarks.gpu_day.shapes import SHAPES, build_model
+from benchmarks.publication import update
 from benchmarks.server import memory_server
 from benchmarks.updates import Update, WatchedUpdates, figures_of
 from buffer.config.engine import VllmConfig
 from buffer.config.learner import LearnerConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
+from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
+from buffer.weights.shared_folder import FolderSender
 from consumer.learner.learner import Learner
+from consumer.models.model_folder import load_model
+from consumer.weights.weights_snapshot import HostBuffers
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 
@@ -32,6 +37,9 @@ SAMPLED = 64
 """Requests that run at once."""
 
 UPDATES = 4
+COLOCATED_SHARE = 0.4
+"""Of the GPU's memory, for an engine beside a trainer."""
+
 MEAN_NATS = 0.02
 """Largest mean distance of logprobs in bfloat16 that counts as the same model."""
 
@@ -59,6 +67,19 @@ def weight_stall(shape: str) -> Iterator[Figure]:
     yield Figure(section, "weights loaded", size / 2**30 / swap_s, "GiB/s")
 
 
+def colocated_update(shape: str) -> Iterator[Figure]:
+    """Yield what an update costs where trainer and engine share a GPU, beside a copy on it."""
+    section = f"weight update, trainer and engine on one GPU, {shape}"
+    with TemporaryDirectory(prefix="rmq-gpu-") as name:
+        taken = asyncio.run(_update_beside_the_trainer(Path(name), shape))
+    best = {phase: min(seconds[phase] for seconds in taken) for phase in taken[0]}
+    for phase, seconds in best.items():
+        yield Figure(section, phase, seconds, "s")
+    device = best.pop("copy on the device")
+    yield Figure(section, "whole update", sum(best.values()), "s")
+    yield Figure(section, "whole update / copy on the device", sum(best.values()) / device, "")
+
+
 def throughput(shape: str) -> Iterator[Figure]:
     """Yield the tokens/s of vLLM alone and behind the queue."""
     with memory_server() as server:
@@ -66,8 +87,10 @@ def throughput(shape: str) -> Iterator[Figure]:
 
 
 @asynccontextmanager
-async def _started(model: Path) -> AsyncIterator[Engine]:
-    config = VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, gpu_memory_utilization=None)
+async def _started(model: Path, memory_share: float | None = None) -> AsyncIterator[Engine]:
+    config = VllmConfig(
+        max_model_len=512, max_num_seqs=SAMPLED, gpu_memory_utilization=memory_share
+    )
     engine = build_engine(config, model, FIRST_WEIGHTS)
     await engine.start()
     try:
@@ -145,3 +168,28 @@ async def _update_under_load(model: Path, shape: str) -> list[Update]:
 
         watched = WatchedUpdates(engine)
         return [await watched.update(model, sample) for _ in range(UPDATES)]
+
+
+async def _update_beside_the_trainer(folder: Path, shape: str) -> list[dict[str, float]]:
+    """Return the seconds of each phase, by update; the first one is left out."""
+    model = folder / "model"
+    build_model(model, shape)
+    has_gpu = torch.cuda.is_available()
+    trained = load_model(model, dtype=torch.bfloat16).to("cuda" if has_gpu else "cpu")
+    buffers = HostBuffers()
+    sender = FolderSender(folder / "published", keep=1)
+    taken = []
+    async with _started(model, COLOCATED_SHARE if has_gpu else None) as engine:
+        for number in range(1, UPDATES + 2):
+            seconds = await update(trained, buffers, sender, engine, PolicyVersion("l1", number))
+            taken.append(seconds | {"copy on the device": _copy_s(trained)})
+    return taken[1:]
+
+
+def _copy_s(model: torch.nn.Module) -> float:
+    """Return the seconds for a copy of all weights on their device."""
+    began = time.perf_counter()
+    copies = [value.clone() for value in model.state_dict().values()]
+    if copies[0].is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

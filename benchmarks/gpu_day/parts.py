@@ -43,6 +43,7 @@ def parts(shapes: Sequence[str]) -> list[Part]:
         Part("throughput", 240, lambda: _engine("throughput", first)),
         Part("pipeline", 240, command=_check()),
         Part("colocated", 240, command=_check(*COLOCATED)),
+        Part("colocated update", 180, lambda: _engine("colocated_update", first)),
         Part("conformance, synchronous", 300, command=CONFORMANCE, env=SYNCHRONOUS),
         Part("conformance, defaults", 300, command=CONFORMANCE),
         Part("sleep", 180, command=(*PYTEST, "tests/producer_workers/engines/test_vllm_sleep.py")),

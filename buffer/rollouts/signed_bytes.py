@@ -6,9 +6,9 @@
     <token> gpu8 <SHA-256> <MAC>             the claim that submitted these bytes
                                              an empty line
 
-A reader inspects the bytes: no msgpack map and no zstd frame begins like this. Each line is made by
-whoever read the payload that ends with the line before, and has checked that this line has its
-token and SHA-256. So the last reader can check who made each part, without the earlier bytes.
+A reader inspects the bytes: no msgpack map and no zstd frame begins like this. The process that
+adds a line has read the payload that ends with the line before, and has checked that this line has
+its token and SHA-256. So a trainer can check who made each part, without the earlier bytes.
 `buffer.store.signing` makes and checks MACs.
 """
 

@@ -140,6 +140,12 @@ def run_of_key(key: str) -> str:
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 
+def type_below(prefix: str) -> str:
+    """Return the type of the keys that begin with a prefix of `Keys`."""
+    kind = prefix.partition("}:")[2].partition(":")[0]
+    return next(row.type for name, row in TABLE.items() if name.startswith(f"{kind}:<"))
+
+
 def clock_beside(key: str) -> str:
     """Return the `clock` key of the run that a key belongs to."""
     return key.partition("}:")[0] + "}:clock"

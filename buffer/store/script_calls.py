@@ -16,7 +16,9 @@ from buffer.store.bulk_io import Command, pipelined, send
 from buffer.store.connection_errors import is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
+from buffer.store.keys import type_below
 from buffer.store.scripts import Arg, KeysByName, Script
+from buffer.store.wrong_type import WrongType
 
 T = TypeVar("T")
 
@@ -130,25 +132,41 @@ class ScriptRunner:
         text = str(error)
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if not text.startswith("WRONGTYPE"):
-            # a script failed on a field that is missing, or that is no number; refusals and full
-            # memory are for the caller
+        if isinstance(error, WrongType) or not text.startswith("WRONGTYPE"):
+            # a script failed on a field that is missing, or that is no number; refusals, full
+            # memory, and the key of a command beside the script are for the caller
             is_damage = type(error) is ResponseError and "user_script" in text
             if is_damage and not is_acl_failure(text):
                 return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
             return error
-        kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
-        expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
-        wrong = [
-            f"{key} is a {kind}"
-            for key, kind, wanted in zip(keys, kinds, expected, strict=True)
-            if kind.upper() not in (wanted, "NONE")
-        ]
-        return RunDamaged(
-            f"{script.name}: {', '.join(wrong) or 'a record'}, "
-            "and not what buffer/store/keys.py says",
-            hint=HINT,
+        wrong = ", ".join(self._of_another_type(script, keys)[:3]) or "a key is of another type"
+        return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
+
+    def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
+        """Return the keys of another type: of those named, or else of all below the prefixes.
+
+        O(keys of the server); the process that asks for it ends.
+        """
+        types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
+        named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
+        if wrong := self._differing(named):
+            return wrong
+        prefixes = [key for key, kind in zip(keys, types, strict=True) if kind == "PREFIX"]
+        return self._differing(
+            [
+                (key.decode(), type_below(prefix))
+                for prefix in prefixes
+                for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
+            ]
         )
+
+    def _differing(self, expected: Sequence[tuple[str, str]]) -> list[str]:
+        kinds = pipelined(self.client, [("TYPE", key) for key, _ in expected])
+        return [
+            f"{key} is a {kind.decode()}, and not a {wanted.lower()}"
+            for (key, wanted), kind in zip(expected, kinds, strict=True)
+            if kind.decode().upper() not in (wanted, "NONE")
+        ]
 
 
 FIRST_KEY = 3

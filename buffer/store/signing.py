@@ -31,7 +31,7 @@ PRODUCER = "producer"
 the producer.
 """
 
-Keys = Mapping[str, Sequence[str]]
+KeysOfAll = Mapping[str, Sequence[str]]
 """The keys of each worker, the newest last: an earlier one is valid until its line is removed."""
 
 
@@ -60,7 +60,7 @@ def read_keys(file: Path) -> dict[str, list[str]]:
     return keys
 
 
-def write_keys(file: Path, keys: Keys) -> None:
+def write_keys(file: Path, keys: KeysOfAll) -> None:
     """Replace a file of keys, in one step, by one that only its owner may read."""
     part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
     part.touch(mode=0o600, exist_ok=False)
@@ -134,7 +134,7 @@ class Keyring:
         self._file = file
         self._lock = threading.Lock()
         self._version: tuple[int, ...] | None = None
-        self._keys: Keys = {}
+        self._keys: KeysOfAll = {}
         self._current()
 
     def check(self, ref: PayloadRef, data: Data) -> None:
@@ -152,7 +152,7 @@ class Keyring:
                 f"group {ref.gid} is signed by {last.worker}, and its prompt not by the producer"
             )
 
-    def _current(self) -> Keys:
+    def _current(self) -> KeysOfAll:
         found = self._file.stat() if self._file.exists() else None
         version = found and (found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode)
         with self._lock:
@@ -166,7 +166,8 @@ def _check_last(ref: PayloadRef, lines: Sequence[str], content: Data) -> Line:
     """Return the last line of a payload, if it is of these bytes. Raises SignatureError."""
     if not lines:
         raise SignatureError(
-            f"group {ref.gid} is not signed", hint="give its worker a key: `rolloutmq key`"
+            f"group {ref.gid} is not signed",
+            hint="its worker needs [worker] key_file: see `rolloutmq key`",
         )
     last = Line.parse(lines[-1])
     if last.token != ref.token:
@@ -176,7 +177,7 @@ def _check_last(ref: PayloadRef, lines: Sequence[str], content: Data) -> Line:
     return last
 
 
-def _check_mac(keys: Keys, run: str, gid: str, before: Sequence[str], text: str) -> None:
+def _check_mac(keys: KeysOfAll, run: str, gid: str, before: Sequence[str], text: str) -> None:
     line = Line.parse(text)
     known = keys.get(line.worker, ())
     macs = [_mac(key, run, gid, before, text.rpartition(" ")[0]) for key in known]

@@ -303,7 +303,7 @@ class Store:
 
         `what` names it in logs and errors. Raises StoreUnavailable once `deadline_s` (or the
         store's own) is over and `patience` does not ask for more, StoreFull where memory is full,
-        StoreError for an error that is not transient.
+        RunDamaged for a key of another type, StoreError for another error that is not transient.
         """
         started_s = time.monotonic()
         end_s = started_s + (self.deadline_s if deadline_s is None else deadline_s)
@@ -337,8 +337,10 @@ class Store:
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
     def _refusal(self, what: str, error: redis.RedisError) -> RolloutMQError:
-        if isinstance(error, WrongType):
-            return RunDamaged(f"{what}: {error.key} is of another type", hint=HINT)
+        if "WRONGTYPE" in str(error):
+            # in a pipeline of the library, the command with the key precedes it
+            why = f"{error.key} is of another type" if isinstance(error, WrongType) else error
+            return RunDamaged(f"{what}: {why}", hint=HINT)
         # only errors about users: another one is a bug, and its words could fit any description
         is_about_user = isinstance(
             error, redis.ConnectionError | NoPermissionError

@@ -26,6 +26,7 @@ from buffer.errors import (
     JudgeInterrupted,
     PayloadMissing,
     RolloutMQError,
+    RunDamaged,
     StoreUnavailable,
     WireError,
 )
@@ -186,7 +187,8 @@ class GroupRunner:
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
 
-        Raises EngineDeadError only: any other failure is the group's own, and is released.
+        Raises EngineDeadError, and RunDamaged where the result cannot be submitted: any other
+        failure is the group's own, and is released.
         """
         known_tokens = 0
         try:
@@ -210,7 +212,9 @@ class GroupRunner:
             if is_cancelled and job in self.doomed:
                 await self._end_early(job, known_tokens)
                 return
-            if isinstance(error, GeneratorExit) or is_cancelled:
+            # what a submission finds damaged, all groups share; what is read is the group's own
+            is_shared = isinstance(error, RunDamaged) and job in self._members
+            if isinstance(error, GeneratorExit) or is_cancelled or is_shared:
                 raise
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from buffer.errors import RunError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.rollouts.rollout import FIRST_WEIGHTS
@@ -28,7 +29,7 @@ from tests.chaos.crew import ROOT, until
 from tests.chaos.damaged_keys import PREFIX, TARGETS, WAYS, Target, strike
 from tests.chaos.final_look import look
 from tests.chaos.harness import ChaosRun, Plan, new_folder, rules
-from tests.chaos.history import Event, read_history
+from tests.chaos.history import Event, parse, read_history
 from tests.chaos.plan import CHECKPOINT_EVERY, FENCED, INLINE, LEASE_MS, LOST, REFUSED, RUN, limits
 
 LIMIT_S = 60.0
@@ -104,29 +105,38 @@ class DamageRun(ChaosRun):
     # -- one trial ---------------------------------------------------------------------------------
 
     def _try(self, trial: Trial) -> None:
-        logs = {path: path.stat().st_size for path in self.folders.logs.glob("*.log")}
         with self._server.connect() as client, self._opened() as run:
             since = time.time()
             if not until(lambda: self._struck(client, trial), LIMIT_S * trial.target.is_used):
                 return
+            before = self._sizes()
             trial.found = "live" if _names(run, trial.key) else ""
-        self._observe(trial, since)
+        self._observe(trial, before)
         self._stop(trial)
-        self._read_logs(trial, logs)
-        self._mend(trial, since)
+        self._read_logs(trial, before)
+        self._check_and_repair(trial, since)
         if not trial.problems:
-            self._judge(trial)
+            trial.problems += self._account()[:3]
             self._start_again(trial)
 
     def _struck(self, client: Any, trial: Trial) -> bool:
         trial.key = strike(client, trial.target, trial.way)
         return bool(trial.key)
 
-    def _observe(self, trial: Trial, since: float) -> None:
+    def _sizes(self) -> dict[Path, int]:
+        """Return the sizes of logs and histories: what is behind them is new."""
+        folders = (self.folders.logs, self.folders.history)
+        return {path: path.stat().st_size for folder in folders for path in folder.iterdir()}
+
+    def _observe(self, trial: Trial, before: dict[Path, int]) -> None:
         """Wait until each process has worked on, or has ended."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end:
-            events = [e for e in read_history(self.folders.history) if e["t"] > since]
+            events = [
+                event
+                for path in self.folders.history.iterdir()
+                for event in parse(path.read_bytes()[before.get(path, 0) :].split(b"\n"))
+            ]
             waits = {name for name in CLIENTS if not _has_worked(name, events)}
             gone = {name for name in CLIENTS if not self.crew.members[name].is_up}
             if waits <= gone:
@@ -153,59 +163,45 @@ class DamageRun(ChaosRun):
         for name, member in self.crew.members.items():
             assert member.popen is not None
             code = member.popen.wait()
-            if code not in (0, FENCED, LOST, REFUSED) and name not in late:
+            # a signal that comes before the client handles it ends it at once
+            if code not in (0, FENCED, LOST, REFUSED, -signal.SIGTERM) and name not in late:
                 trial.problems.append(f"{name} ended with exit code {code}")
 
     def _read_logs(self, trial: Trial, before: dict[Path, int]) -> None:
         for path, size in before.items():
-            if b"Traceback" in path.read_bytes()[size:]:
+            if path.suffix == ".log" and b"Traceback" in path.read_bytes()[size:]:
                 trial.problems.append(f"a traceback in {path.name}")
         if trial.ended and not any(_mentions(said, trial.key) for said in trial.ended.values()):
             trial.problems.append("no error names the key")
 
-    def _mend(self, trial: Trial, since: float) -> None:
+    def _check_and_repair(self, trial: Trial, since: float) -> None:
         """Run fsck, and repair what it finds; its account and that of the checker must agree."""
-        code, report = self._fsck()
-        sound = code == 0
-        if not sound and not trial.found:
-            trial.found = "rest"
-        if sound and (lost := self._account()):
+        with self._opened() as run:
+            is_sound = run.account.fsck().clean
+        if is_sound and (lost := self._account()):
             trial.problems.append(f"fsck does not see: {'; '.join(lost[:3])}")
-        if sound:
+        if is_sound:
             return
+        trial.found = trial.found or "rest"
         end = time.monotonic() + LIMIT_S
-        while time.monotonic() < end:
-            code, report = self._fsck("--repair", "--yes")
-            if "was alive" not in report.get("error", ""):
-                break
-            time.sleep(0.5)
+        while (done := self._repair())[0] == RunError.exit_code and time.monotonic() < end:
+            time.sleep(0.5)  # a process that was killed counts as alive for a while
+        code, report = done
         if code:
             texts = [found["text"] for found in report.get("damage", ())]
             trial.problems.append(f"not repaired: {'; '.join(texts[:3]) or report['error']}")
             return
-        done = report["repair"]
-        trial.repaired = ", ".join(
-            [
-                f"{len(done['keys'])} keys",
-                *(
-                    f"{len(done[how])} {how.replace('_', ' ')}"
-                    for how in ("drawn_again", "closed")
-                    if done[how]
-                ),
-            ]
-        )
-        self.history.note(
-            "fault",
-            kind=str(trial),
-            target=trial.key,
-            loses=True,
-            since=since,
-            closed=done["closed"],
-        )
+        changed = report["repair"]
+        counts = {how.replace("_", " "): len(changed[how]) for how in ("drawn_again", "closed")}
+        shown = [f"{count} {how}" for how, count in counts.items() if count]
+        trial.repaired = ", ".join([f"{len(changed['keys'])} keys", *shown])
+        facts = {"kind": str(trial), "target": trial.key, "closed": changed["closed"]}
+        self.history.note("fault", loses=True, since=since, **facts)
 
-    def _fsck(self, *flags: str) -> tuple[int, dict[str, Any]]:
+    def _repair(self) -> tuple[int, dict[str, Any]]:
+        """Run the command as a user does; return its exit code and what it prints."""
         where = ("--redis-url", self._server.url, "--run-dir", str(self.folders.root), "--run", RUN)
-        words = (sys.executable, "-m", "rolloutmq", "fsck", "--json", *flags, *where)
+        words = (sys.executable, "-m", "rolloutmq", "fsck", "--repair", "--yes", "--json", *where)
         done = subprocess.run(words, cwd=ROOT, capture_output=True, check=False)
         if b"Traceback" in done.stderr:
             return done.returncode, {"error": f"a traceback of fsck: {done.stderr[-900:].decode()}"}
@@ -223,9 +219,6 @@ class DamageRun(ChaosRun):
         self._known |= problems
         return new
 
-    def _judge(self, trial: Trial) -> None:
-        trial.problems += self._account()[:3]
-
     def _start_again(self, trial: Trial) -> None:
         since = time.time()
         for name in CLIENTS:
@@ -242,7 +235,7 @@ class _OpenRun:
 
     def __enter__(self) -> Run:
         self._store = Store(self._url, name="chaos-harness")
-        return Run.open(self._store, RUN)
+        return Run.open_damaged(self._store, RUN)
 
     def __exit__(self, *error: object) -> None:
         self._store.close()
@@ -252,12 +245,10 @@ def _bury_one(run: Run) -> None:
     """Let a group fail until it is dead."""
     nonce = new_nonce()
     run.fleet.register("harness", nonce, {"engine": "none"})
-    gid = ""
     while not run.store.control.exists(run.keys.dead):
         newest = run.control.state().weights or FIRST_WEIGHTS
         for job in run.jobs.claim("harness", nonce, new_nonce(), newest, 1).jobs:
-            gid = gid or job.gid
-            run.jobs.release("harness", job, "failed" if job.gid == gid else "handback")
+            run.jobs.release("harness", job, "failed")
     run.fleet.deregister("harness", nonce)
 
 
@@ -292,6 +283,24 @@ def row(trial: Trial) -> str:
     return f"{trial}: " + "\n    ".join(parts)
 
 
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Return lines of Markdown: a row for each kind of key."""
+    found: dict[str, dict[str, str]] = {}
+    for trial in trials:
+        found.setdefault(str(trial.target), {})[trial.way] = _cell(trial)
+    rows = [(f"`{name}`", *(cells.get(way, "") for way in WAYS)) for name, cells in found.items()]
+    head = ("key", *WAYS)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _cell(trial: Trial) -> str:
+    if not trial.key:
+        return "none in this run"
+    parts = [f"{', '.join(sorted(trial.ended))} end" if trial.ended else "all continue"]
+    parts += [f"repaired: {trial.repaired}"] if trial.repaired else []
+    return "; ".join([*parts, *(f"PROBLEM {problem}" for problem in trial.problems)])
+
+
 def all_trials(words: str = "") -> list[Trial]:
     """Return a trial of every key in each way; with `words`, those whose name has them."""
     trials = [Trial(target, way) for target in TARGETS for way in WAYS]
@@ -315,6 +324,8 @@ def run_trials(
             ]
         problems += [f"{trial}: {problem}" for trial in done for problem in trial.problems]
         left = left[chaos.done :]
+        # after each: who ends it early has the rest
+        (base / "damage.md").write_text("\n".join(table(trials)) + "\n", encoding="utf-8")
         if not done:
             break
     return problems

@@ -15,11 +15,10 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "unpinned", "hold", "suspects", "audits", "weights", "weights:<lineage>:<version>"),
+    *("report", "unpinned", "hold", "suspects", "audits", "age:<task>"),
+    *("weights", "weights:<lineage>:<version>"),
 )
-"""Rows that a run without a cluster, snapshots, audits and large models has no keys of: they are
-only given another type.
-"""
+"""Rows that the run of a trial has no keys of, or seldom: they are only given another type."""
 
 Find = Callable[[Any], str]
 """Returns the name of a key that exists in the run of a client; "" if there is none now."""
@@ -142,9 +141,14 @@ def strike(client: Any, target: Target, way: str) -> str:
     key = PREFIX + name
     if not name or (way == "deleted" and not client.exists(key)):
         return ""
+    damage(client, key, way, is_string=TABLE[target.row].type == "STRING")
+    return name
+
+
+def damage(client: Any, key: str, way: str, *, is_string: bool) -> None:
+    """Delete a key, or replace it by one of another type, at one instant."""
     pipe = client.pipeline(transaction=True)
     pipe.delete(key)
     if way == "retyped":
-        pipe.hset(key, "junk", "1") if TABLE[target.row].type == "STRING" else pipe.set(key, "junk")
+        pipe.hset(key, "junk", "1") if is_string else pipe.set(key, "junk")
     pipe.execute()
-    return name

@@ -382,12 +382,16 @@ def say(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
+def main(folder: Path, model: Path, seed: int, number: int, ranks: Sequence[int]) -> None:
     torch.set_num_threads(1)
-    sizes = [int(size) for size in (sys.argv[5] if len(sys.argv) > 5 else "1").split(",")]
-    lives = Lives(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sizes)
+    lives = Lives(folder, model, seed, number, list(ranks))
     try:
         lives.run()
         lives.judge()
     finally:
         lives.server.kill()
+
+
+if __name__ == "__main__":
+    sizes = [int(size) for size in (sys.argv[5] if len(sys.argv) > 5 else "1").split(",")]
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sizes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import orjson
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.consumer.many_lives import main
+from tests.consumer.warm_process import run_in_warm_process
 
 
 @pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])
@@ -20,24 +19,9 @@ def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
 
     More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES RANKS`.
     """
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.consumer.many_lives",
-            str(tmp_path / "lives"),
-            str(model_dir),
-            str(seed),
-            str(lives),
-            ranks,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
-    report = orjson.loads(done.stdout.splitlines()[-1])
+    sizes = [int(size) for size in ranks.split(",")]
+    printed = run_in_warm_process(tmp_path, main, tmp_path / "lives", model_dir, seed, lives, sizes)
+    report = orjson.loads(printed.splitlines()[-1])
     assert report["deaths"] > 0
     assert report["moved"] > 1e-3
     # several ranks add up gradients in another order

@@ -168,6 +168,26 @@ def test_a_key_is_removed_while_a_trainer_runs_and_before_it_starts_again(
     yard.check()
 
 
+def test_a_restored_run_trains_what_was_signed_before(
+    yard: Yard, file: Path, trainer: Trainers, tmp_path: Path
+) -> None:
+    """Under another name, too; what is put or updated is signed by who does it."""
+    yard.enqueue(2)
+    signed, updated = yard.good(), yard.good()
+    curator = yard.party("w2")
+    states = curator.buffer.read(yard.payload(updated)).states
+    curator.buffer.update(updated, states)
+    (put,) = curator.buffer.put("math", [states])
+    (unsigned,) = yard.run.buffer.put("math", [states])
+    yard.run.save(tmp_path / "saved")
+    restored = Run.restore(yard.store, tmp_path / "saved", name=f"{yard.name}-again")
+    restored.check_signatures(file)
+    consumer = trainer(restored)
+    batch = consumer.take_batch(1, {"math": 4}, strict=False)
+    assert sorted(batch.manifest.gids) == sorted([signed, updated, put])
+    assert [letter.gid for letter in restored.dead_letters.newest()] == [unsigned]
+
+
 def test_a_thief_cannot_alter_what_honest_workers_continue(
     yard: Yard, file: Path, trainer: Trainers
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from buffer.config.engine import TransformersConfig
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
-from buffer.errors import Fenced, LostRun
+from buffer.errors import Fenced, LostRun, RunDamaged
 from buffer.model.ids import new_nonce
 from buffer.monitoring.history import WORKERS, History
 from buffer.monitoring.prometheus import RunCollector
@@ -27,7 +28,7 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.group_runs import group_runner as expert_files
 from tests.buffer.cutting_proxy import CuttingProxy
-from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
+from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.servers import KINDS
 
@@ -155,6 +156,22 @@ def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
 
     with pytest.raises(LostRun, match="another run"):
         asyncio.run(scenario())
+
+
+@on_both
+def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Yard) -> None:
+    """The group has not failed: it is given back when the lease runs out."""
+    (gid,) = yard.enqueue(1)
+    pool = yard.run.keys.pool(TASK, "completed")
+    yard.store.control.set(pool, "junk")
+
+    async def scenario() -> None:
+        await asyncio.wait_for(await begin(yard), 400)
+
+    with pytest.raises(RunDamaged, match=f"{re.escape(pool)} is a string, and not a zset"):
+        asyncio.run(scenario())
+    assert yard.run.record(gid)["stage"] == "running"
+    assert not yard.counters().get("failures_in_row")
 
 
 def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) -> None:

@@ -9,6 +9,7 @@ the receiver "middle" in the middle of the version that it is given.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -65,13 +66,11 @@ def save(version: int) -> Save:
 def stop_after(owner: Any, name: str, count: int) -> None:
     """Let `count` calls end, report "middle", and do nothing more."""
     call = getattr(owner, name)
-    calls = 0
+    calls = itertools.count(1)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
         done = call(*args, **kwargs)
-        calls += 1
-        if calls == count:
+        if next(calls) == count:
             say("middle")
             threading.Event().wait()
         return done

@@ -7,7 +7,8 @@ local function manifest_line(groups, gid)
   if not (payload and chunks and size) then return end
   if crc == '' then crc = '-' end
   if version == '' then version = '-' end
-  return table.concat({gid, payload, chunks, size, crc or '-', samples or '-', version or '-'}, ' ')
+  -- a table for each line would take a tenth of a take's time
+  return gid .. ' ' .. payload .. ' ' .. chunks .. ' ' .. size .. ' ' .. (crc or '-') .. ' ' .. (samples or '-') .. ' ' .. (version or '-')
 end
 
 -- The oldest version of a task that a batch may hold, as take_batch noted it in the header.

@@ -33,7 +33,7 @@ _MARK = "repaired"
 """Field of `control`: the operation of the last repair, until a process opens the run."""
 
 _WORKERS = ("workers", "worker:")
-"""Names of keys that are deleted in every repair."""
+"""Names of keys that are deleted in every repair, of which one of another type is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,11 @@ class Repair:
             name: value for name, value in wanted.items() if found.get(name) != value
         }
         values |= {name: None for name in found if name not in wanted}
-        damaged = sorted(name for name in values if not name.startswith(_WORKERS))
+        damaged = sorted(
+            name
+            for name in values
+            if not name.startswith(_WORKERS) or found[name].kind not in ("hash", "zset")
+        )
         fields = image.hash("control").items()
         control = {name: value for name, value in fields if not ROLE.fullmatch(name)}
         if "control" in damaged and Value("hash", control) == wanted["control"]:

@@ -139,7 +139,7 @@ histories = st.lists(st.tuples(a_move, is_lost), min_size=70, max_size=110)
 History = list[tuple[tuple[str, dict[str, Any]], bool]]
 
 
-SHARE = {"valkey": 40, "memory": 8}
+SHARE = {"valkey": 30, "memory": 3}
 """Examples on each kind of store. Memory runs the same scripts, more slowly; whether alike is soon
 seen.
 """

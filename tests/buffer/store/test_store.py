@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import threading
@@ -336,7 +337,24 @@ def test_key_of_a_wrong_type_is_named(scene: Scene) -> None:
     scene.worker()
     scene.raw.lpush(scene.keys.leases, "x")
     before = scene.dump()
-    with pytest.raises(RunDamaged, match=r"^claim: \S*:leases is a list, and not") as caught:
+    with pytest.raises(RunDamaged, match=r"^claim: \S*:leases is a list, and not a zset") as caught:
         scene.claim()
     assert "something else" in caught.value.hint
     assert scene.dump() == before
+
+
+def test_record_of_a_wrong_type_is_named_although_no_caller_names_it(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(1)
+    scene.take(1, math=1)
+    manifest = scene.keys.batch("train", 1)
+    scene.raw.delete(manifest)
+    scene.raw.set(manifest, "x")
+    with pytest.raises(RunDamaged, match=f"^commit: {re.escape(manifest)} is a string, and not a"):
+        scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.enqueue(1)
+    record = scene.keys.group("math-0000000001")
+    scene.raw.delete(record)
+    scene.raw.set(record, "x")
+    with pytest.raises(RunDamaged, match=f"^claim: {re.escape(record)} is a string, and not a h"):
+        scene.claim()

@@ -160,7 +160,7 @@ def test_a_worker_that_writes_into_the_index_does_not_end_the_auditor(yard: Yard
 
 
 def test_an_audit_blames_the_owner_of_the_key(yard: Yard, tmp_path: Path) -> None:
-    """Whatever a worker writes into the record of its group."""
+    """A worker can write another name into the record of its group."""
     keys = tmp_path / "workers.keys"
     write_keys(keys, {"hostile": [Key.new("hostile").secret]})
     yard.run.sign_with(Key.read(keys))

@@ -1,8 +1,8 @@
-"""Run as a program: lives of a trainer with one or several ranks, one after the other.
+"""A program: lives of a trainer with one or several ranks, one after the other.
 
-argv: a folder, and a JSON list of lives (`Life`). A life writes `<folder>/<name>-<rank>.json`: the
+A life (`Life`) writes, in the folder of all, `<folder>/<name>-<rank>.json`: the
 metrics of its steps; `<folder>/state/<name>`: its state after step `CUT`; `<folder>/<name>`: its
-weights. Forks, so that torch is loaded once; the parent computes nothing.
+weights. The parent computes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,10 @@ def fork(work: Callable[[], None]) -> int:
     os._exit(1)
 
 
-def main(folder: Path, lives: list[Life]) -> None:
+def main(folder: Path, lives: Sequence[Life]) -> None:
     for life in lives:
         (folder / life.name).mkdir()
         (folder / "state" / life.name).mkdir(parents=True)
         ranks = [fork(in_rank(folder, life, rank)) for rank in range(life.ranks)]
         if any([os.waitpid(rank, 0)[1] for rank in ranks]):
             sys.exit(f"{life.name} failed")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Life.model_validate(life) for life in orjson.loads(sys.argv[2])])

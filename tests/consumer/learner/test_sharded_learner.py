@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from consumer.models.model_folder import load_model
 from consumer.weights.saved_state import SavedState
-from tests.consumer.learner.sharded_learner import CUT, STEPS, Life
-
-ROOT = Path(__file__).parents[3]
+from tests.consumer.learner.sharded_learner import CUT, STEPS, Life, main
+from tests.consumer.warm_process import run_in_warm_process
 
 
 class Lives:
@@ -26,11 +23,7 @@ class Lives:
     def __init__(self, folder: Path, *lives: Life) -> None:
         self.folder = folder
         self.ranks = {life.name: life.ranks for life in lives}
-        described = orjson.dumps([life.model_dump(mode="json") for life in lives]).decode()
-        program = "tests.consumer.learner.sharded_learner"
-        command = [sys.executable, "-m", program, str(folder), described]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stderr.decode()[-4000:]
+        run_in_warm_process(folder, main, folder, lives)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         files = [self.folder / f"{name}-{rank}.json" for rank in range(self.ranks[name])]

@@ -1,9 +1,16 @@
-"""Test weight updates while vLLM samples: which weights and which KV cache made each token."""
+"""Test weight updates while vLLM samples: which weights and which KV cache made each token.
+
+The weights come by each transport, from the trainer's side to the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +22,26 @@ from safetensors.numpy import load_file, save_file
 
 from buffer.config.engine import VllmConfig
 from buffer.config.learner import LearnerConfig
-from buffer.model.ids import group_id
+from buffer.control.control import ControlState, Mode
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.run import Run
+from buffer.store.store import Store
+from buffer.weights import delta, folder_manifest
+from buffer.weights.redis_chunks import VersionStore
+from buffer.weights.registry import TransportName, open_sender
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
+from producer_workers.group_runs.engine_control import ControlledEngine
+from producer_workers.group_runs.inbox import Inbox
+from producer_workers.group_runs.next_weights import WeightSource
 from tests.producer_workers.engines.conformance import LONG, NEXT, TOLERANCE, sampling
-from tests.producer_workers.engines.conftest import Folders, Run
+from tests.producer_workers.engines.conftest import FIRST, Folders
+from tests.producer_workers.engines.conftest import Run as RunOnLoop
 from tests.producer_workers.engines.tiny_model import reference_logprobs, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -35,16 +53,16 @@ WAITS_S = (0.1, 0.2, 0.4, 0.8, 0.05, 1.6, 3.2)
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return three versions, each as far from the one before as a large step of an optimizer."""
+    """Return four versions, each as far from the one before as a large step of an optimizer.
+
+    A step changes a few percent of the weights, as one of RL does in bfloat16.
+    """
     root = tmp_path_factory.mktemp("history")
     folders = [write_tiny_model(root / "0", seed=1)]
     draw = np.random.default_rng(1)
-    for number in (1, 2):
+    for number in (1, 2, 3):
         weights = load_file(folders[-1] / "model.safetensors")
-        changed = {
-            name: value + 0.002 * draw.standard_normal(value.shape).astype("<f4")
-            for name, value in weights.items()
-        }
+        changed = {name: value + step(draw, value.shape) for name, value in weights.items()}
         folders.append(root / str(number))
         folders[-1].mkdir()
         (folders[-1] / "config.json").write_bytes((folders[0] / "config.json").read_bytes())
@@ -52,12 +70,58 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
+def step(draw: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    changes = 0.01 * draw.standard_normal(shape) * (draw.random(shape) < 0.04)
+    return changes.astype("<f4")
+
+
 def named(number: int) -> PolicyVersion:
     return PolicyVersion("main", number)
 
 
-async def sample_through_updates(engine: Engine, history: Sequence[Path]) -> list[Generation]:
-    """Return a group whose responses span all versions, and continue in a second of the last."""
+@pytest.fixture(scope="module")
+def states(
+    history: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Run, list[ControlState]]]:
+    """Publish version 1 as changes in a folder, 2 as changes in Redis, and 3 from memory."""
+    folder = tmp_path_factory.mktemp("published")
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(Store("memory://updates")))
+        limits = RunLimits(tasks={"math": TaskLimits()})
+        run = Run.create(store, "updates", new_nonce(), limits, FIRST, "")
+
+        def publish(way: TransportName, whole_every: int, *versions: int) -> ControlState:
+            sender = open_sender(
+                way,
+                store,
+                run.keys,
+                folder / way,
+                keep=2,
+                host="127.0.0.1",
+                whole_every=whole_every,
+            )
+            stack.callback(sender.close)
+            for version in versions:
+                save = partial(shutil.copytree, history[version], dirs_exist_ok=True)
+                published = sender.write(named(version), save)
+            return ControlState(1, Mode.RUN, (), named(versions[-1]), *published)
+
+        states = [publish("folder", 4, 0, 1), publish("redis", 4, 1, 2), publish("gloo", 1, 3)]
+        manifests = [
+            (Path(states[0].weights_path) / folder_manifest.NAME).read_bytes(),
+            VersionStore(store, run.keys).find(str(named(2))) or b"",
+        ]
+        assert all(delta.NAME in folder_manifest.files_of(manifest) for manifest in manifests)
+        yield run, states
+
+
+async def sample_through_updates(
+    engine: Engine, history: Sequence[Path], run: Run, states: Sequence[ControlState]
+) -> list[Generation]:
+    """Return a group whose responses span all versions, which a worker gets by each transport."""
+    inbox = Inbox()
+    inbox.open()
+    controlled = ControlledEngine(engine, WeightSource(run), inbox)
     for wait_s in WAITS_S:
         await engine.load_weights(history[0], named(0))
         running = [
@@ -66,11 +130,14 @@ async def sample_through_updates(engine: Engine, history: Sequence[Path]) -> lis
             )
             for n in range(MEMBERS)
         ]
-        for number, folder in list(enumerate(history))[1:]:
+        for state in states:
             await asyncio.sleep(wait_s)
-            await engine.load_weights(folder, named(number))
+            while not await controlled.update(state):
+                assert not controlled.refusal
+                await inbox.read(math.inf)
         made = await asyncio.gather(*running)
         if all(len(one.spans) == len(history) for one in made):
+            await controlled.close()
             return made
     raise AssertionError("the updates never came in the middle of the responses")
 
@@ -102,9 +169,11 @@ def group_of(made: Sequence[Generation]) -> RolloutGroup:
 @pytest.mark.parametrize("keeps", [False, True], ids=["clear", "keep"])
 def test_the_stamp_of_each_token_names_the_weights_that_made_it(
     vllm_engine: Engine,
-    run: Run[list[Generation]],
+    run: RunOnLoop[list[Generation]],
     history: list[Path],
+    states: tuple[Run, list[ControlState]],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     keeps: bool,
 ) -> None:
     """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do.
@@ -112,7 +181,8 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
     Later ones are closer to those of their own version than to those of the one before it.
     """
     monkeypatch.setattr(vllm_engine, "_keeps_cache", keeps)
-    made = run(sample_through_updates(vllm_engine, history))
+    made = run(sample_through_updates(vllm_engine, history, *states))
+    assert "reading the folder" not in caplog.text  # instead of the trainer's memory
     by_span = distances(history, made)
     assert by_span[0].max() < TOLERANCE
     if not keeps:
@@ -129,7 +199,7 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
 
 def test_a_kept_cache_is_for_running_requests_only(
     vllm_engine: Engine,
-    run: Run[Any],
+    run: RunOnLoop[Any],
     folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

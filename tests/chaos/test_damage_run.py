@@ -1,0 +1,25 @@
+"""A key of a live run is damaged under real processes; `make chaos-damage` tries all kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buffer.store.keys import TABLE
+from tests.chaos.damage_run import CLIENTS, all_trials, run_trials
+from tests.chaos.damaged_keys import TARGETS
+from tests.chaos.harness import Plan
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_every_kind_of_key_has_a_trial() -> None:
+    assert {target.row for target in TARGETS} == set(TABLE)
+
+
+def test_a_run_that_loses_its_control_state_is_repaired_and_ends(tmp_path: Path) -> None:
+    trials = all_trials("control deleted")
+    assert run_trials(Plan(seed=1, seconds=0.0, faults=0), tmp_path, print, trials) == []
+    assert trials[0].ended.keys() == set(CLIENTS)
+    assert trials[0].repaired

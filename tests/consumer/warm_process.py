@@ -1,0 +1,36 @@
+"""Programs of tests that need torch, forked from one process that has imported it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(
+    ["pytest", "tests.consumer.learner.sharded_learner", "tests.consumer.many_lives"]
+)
+
+
+def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) -> str:
+    """Run a program in a process of its own, and return what it printed; assert that it succeeds.
+
+    A pytest process must not fork it: it has threads.
+    """
+    folder.mkdir(exist_ok=True)
+    printed = folder / "printed"
+    process = _context.Process(target=_run, args=(printed, program, *args))
+    process.start()
+    process.join()
+    text = printed.read_text(encoding="utf-8")
+    assert process.exitcode == 0, text[-4000:]
+    return text
+
+
+def _run(printed: Path, program: Callable[..., None], *args: Any) -> None:
+    descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    program(*args)

@@ -1,0 +1,58 @@
+"""`rolloutmq run` while its keys are damaged, and what a user does then. Minutes: `pytest -m chaos`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from buffer.store.keys import Keys
+from tests.chaos.damaged_keys import damage
+from tests.pipeline.site import Site
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+KEYS = (
+    ("control", "deleted"),
+    ("meta", "deleted"),
+    ("ledger:train", "deleted"),
+    ("jobs:sums:fresh", "retyped"),
+    ("leases", "retyped"),
+    ("pool:sums:completed", "retyped"),
+    ("report", "retyped"),
+)
+
+
+def is_repaired(site: Site) -> bool:
+    """Repair once more; refused while a process that was killed counts as alive."""
+    where = ("--run-dir", str(site.run_dir))
+    repair = site.start_module(["rolloutmq"], "fsck", "--repair", "--yes", *where)
+    code = repair.wait()
+    assert code == 0 or "was alive" in repair.said(), repair.said()
+    return code == 0
+
+
+@pytest.mark.parametrize(("name", "way"), KEYS)
+def test_a_launched_run_ends_with_the_key_is_repaired_and_finishes(
+    name: str, way: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    site = Site(tmp_path / "site", tiny_model, steps=12)
+    try:
+        launched = site.start("run")
+        site.until_step(2)
+        key = Keys(site.name).prefix + name
+        with site.server.connect() as client:
+            damage(client, key, way, is_string=False)
+        code = launched.wait()
+        assert "Traceback" not in site.words(), site.words()
+        assert code == 0 or (code == 5 and key in launched.said()), site.words()
+        server = site.start_module(["rolloutmq"], "server", "--run-dir", str(site.run_dir))
+        site.until(lambda: site.server.is_running, "the server")
+        site.until(lambda: is_repaired(site), "the repair")
+        server.end(signal.SIGINT)
+        again = site.start("run")
+        assert again.wait() == 0
+        site.check()
+    finally:
+        site.close()
