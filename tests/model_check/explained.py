@@ -7,7 +7,6 @@ from __future__ import annotations
 
 EXPLAINED: dict[str, tuple[str, ...]] = {
     "needs a caller against the protocol (a checkpoint of another run, a prompt that was not stored, a take before the pools are clamped, a commit of more than is trained, a step behind the committed one): tests/buffer/batches/test_trainer.py, test_batches.py, tests/buffer/groups/test_producing.py": (
-        "chaos | commit | keep = math.min(keep, committed) | keep = committed",
         "I3 | enqueue | if samples > 0 and size == 0 then | if false then",
         "I6 | commit | keep = math.min(keep, committed) | {'retain_batches': 9}",
         "I6 | take_batch | if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end | {'retain_batches': 9}",
