@@ -78,10 +78,6 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I12 | take_batch | #!lua flags=allow-oom | #!lua",
         "I12 | commit | #!lua flags=allow-oom | #!lua",
     ),
-    "needs a result that is repeated behind the end of its group, which the client does only after an outage: story a_repeated_call_is_harmless": (
-        "I13 | submit | if payload == token then return {'OK', held[8]} end",
-        "I13 | submit | if status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then | if false then",
-    ),
     "needs a command that arrives again behind a claim and a second failure: story a_call_that_is_repeated_late_is_harmless": (
         "I13 | requeue | or held[8] == operation",
     ),

@@ -343,8 +343,10 @@ def _changed(before: Image, after: Image) -> dict[bytes, Any]:
 
 
 def _code(reply: Any) -> str:
-    """Return the first word of what a script replied."""
-    return reply[0] if isinstance(reply, list) and reply and isinstance(reply[0], str) else ""
+    """Return the first word of what a script replied; a pipeline returns a list of replies."""
+    while isinstance(reply, list) and reply:
+        reply = reply[0]
+    return reply if isinstance(reply, str) else ""
 
 
 def _brief(pending: Pending) -> str:
