@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer.model.limits import RunLimits
+from tests.model_check.canonical import LEASE_MS
+from tests.model_check.operations import Called
 from tests.model_check.server_image import Image
 from tests.model_check.state_invariants import (
     LANES,
@@ -52,13 +54,16 @@ def check_call(what: str, before: Image, after: Image, reply: Any) -> None:
         rule(before, after, reply)
 
 
-def check_role(
-    what: str, args: tuple[Any, ...], before: Image, after: Image, now_ms: int, limits: RunLimits
+def check_caller(
+    called: Called,
+    args: tuple[Any, ...],
+    before: Image,
+    after: Image,
+    now_ms: int,
+    limits: RunLimits,
 ) -> None:
-    """I7: a process that was replaced changes nothing, nor one that waits for a living one.
-
-    `args` are those of the operation of such a process.
-    """
+    """Check what a call changed by who made it; `args` are those of its operation."""
+    what = called.what
     role = ROLE_OF.get(what)
     holder = control(before).get(role, b"") if role else b""
     if role and holder != args[0].encode():
@@ -70,6 +75,66 @@ def check_role(
         silent_ms = now_ms - int(control(before)[opened + b"_seen_ms"])
         if abs(silent_ms) < limits.role_timeout_ms:
             _unchanged(f"I7: {what} beside a living {opened.decode()}", before, after)
+    if what in ("claim", "enqueue") and _is_full(before, limits):
+        queues = [{gid for _, gid in stream(image, b"fresh")} for image in (before, after)]
+        assert queues[0] == queues[1], f"I12: {what} starts groups above the low mark"
+    if what == "reap":
+        _check_times(before, after, now_ms)
+    if what == "release" and args[2] == "handback" and before.numbers != after.numbers:
+        gid = args[1].gid.encode()
+        tries = [int(record(image, gid)[b"tries"]) for image in (before, after)]
+        assert tries[1] == tries[0] - 1, f"I11: {gid!r} was given back, and counts as tried"
+    if what in ("claim", "heartbeat", "reconcile"):
+        _check_worker(what, args, before, after, now_ms)
+    if what == "reconcile" and called.reply[0] == "OK":
+        mine = held(before).get(args[0].encode(), {})
+        tokens = [mine.get(job.gid.encode()) == job.token.encode() for job in args[4]]
+        lost = [n for n, is_mine in enumerate(tokens, 1) if not is_mine]
+        replied = [int(n) for n in called.reply[1:]]
+        assert replied == lost, f"I2: {args[0]} learns of {replied}, not of {lost}"
+
+
+def _is_full(image: Image, limits: RunLimits) -> bool:
+    """Return whether the payloads of a run exceed its low mark, and running work will free some."""
+    counted = plain(image, b"bytes", {})
+    stored = int(counted.get(b"came", 0)) - int(counted.get(b"went", 0))
+    will_free = plain(image, b"leases", {}) or ledger(image, b"taken") > ledger(image, b"freed")
+    return 0 < limits.low_bytes <= stored and bool(will_free)
+
+
+def _check_times(before: Image, after: Image, now_ms: int) -> None:
+    """I11: nobody loses a lease to an outage, or keeps one because the clock was set back."""
+    clock = plain(before, b"clock", {})
+    seen_ms, grace_ms = (int(clock.get(name, b"0")) for name in (b"seen_ms", b"grace_until_ms"))
+    was_out = bool(seen_ms) and not 0 <= now_ms - seen_ms <= LEASE_MS / 2
+    for worker, fields in held(before).items() if was_out or now_ms < grace_ms else ():
+        lost = fields.keys() - held(after).get(worker, {}).keys()
+        assert not lost, f"I11: {worker!r} loses {lost} to an outage"
+    for worker, deadline_ms in plain(after, b"leases", {}).items():
+        assert deadline_ms <= now_ms + LEASE_MS, f"I11: a lease of {worker!r} far ahead"
+
+
+def _check_worker(
+    what: str, args: tuple[Any, ...], before: Image, after: Image, now_ms: int
+) -> None:
+    worker = args[0].encode()
+    registered = plain(before, b"worker:" + worker, {}).get(b"nonce")
+    if what == "claim" and registered != args[1].encode():
+        _unchanged("I2: a claim of another registration", before, after)
+    old = held(before).get(worker, {})
+    if what == "claim" and str(args[3]).encode() != control(before)[b"weights"]:
+        assert held(before) == held(after), f"I10: {worker!r} claims with the weights {args[3]}"
+    acks = [plain(image, b"worker:" + worker, {}).get(b"ack") for image in (before, after)]
+    if acks[0] != acks[1]:
+        assert acks[1] == control(before)[b"epoch"], f"I10: a receipt for {acks[1]!r}"
+    if what == "heartbeat" and {(job.gid, job.token) for job in args[4]} != {
+        (gid.decode(), token.decode()) for gid, token in old.items()
+    }:
+        times = [plain(image, b"leases", {}).get(worker) for image in (before, after)]
+        assert times[0] == times[1], f"I2: {worker!r} renews other groups than it holds"
+    for gid in old.keys() - held(after).get(worker, {}).keys() if what == "reconcile" else ():
+        age_ms = abs(now_ms - int(record(before, gid)[b"claimed_ms"]))
+        assert age_ms > LEASE_MS, f"I2: {gid!r}, claimed {age_ms} ms ago, is taken back"
 
 
 def _unchanged(what: str, before: Image, after: Image) -> None:
@@ -188,6 +253,13 @@ def _open_positions(header: bytes) -> int:
     return sum(note.endswith(b":-") for note in notes.split(b","))
 
 
+def _reaped(before: Image, after: Image, reply: list[Any]) -> None:
+    for worker, fields in held(before).items():
+        lost = fields.keys() - held(after).get(worker, {}).keys()
+        is_registered = b"nonce" in plain(after, b"worker:" + worker, {})
+        assert not (lost and is_registered), f"I2: {worker!r} may still claim, and lost {lost}"
+
+
 def _mode_changed(before: Image, after: Image, reply: list[Any]) -> None:
     old, new = control(before), control(after)
     if old[b"mode"] != new[b"mode"] or old[b"lanes"] != new[b"lanes"]:
@@ -204,6 +276,7 @@ RULES: dict[str, Callable[[Image, Image, list[Any]], None]] = {
     "submit": _submitted,
     "take_batch": _taken,
     "enqueue": _enqueued,
+    "reap": _reaped,
     "quarantine": _quarantined,
     "refill": _positions_are_kept,
     "control": _mode_changed,

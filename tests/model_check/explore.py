@@ -16,10 +16,7 @@ from tests.model_check.world import Budget, State, World
 
 
 class Violation(AssertionError):
-    """A history that breaks an invariant, found behind `states` states in `depth` moves."""
-
-    states = 0
-    depth = 0
+    """A history that breaks an invariant."""
 
 
 @dataclass
@@ -53,13 +50,14 @@ def explore(
     From one of `finish_each` states, the run is finished (0: from none).
     """
     with frozen(world.clock):
-        first = _checked(None, partial(world.start, processes, budget), Explored())
-        return _explore(world, first, most_states, seconds, finish_each)
+        first = checked(None, partial(world.start, processes, budget))
+        return explore_from(world, first, most_states, seconds, finish_each)
 
 
-def _explore(
+def explore_from(
     world: World, first: State, most_states: int, seconds: float, finish_each: int
 ) -> Explored:
+    """Explore from any state, with the clock of the world frozen."""
     end = time.monotonic() + seconds
     first_key = world.key_of(first)
     seen = {first_key}
@@ -70,7 +68,7 @@ def _explore(
         for move in world.moves(state):
             explored.moves += 1
             here = (path, move.label)
-            after = _checked(here, move.happen, explored)
+            after = checked(here, move.happen)
             key = first_key if after is None else world.key_of(after)
             if after is None or key in seen:
                 continue
@@ -78,21 +76,19 @@ def _explore(
             explored.states += 1
             if finish_each and explored.states % finish_each == 0:
                 explored.finished += 1
-                _checked(here, partial(finish, world, after), explored)
+                checked(here, partial(finish, world, after))
             queue.append((after, here, explored.depth + 1))
     explored.is_whole = not queue
     explored.calls = world.calls
     return explored
 
 
-def _checked(path: Path, happen: Callable[[], T], explored: Explored) -> T:
+def checked(path: Path, happen: Callable[[], T]) -> T:
+    """Return what `happen` does; raise Violation, with the history, for any error of it."""
     try:
         return happen()
     except Exception as error:  # every error of a history is a finding
-        violation = Violation(f"{type(error).__name__}: {error}\nafter\n{_history(path)}")
-        violation.states = explored.states
-        violation.depth = explored.depth + 1
-        raise violation from error
+        raise Violation(f"{type(error).__name__}: {error}\nafter\n{_history(path)}") from error
 
 
 def _history(path: Path) -> str:

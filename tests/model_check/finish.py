@@ -35,7 +35,8 @@ def _all_kinds(state: State) -> tuple[Process, ...]:
     """Return the processes, with one of each kind that a run needs."""
     groups = max(1, len(find_places(state.image)))
     kinds = {type(process) for process in state.processes}
-    needed = (Producer(groups), Worker("w9"), Trainer(0), Janitor())
+    janitor = Janitor(("reap", "refresh", "expire_waiting"))
+    needed = (Producer(groups), Worker("w9"), Trainer(0), janitor)
     present = (*state.processes, *(one for one in needed if type(one) not in kinds))
     return tuple(_with_room(process, groups) for process in present)
 

@@ -205,4 +205,37 @@ HISTORIES = (
         waiting=1,
         limits={"max_tries": 1},
     ),
+    History("a heartbeat is overtaken", (W0,), Budget(ticks=1), waiting=2),
+    History(
+        "calls of a producer arrive late", (PRODUCER._replace(groups=3),), Budget(late_calls=1)
+    ),
+    History(
+        "a worker without heartbeats",
+        (W0._replace(beats=False), Janitor()),
+        Budget(ticks=4),
+        waiting=1,
+    ),
+    History(
+        "memory is almost full",
+        (W0, W1, PRODUCER._replace(groups=3)),
+        Budget(),
+        waiting=2,
+        limits={"low_bytes": 300},
+    ),
+    History(
+        "open positions are filled",
+        (TRAINER._replace(steps=1, batch=2), W0._replace(beats=False)),
+        Budget(bad_groups=1),
+        waiting=1,
+        ready=2,
+    ),
+    History("a worker confirms a pause", (Operator(0), W0), Budget(pauses=1), waiting=1),
+    History("a worker has old weights", (TRAINER, W0._replace(beats=False)), Budget(), 1, 1),
+    History(
+        "a trainer dies while it opens the run",
+        (Trainer(0),),
+        Budget(deaths=1, late_calls=1),
+        ready=1,
+    ),
+    History("a worker gives a group back", (W0,), Budget(handbacks=1), waiting=1),
 )

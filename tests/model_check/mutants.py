@@ -1,35 +1,44 @@
 """Look for each mutation of the scripts with the model checker.
 
-`RESULTS` has one line per mutation: its name, the history that finds it (empty: none does), the
-states and the depth at which that history finds it, and what breaks.
+`RESULTS` has one line per mutation: its name, the history that finds it (empty: none does), and what
+breaks.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 
-from buffer.store.scripts import Script, library
+from buffer.store.scripts import library
 from tests.buffer.invariants.batch_mutations import BATCHES
 from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
 from tests.buffer.invariants.mutation import Mutation
 from tests.buffer.invariants.one_place_mutations import ONE_PLACE
 from tests.buffer.invariants.running_mutations import RUNNING
-from tests.model_check.explore import Violation, explore
+from tests.chaos import mutations as chaos_mutations
+from tests.model_check.explore import Violation, checked, explore, explore_from
 from tests.model_check.histories import HISTORIES, History
-from tests.model_check.world import World
+from tests.model_check.operations import Finished
+from tests.model_check.server_image import frozen
+from tests.model_check.world import SETTINGS, Made, State, World
 
-MUTATIONS = [*ONE_PLACE, *BATCHES, *RUNNING, *BYTE_COUNT]
+_OF_CHAOS = [
+    Mutation("chaos", file, old, lambda _: None, new=new)
+    for file, old, new in chaos_mutations.MUTATIONS.values()
+]
+_ALL = [*_OF_CHAOS, *ONE_PLACE, *BATCHES, *RUNNING, *BYTE_COUNT]
+MUTATIONS = list({(one.file, one.old, one.new, str(one.limits)): one for one in _ALL}.values())
+"""each once, although several tests use some"""
 RESULTS = Path(__file__).with_name("mutations.tsv")
-ROUNDS = (50, 200)
-"""States of each history: a mutation that shows early in any history is found first."""
-
-FINISH_EACH = 100
+STATES = 400
+"""of each history, with the scripts as they are"""
+BRANCHES, STATES_OF_A_BRANCH = 3, 40
+"""explored of each history, from calls that a mutated script carries out in another way"""
 
 
 class Result(NamedTuple):
@@ -37,8 +46,6 @@ class Result(NamedTuple):
 
     name: str
     history: str = ""
-    states: int = 0
-    depth: int = 0
     broken: str = ""
 
 
@@ -50,58 +57,77 @@ def name_of(mutation: Mutation) -> str:
     return " | ".join([mutation.invariant, mutation.file, *texts, *limits])
 
 
-class _Recorded(dict[str, Script]):
-    """Scripts that note which of them are called."""
-
-    def __init__(self, scripts: Mapping[str, Script]) -> None:
-        super().__init__(scripts)
-        self.called: set[str] = set()
-
-    def __getitem__(self, name: str) -> Script:
-        self.called.add(name)
-        return super().__getitem__(name)
-
-
 def find(mutation: Mutation) -> Result:
-    """Return how the histories find a mutation."""
+    """Return which history finds a mutation.
+
+    Each call of a changed script, in the states that the scripts as they are lead to, is carried
+    out by the mutated one; where it does something else, what follows is explored, too.
+    """
     name = name_of(mutation)
     scripts = mutation.scripts()
     changed = {one for one, script in scripts.items() if script.source != library()[one].source}
-    histories = [history for history in HISTORIES if changed & _called_in(history)]
-    for most_states in ROUNDS:
-        for history in histories:
-            try:
-                _explore(history, scripts, mutation.limits, most_states)
-            except Violation as violation:
-                broken = str(violation).partition("\n")[0][:100]
-                return Result(name, history.name, violation.states, violation.depth, broken)
-    return Result(name, broken="" if histories else "no history calls it")
+    histories = [one for one in HISTORIES if changed & {call.what for call in _seen(one, {})[1]}]
+    differs = False
+    for history in histories:
+        world, made = _seen(history, _unlike(history, mutation))
+        world.use_scripts(scripts)
+        try:
+            differs |= _follow(world, [call for call in made if call.what in changed])
+        except Violation as violation:
+            return Result(name, history.name, str(violation).partition("\n")[0][:100])
+    return Result(name, "", _NOT_FOUND[bool(histories) + differs])
 
 
-@cache
-def _called_in(history: History) -> set[str]:
-    """Return the scripts that the operations of a history call within its first states."""
-    scripts = _Recorded(library())
-    _explore(history, scripts, {}, ROUNDS[-1])
-    return scripts.called
+_NOT_FOUND = ("no history calls it", "no call of a history is changed by it", "it breaks nothing")
 
 
-def _explore(
-    history: History, scripts: Mapping[str, Script], limits: Mapping[str, Any], most_states: int
-) -> None:
-    world = World({**history.limits, **limits}, history.prepare, scripts)
+def _follow(world: World, made: list[Made]) -> bool:
+    """Carry out calls with other scripts; return whether one of them changed something else."""
+    branches = []
+    with frozen(world.clock):
+        for call in made:
+            after, came = checked(None, partial(world.call_server, call.state, call.pending))
+            is_other = isinstance(came, Finished) or came.reply != call.reply
+            if is_other or after.numbers != call.after.numbers:
+                branches.append(call.state)
+        for state in branches[:BRANCHES]:
+            _explore_branch(world, state)
+    return bool(branches)
+
+
+def _explore_branch(world: World, state: State) -> None:
+    """Raise Violation for mutated scripts, unless those of the product end alike."""
+    mutated = world.store.scripts
     try:
-        # finishing calls almost every script: only where what is called does not matter
-        finish_each = 0 if isinstance(scripts, _Recorded) else FINISH_EACH
-        explore(
-            world,
-            history.processes,
-            history.budget,
-            most_states=most_states,
-            finish_each=finish_each,
-        )
+        explore_from(world, state, STATES_OF_A_BRANCH, 1e9, STATES_OF_A_BRANCH // 2)
+    except Violation as found:
+        world.use_scripts(library())
+        try:
+            explore_from(world, state, STATES_OF_A_BRANCH, 1e9, STATES_OF_A_BRANCH // 2)
+        except Violation:
+            return
+        raise found
     finally:
-        world.close()
+        world.use_scripts(mutated)
+
+
+_worlds: dict[tuple[str, str], tuple[World, list[Made]]] = {}
+
+
+def _seen(history: History, limits: Mapping[str, Any]) -> tuple[World, list[Made]]:
+    """Return a world in which a history was explored with the scripts as they are, and its calls."""
+    name = (history.name, str(limits))
+    if name not in _worlds:
+        world = World({**history.limits, **limits}, history.prepare)
+        explore(world, history.processes, history.budget, most_states=STATES, finish_each=100)
+        _worlds[name] = (world, list(world.made))
+    return _worlds[name]
+
+
+def _unlike(history: History, mutation: Mutation) -> dict[str, Any]:
+    """Return the limits that a mutation needs, if the history has others."""
+    same = SETTINGS | dict(history.limits)
+    return {name: value for name, value in mutation.limits.items() if same.get(name) != value}
 
 
 def look_for_mutations(only: str, results: Path) -> int:
@@ -121,5 +147,5 @@ def look_for_mutations(only: str, results: Path) -> int:
 def read_results(results: Path) -> Iterator[Result]:
     if results.exists():
         with results.open(encoding="utf-8", newline="") as file:
-            for name, history, states, depth, broken in csv.reader(file, "excel-tab"):
-                yield Result(name, history, int(states), int(depth), broken)
+            for row in csv.reader(file, "excel-tab"):
+                yield Result(*row)

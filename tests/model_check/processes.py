@@ -14,7 +14,7 @@ from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
 from buffer.model.ids import group_id
 from buffer.model.job import Job
-from buffer.model.manifest import Manifest
+from buffer.model.manifest import Manifest, NotReady
 from buffer.rollouts.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending
 
@@ -45,10 +45,11 @@ class Worker(NamedTuple):
     """the newest state of the control hash that it knows"""
     under_way: tuple[Pending | None, Pending | None] = (None, None)
     capacity: int = 1
+    beats: bool = True
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         main, beat = self.under_way
-        if beat is None and self.is_registered:
+        if beat is None and self.is_registered and self.beats:
             held = tuple(job for job, _ in self.jobs)
             beats = (self.name, self.nonce, self.weights, self.epoch, held)
             yield Start(1, Pending("heartbeat", beats))
@@ -95,7 +96,7 @@ class Worker(NamedTuple):
         return self._replace(jobs=tuple(held for held in self.jobs if held[0] not in lost))
 
     def reborn(self, new_name: NewName) -> Worker:
-        return Worker(self.name, new_name(), capacity=self.capacity)
+        return Worker(self.name, new_name(), capacity=self.capacity, beats=self.beats)
 
 
 class Producer(NamedTuple):
@@ -217,12 +218,16 @@ class Trainer(NamedTuple):
             case "open_trainer", Finished(error=LedgerError()):
                 # two trainers that wait for each other have no checkpoints in common
                 is_newest = pending.args[3] == done.checkpoints[-1]
-                assert not is_newest or not self.takes_over, over.error
+                is_kept = is_newest or self.kept > 1
+                assert not is_kept or not self.takes_over, over.error
                 return done
             case (("take" | "quarantine" | "refill"), Finished(Manifest() as manifest, None)):
                 size = len(manifest.entries) + manifest.open_places.total()
                 assert size == self.batch, f"I4: {size} groups instead of {self.batch}"
                 return done._replace(manifest=manifest, todo="train")
+            case "take", Finished(NotReady(checkpoint_now=True), None):
+                # nothing is started until a commit frees memory
+                return done._replace(todo="commit")
             case (("take" | "refill" | "set_target" | "hold"), Finished(_, None)):
                 return done
             case "beat", Finished(_, None):

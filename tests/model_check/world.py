@@ -17,7 +17,7 @@ from buffer.run import Run
 from buffer.store import in_memory
 from buffer.store.scripts import Script
 from tests.model_check import operations
-from tests.model_check.call_invariants import STALE, check_call, check_role
+from tests.model_check.call_invariants import STALE, check_call, check_caller
 from tests.model_check.canonical import LEASE_MS, Keys
 from tests.model_check.operations import TASK, Called, Finished, Pending, SteppedStore
 from tests.model_check.processes import FIRST, Process, Producer, Start, Trainer
@@ -58,6 +58,9 @@ class Budget(NamedTuple):
 SLICED = {"commit", "forget", "rescore"}
 """Scripts that do a bounded part of their work: a repeated call does the next one."""
 
+SETTINGS: dict[str, Any] = {"stale_threshold": STALE, "max_tries": 2, "lease_ms": LEASE_MS}
+"""limits of every run"""
+
 _CLOCK_S = {"ticks": 0.45, "jumps": 5.0, "setbacks": -2.0}
 
 
@@ -81,6 +84,16 @@ class Move(NamedTuple):
     happen: Callable[[], State | None]
 
 
+class Made(NamedTuple):
+    """A call of the server: of an operation in a state, the server after it, and the reply."""
+
+    what: str
+    state: State
+    pending: Pending
+    after: Image
+    reply: Any
+
+
 class World:
     """Carries out moves on one in-memory server."""
 
@@ -96,8 +109,7 @@ class World:
         self.store.around = self._carry_out
         if scripts is not None:
             self.store.scripts = scripts
-        settings = {"stale_threshold": STALE, "max_tries": 2, "lease_ms": LEASE_MS, **limits}
-        self.limits = RunLimits(**{"tasks": {TASK: TaskLimits()}, **settings})
+        self.limits = RunLimits(**{"tasks": {TASK: TaskLimits()}, **SETTINGS, **limits})
         with frozen(self.clock):
             self.run = Run.create(self.store, "run", RUN_NONCE, self.limits, FIRST, "/0")
         self.database = in_memory._servers[self.store.url].dbs[0]
@@ -109,6 +121,8 @@ class World:
         self.calls = 0
         self._histories: dict[PayloadRef, tuple[PolicyVersion, ...]] = {}
         self._known: dict[Any, tuple[Image, Called | Finished, Finished | None]] = {}
+        self.made: list[Made] = []
+        """every call that was carried out, each once"""
 
     def close(self) -> None:
         self.store.close()
@@ -233,19 +247,32 @@ class World:
         """
         name = (state.image.numbers, state.now_s, pending)
         if name not in self._known:
-            self.clock.now_s = state.now_s
-            self.images.put_back(state.image)
-            came = operations.advance(self.run, self.store, pending)
-            image = self.images.take()
-            if isinstance(came, Called) and pending.name != "pause":
-                now_ms = int(state.now_s * 1000)
-                check_role(came.what, pending.args, state.image, image, now_ms, self.limits)
-            check_state(image, self.limits)
+            image, came = self.call_server(state, pending)
             over = came if isinstance(came, Finished) else self._over(pending, came)
             if over is not None and isinstance(over.result, Claim):
                 self._read_histories(over.result.jobs)
             self._known[name] = (image, came, over)
+            if isinstance(came, Called):
+                self.made.append(Made(came.what, state, pending, image, came.reply))
         return self._known[name]
+
+    def call_server(self, state: State, pending: Pending) -> tuple[Image, Called | Finished]:
+        """Carry out the next call of an operation, and check what it did."""
+        self.clock.now_s = state.now_s
+        self.images.put_back(state.image)
+        came = operations.advance(self.run, self.store, pending)
+        image = self.images.take()
+        if isinstance(came, Called) and pending.name != "pause":
+            now_ms = int(state.now_s * 1000)
+            check_caller(came, pending.args, state.image, image, now_ms, self.limits)
+        check_state(image, self.limits)
+        return image, came
+
+    def use_scripts(self, scripts: Mapping[str, Script]) -> None:
+        """Call other scripts from now on."""
+        self.store.scripts = self.run.store.scripts = scripts
+        self._known.clear()
+        self.made.clear()
 
     def _over(self, pending: Pending, came: Called) -> Finished | None:
         further = pending._replace(replies=(*pending.replies, came.reply))
