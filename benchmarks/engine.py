@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
-from buffer.config.engine import VllmConfig
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.engine import SimulatedConfig
-from buffer.rollouts.distributions import Fixed
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run

@@ -22,8 +22,8 @@ from benchmarks.figure import Figure
 from benchmarks.fleet import Meter, read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
+from buffer.config.distributions import Bimodal, Distribution, LogNormal
 from buffer.model.ids import group_id
-from buffer.rollouts.distributions import Bimodal, Distribution, LogNormal
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run

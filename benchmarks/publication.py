@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.config.engine import TransformersConfig
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.engine import TransformersConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender

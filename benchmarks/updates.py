@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.config.engine import VllmConfig
-from buffer.config.learner import LearnerConfig
-from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.learner import LearnerConfig
+from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
-from buffer.config.engine import VllmConfig
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits

@@ -13,11 +13,11 @@ from pathlib import Path
 import orjson
 
 from buffer.config.config import ProducingConfig
-from buffer.config.dataset import ImagesSection
-from buffer.config.engine import VllmConfig
 from buffer.config.fingerprint import origin_of
-from buffer.config.strategy import FILTERS
-from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
+from buffer.config.sections.dataset import ImagesSection
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.strategy import FILTERS
+from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.monitoring.tracing import Tracer

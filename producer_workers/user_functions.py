@@ -11,8 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from buffer.config.config import ProducingConfig
-from buffer.config.sandbox import BUBBLEWRAP, is_url
-from buffer.config.task import TaskSection
+from buffer.config.sections.sandbox import BUBBLEWRAP, is_url
+from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError, raise_together
 from buffer.model.dotted_path import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order

@@ -167,7 +167,9 @@ def _drop_output() -> None:
 
 
 def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
-    from buffer.store.url import mask_url  # here, because it imports redis, which takes 0.1 s
+    from buffer.store.connection.url import (
+        mask_url,  # here, because it imports redis, which takes 0.1 s
+    )
 
     if os.environ.get("ROLLOUTMQ_DEBUG"):
         typer.echo(mask_url(traceback.format_exc()), err=True)

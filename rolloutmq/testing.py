@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from buffer.config.engine import SimulatedConfig
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import RolloutMQError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams

@@ -23,7 +23,7 @@ import pytest
 import redis
 
 from buffer.server.embedded import EmbeddedServer, valkey_binary
-from buffer.store.in_memory import open_memory
+from buffer.store.connection.in_memory import open_memory
 from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")

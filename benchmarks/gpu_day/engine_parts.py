@@ -20,8 +20,8 @@ from benchmarks.gpu_day.shapes import SHAPES, build_model
 from benchmarks.publication import update
 from benchmarks.server import memory_server
 from benchmarks.updates import Update, WatchedUpdates, figures_of
-from buffer.config.engine import VllmConfig
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status

@@ -14,7 +14,7 @@ import torch
 from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import random_groups
 from benchmarks.gpu_day.shapes import SHAPES, build_model
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from consumer.learner.learner import Learner

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
-from buffer.config.learner import LearnerConfig, LossConfig
+from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits

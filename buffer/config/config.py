@@ -13,11 +13,11 @@ from buffer.config.checks.agreement import (
     training,
 )
 from buffer.config.checks.unlikely import doubts
-from buffer.config.engine import EngineConfig, VllmConfig
-from buffer.config.learner import CriticConfig, LearnerConfig
-from buffer.config.memory_budget import MemorySection, RetentionSection
-from buffer.config.reporting import SamplesSection, WandbSection
-from buffer.config.run_settings import (
+from buffer.config.sections.engine import EngineConfig, VllmConfig
+from buffer.config.sections.learner import CriticConfig, LearnerConfig
+from buffer.config.sections.memory_budget import MemorySection, RetentionSection
+from buffer.config.sections.reporting import SamplesSection, WandbSection
+from buffer.config.sections.run_settings import (
     LaunchSection,
     LeaseSection,
     PlanSection,
@@ -25,17 +25,17 @@ from buffer.config.run_settings import (
     RedisSection,
     RunSection,
 )
-from buffer.config.section import Section
-from buffer.config.strategy import StrategySection
-from buffer.config.task import Tasks
-from buffer.config.trainer import (
+from buffer.config.sections.section import Section
+from buffer.config.sections.strategy import StrategySection
+from buffer.config.sections.task import Tasks
+from buffer.config.sections.trainer import (
     MOST_PROBLEMS,
     AuditSection,
     EvaluationSection,
     TrainerSection,
 )
-from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
-from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
+from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
+from buffer.config.sections.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.rollouts.staleness import stale_threshold

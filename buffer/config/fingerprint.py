@@ -15,13 +15,13 @@ from typing import Any
 import orjson
 
 from buffer.config.config import Config
-from buffer.config.dataset import (
+from buffer.config.sections.dataset import (
     DatasetSection,
     HuggingFaceDataset,
     PythonDataset,
     ReasoningGymDataset,
 )
-from buffer.config.task import TaskSection
+from buffer.config.sections.task import TaskSection
 from buffer.model.origin import Origin, TaskOrigin
 
 PART_BYTES = 1 << 18

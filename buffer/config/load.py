@@ -21,11 +21,11 @@ from pydantic_core import to_json
 from buffer.config.checks.agreement import disagreements
 from buffer.config.checks.problems import describe_problems
 from buffer.config.config import Config
-from buffer.config.run_settings import RunSection
-from buffer.config.task import TaskSection, inherit_held_out
+from buffer.config.sections.run_settings import RunSection
+from buffer.config.sections.task import TaskSection, inherit_held_out
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import orjson
 
 from buffer.config.config import Config
-from buffer.config.dataset import HuggingFaceDataset
-from buffer.config.task import TaskSection
+from buffer.config.sections.dataset import HuggingFaceDataset
+from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError
 from buffer.hub import Repository
 from buffer.model.origin import Origin

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from buffer.config.checks.problems import FIXED
-from buffer.config.section import Section
+from buffer.config.sections.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.model.task_mix import Reweighting, newest_parts

@@ -20,8 +20,8 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
 from buffer.model.limits import RunLimits
+from buffer.store.connection.retry import OutageClock
 from buffer.store.keys import Keys
-from buffer.store.retry import OutageClock
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.control")

@@ -20,7 +20,7 @@ from buffer.control.role_holder import Role
 from buffer.control.work import Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.store.retry import LogOnce, OutageClock
+from buffer.store.connection.retry import LogOnce, OutageClock
 
 log = logging.getLogger("rolloutmq.control")
 

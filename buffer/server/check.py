@@ -15,8 +15,8 @@ import redis
 from redis.exceptions import BusyLoadingError, ClusterDownError, NoPermissionError
 
 from buffer.errors import StoreUnsafe
-from buffer.store.nodes import Servers
-from buffer.store.url import mask_url
+from buffer.store.connection.nodes import Servers
+from buffer.store.connection.url import mask_url
 
 Level = Literal["ok", "warning", "error"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from buffer.errors import StoreError, StoreUnavailable
+from buffer.store.connection.url import mask_url
 from buffer.store.durability import NotDurable
-from buffer.store.url import mask_url
 
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     # (words of the client or the server, error, what happened, what to do); the first match wins

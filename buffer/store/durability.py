@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import TimeoutError
 
-from buffer.store.bulk_io import Command
+from buffer.store.connection.bulk_io import Command
 from buffer.store.keys import clock_beside, sync_beside
 
 WAIT_MS = 5_000

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 from redis.exceptions import NoScriptError, ResponseError
 
 from buffer.errors import RunDamaged, ScriptError
-from buffer.store.bulk_io import Command, pipelined, send
+from buffer.store.connection.bulk_io import Command, pipelined, send
+from buffer.store.connection.wrong_type import WrongType
 from buffer.store.connection_errors import is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.keys import type_below
 from buffer.store.scripts import Arg, KeysByName, Script
-from buffer.store.wrong_type import WrongType
 
 T = TypeVar("T")
 

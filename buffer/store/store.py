@@ -3,7 +3,7 @@
 The client library's own retries are off (they would run a script again whose reply was lost).
 `Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
 when repeated: every script has a natural key (I13), and payload keys are written once under a token
-of their own. `buffer.store.nodes` knows which server holds a key.
+of their own. `buffer.store.connection.nodes` knows which server holds a key.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from buffer.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
+from buffer.store.connection.bulk_io import Command, Parts, pipelined, receive, send
+from buffer.store.connection.nodes import Role, Servers
+from buffer.store.connection.retry import Backoff, OutageLog, is_transient
+from buffer.store.connection.url import SOCKET_TIMEOUT_S, mask_url
+from buffer.store.connection.wrong_type import WrongType
 from buffer.store.connection_errors import describe_connection_error, is_acl_failure
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
-from buffer.store.nodes import Role, Servers
-from buffer.store.retry import Backoff, OutageLog, is_transient
 from buffer.store.script_calls import (
     FIRST_KEY,
     ScriptCall,
@@ -37,8 +39,6 @@ from buffer.store.script_calls import (
     command_of,
 )
 from buffer.store.scripts import Arg, KeysByName, Script, library
-from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
-from buffer.store.wrong_type import WrongType
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from buffer.config.config import TrainingConfig
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ModelError
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run

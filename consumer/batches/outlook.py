@@ -39,7 +39,7 @@ from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
-from buffer.store.retry import OutageClock
+from buffer.store.connection.retry import OutageClock
 from consumer.batches.batch import Stopped
 from consumer.batches.refused_weights import RefusalWatch
 

@@ -16,7 +16,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.learner import AdvantageEstimator
+from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import WireError
 from buffer.rollouts.group import RolloutGroup
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup

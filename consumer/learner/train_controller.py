@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.config.config import TrainingConfig
-from buffer.config.learner import AdvantageEstimator
+from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from consumer.learner.advantages import session_advantages, shaped_scores

@@ -14,7 +14,7 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.weights.new_folder import new_folder
 from consumer.models.model_folder import save_model
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from buffer.config.learner import LoraConfig
+from buffer.config.sections.learner import LoraConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.weights.safetensors_files import (
     ADAPTER_CONFIG,

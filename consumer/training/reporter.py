@@ -19,7 +19,7 @@ from buffer.monitoring.token_texts import TokenTexts
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.staleness import staleness
-from buffer.store.retry import LogOnce
+from buffer.store.connection.retry import LogOnce
 from consumer.training.metric_writers import MetricWriter
 
 log = logging.getLogger("rolloutmq.trainer")

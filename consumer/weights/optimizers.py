@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from buffer.config.learner import OptimizerKind
+from buffer.config.sections.learner import OptimizerKind
 from buffer.errors import ConfigError
 from buffer.model.extras import missing_extra
 

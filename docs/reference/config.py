@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from buffer.config.config import Config
-from buffer.config.section import Section
-from buffer.config.task import JUDGES
+from buffer.config.sections.section import Section
+from buffer.config.sections.task import JUDGES
 from buffer.control.live_settings import LiveSettings
 from docs.reference.markdown import table
 

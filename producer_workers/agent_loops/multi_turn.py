@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from buffer.config.sandbox import BUBBLEWRAP
+from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall, has_ended

@@ -16,7 +16,7 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from buffer.config.sandbox import BUBBLEWRAP
+from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import ToolCall

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.dataset import ImagesSection
+from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ModelError
 from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import MediaFolder

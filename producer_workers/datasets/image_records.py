@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer.config.dataset import ImagesSection
+from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from buffer.config.dataset import (
+from buffer.config.sections.dataset import (
     DatasetSection,
     HuggingFaceDataset,
     ParquetDataset,
     PythonDataset,
     ReasoningGymDataset,
 )
-from buffer.config.dataset import (
+from buffer.config.sections.dataset import (
     JsonlDataset as JsonlSection,
 )
-from buffer.config.task import HELD_OUT
+from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
 from buffer.model.dotted_path import load_object
 from producer_workers.datasets.dataset import Dataset

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import orjson
 from pydantic import ValidationError
 
-from buffer.config.dataset import FieldName
+from buffer.config.sections.dataset import FieldName
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.sampling import StructuredOutput

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from buffer.config.engine import EngineConfig
+    from buffer.config.sections.engine import EngineConfig
     from buffer.rollouts.rollout import PolicyVersion
     from producer_workers.engines.base import Engine
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from buffer.control.control import ControlState
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.retry import Backoff
+from buffer.store.connection.retry import Backoff
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,

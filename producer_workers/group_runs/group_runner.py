@@ -34,8 +34,8 @@ from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
+from buffer.store.connection.retry import LogOnce
 from buffer.store.media_folder import MediaFolder
-from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.group_runs.failure_backoff import FailureBackoff

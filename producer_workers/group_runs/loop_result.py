@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.strategy import FILTERS
+from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status

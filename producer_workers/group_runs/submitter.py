@@ -26,7 +26,7 @@ from buffer.errors import StoreUnavailable
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.model.job import Result
 from buffer.run import Run
-from buffer.store.retry import LogOnce
+from buffer.store.connection.retry import LogOnce
 
 log = logging.getLogger("rolloutmq.worker")
 

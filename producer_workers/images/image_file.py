@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from buffer.config.dataset import ImagesSection
+from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
 from buffer.model.byte_size import format_size
 

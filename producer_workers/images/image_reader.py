@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.dataset import ImagesSection
+from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import SCHEME, MediaFolder

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from buffer.config.sandbox import BUBBLEWRAP
+from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.user_code.program import Limits

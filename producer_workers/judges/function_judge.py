@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from buffer.config.task import JudgingSection
+from buffer.config.sections.task import JudgingSection
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.checked_result import check_answer, check_answers

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from rq.job import Job
 from rq.results import Result
 
-from buffer.config.task import JudgingSection
+from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.rollouts.rollout import RolloutState
 from buffer.store.store import Store

@@ -27,14 +27,14 @@ from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from buffer.config.sandbox import BUBBLEWRAP
-from buffer.config.task import JudgingSection
+from buffer.config.sections.sandbox import BUBBLEWRAP
+from buffer.config.sections.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.server.process import OWNER, follow_owner
+from buffer.store.connection.nodes import Servers
+from buffer.store.connection.url import open_client
 from buffer.store.keys import Keys
-from buffer.store.nodes import Servers
 from buffer.store.store import Store
-from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.token_columns import columns_of

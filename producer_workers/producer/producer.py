@@ -27,7 +27,7 @@ from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.model.origin import Origin
 from buffer.run import Run
-from buffer.store.retry import LogOnce
+from buffer.store.connection.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts

@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import orjson
 
-from buffer.config.task import JUDGES, RUNS_PROGRAMS
+from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS
 from buffer.errors import RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.wire import decode

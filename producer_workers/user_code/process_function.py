@@ -27,7 +27,7 @@ from typing import Any
 
 import orjson
 
-from buffer.config.task import JudgingSection
+from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, WireError
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState

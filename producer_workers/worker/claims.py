@@ -10,7 +10,7 @@ from buffer.groups.claim import Claim
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.retry import LogOnce
+from buffer.store.connection.retry import LogOnce
 from producer_workers.worker.capacity import Vacancy
 
 log = logging.getLogger("rolloutmq.worker")

@@ -19,7 +19,7 @@ from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavai
 from buffer.model.job import Job
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.retry import LogOnce
+from buffer.store.connection.retry import LogOnce
 from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner
 from producer_workers.group_runs.inbox import HeartbeatAnswered, Inbox, PartFailed

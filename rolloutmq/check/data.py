@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from buffer.config.config import Config
-from buffer.config.task import NO_JUDGE, TaskSection
+from buffer.config.sections.task import NO_JUDGE, TaskSection
 from buffer.errors import ConfigError, HubError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.config.task import RUNS_PROGRAMS, TaskSection
+from buffer.config.sections.task import RUNS_PROGRAMS, TaskSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer

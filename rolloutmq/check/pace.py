@@ -12,9 +12,9 @@ from math import ceil
 import numpy as np
 
 from buffer.config.config import Config
-from buffer.config.engine import SimulatedConfig, VllmConfig
-from buffer.config.task import TaskSection
-from buffer.rollouts.distributions import Distribution, LogNormal
+from buffer.config.distributions import Distribution, LogNormal
+from buffer.config.sections.engine import SimulatedConfig, VllmConfig
+from buffer.config.sections.task import TaskSection
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import drawn_lengths
 from producer_workers.simulation.setting import Interruption, Outcome, Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from buffer.config.config import Config
-from buffer.config.engine import VllmConfig
+from buffer.config.sections.engine import VllmConfig
 from buffer.model.byte_size import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens

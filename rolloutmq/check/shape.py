@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from buffer.config.config import Config
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.errors import HubError, ModelError
 from buffer.weights.safetensors_files import read_header
 

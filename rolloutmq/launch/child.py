@@ -15,7 +15,7 @@ from pathlib import Path
 
 from buffer.errors import ConfigError, RankLost, RolloutMQError, RunError
 from buffer.server.process import OWNER
-from buffer.store.retry import Backoff
+from buffer.store.connection.retry import Backoff
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which a restart would fail in the same way."""

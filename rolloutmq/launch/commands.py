@@ -11,7 +11,7 @@ from buffer.config.load import load_config
 from buffer.config.sources import fetch
 from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
 from rolloutmq.presets import find_config

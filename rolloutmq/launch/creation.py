@@ -12,7 +12,7 @@ from buffer.config.config import TrainingConfig
 from buffer.config.sources import fetch
 from buffer.open_run import open_store
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 from consumer.training.checkpoint import make_run
 from rolloutmq.launch.preparation import prepare_model, prepare_problems, start_server
 

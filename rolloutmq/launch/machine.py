@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from buffer.config.config import Config
-from buffer.config.engine import HttpConfig, VllmConfig
+from buffer.config.sections.engine import HttpConfig, VllmConfig
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import EXTRAS
 from rolloutmq.launch.placement import Placement, count_gpus, place

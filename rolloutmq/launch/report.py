@@ -14,7 +14,7 @@ from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.run import Run
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 from consumer.training.step_log import Evaluations, read_evaluations
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from buffer.config.config import TrainingConfig
-from buffer.config.dataset import ReasoningGymDataset
+from buffer.config.sections.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
 from buffer.monitoring.console import console as open_console
 from consumer.models.tiny_model import build_tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from buffer.store.bulk_io import Command
+from buffer.store.connection.bulk_io import Command
 from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, library
 from tests.buffer.keyspace import changed, dump

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer.store.bulk_io import Command
+from buffer.store.connection.bulk_io import Command
 from buffer.store.scripts import Arg, KeysByName
 from buffer.store.store import Store
 

@@ -16,11 +16,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from buffer.config.engine import SimulatedConfig
-from buffer.config.task import JudgingSection
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
+from buffer.config.sections.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
@@ -144,7 +144,7 @@ def sweep(run: Run) -> None:
 
 
 def judge(url: str) -> None:
-    from buffer.config.sandbox import BUBBLEWRAP
+    from buffer.config.sections.sandbox import BUBBLEWRAP
     from producer_workers.judges.rq_worker import JudgePool
 
     JudgePool(judge_url(url), RUN, {judge_spec(): BUBBLEWRAP}, 1).run()

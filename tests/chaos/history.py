@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from buffer.store.bulk_io import Command
+from buffer.store.connection.bulk_io import Command
 from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName
 from buffer.store.store import Store

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.config.engine import SimulatedConfig
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.rollouts.sampling import SampleParams

@@ -14,7 +14,7 @@ from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store import in_memory
+from buffer.store.connection import in_memory
 from buffer.store.scripts import Script
 from tests.model_check import operations
 from tests.model_check.call_invariants import STALE, check_call, check_caller

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.task import JudgingSection
+from buffer.config.sections.task import JudgingSection
 from buffer.control.control import STATE_FIELDS, Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState

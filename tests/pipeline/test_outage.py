@@ -13,7 +13,7 @@ from buffer.errors import ProducerGone
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.server.embedded import EmbeddedServer
-from buffer.store import retry as outage_clock
+from buffer.store.connection import retry as outage_clock
 from buffer.store.store import Store
 from consumer.batches import outlook as batch_outlook
 from consumer.batches.outlook import BatchOutlook

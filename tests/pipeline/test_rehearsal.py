@@ -16,11 +16,11 @@ import openai
 import pytest
 
 from buffer.config.config import ProducingConfig
-from buffer.config.engine import SimulatedConfig
+from buffer.config.distributions import Fixed
 from buffer.config.load import load_config
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.model.ids import new_nonce
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store

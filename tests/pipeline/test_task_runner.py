@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from buffer.config.engine import SimulatedConfig
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import GROUP_TIME
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.engine import TransformersConfig
+from buffer.config.sections.engine import TransformersConfig
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.config.engine import SimulatedConfig
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire
-from buffer.rollouts.distributions import Fixed
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams

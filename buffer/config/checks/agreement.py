@@ -11,15 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from buffer.config.dataset import ReasoningGymDataset
-from buffer.config.engine import EngineConfig, HttpConfig, VllmConfig
-from buffer.config.learner import CriticConfig, LearnerConfig
-from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
-from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection, RunSection
-from buffer.config.strategy import StrategySection
-from buffer.config.task import TaskSection
-from buffer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
-from buffer.config.worker import ProducerSection, WorkerSection
+from buffer.config.sections.dataset import ReasoningGymDataset
+from buffer.config.sections.engine import EngineConfig, HttpConfig, VllmConfig
+from buffer.config.sections.learner import CriticConfig, LearnerConfig
+from buffer.config.sections.memory_budget import MemoryNeed, MemorySection, RetentionSection
+from buffer.config.sections.run_settings import (
+    LaunchSection,
+    PlanSection,
+    PolicySection,
+    RunSection,
+)
+from buffer.config.sections.strategy import StrategySection
+from buffer.config.sections.task import TaskSection
+from buffer.config.sections.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from buffer.config.sections.worker import ProducerSection, WorkerSection
 from buffer.rollouts.staleness import stale_threshold
 
 TaskSections = Mapping[str, TaskSection]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from buffer.config.checks.agreement import Check, TaskSections, run_checks, training
-from buffer.config.engine import EngineConfig
-from buffer.config.learner import LearnerConfig
-from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection
-from buffer.config.strategy import StrategySection
-from buffer.config.task import TaskSection
-from buffer.config.trainer import EvaluationSection
-from buffer.config.worker import WorkerSection
+from buffer.config.sections.engine import EngineConfig
+from buffer.config.sections.learner import LearnerConfig
+from buffer.config.sections.run_settings import LaunchSection, PlanSection, PolicySection
+from buffer.config.sections.strategy import StrategySection
+from buffer.config.sections.task import TaskSection
+from buffer.config.sections.trainer import EvaluationSection
+from buffer.config.sections.worker import WorkerSection
 
 Strategies = Mapping[str, StrategySection]
 """The strategy of each task, its own keys included."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.config.engine import TransformersConfig
+from buffer.config.sections.engine import TransformersConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.safetensors_files import is_adapter

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from uuid import uuid4
 
-from buffer.config.engine import HttpConfig
+from buffer.config.sections.engine import HttpConfig
 from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.engines.http.server import CompletionServer
 from producer_workers.engines.model_folder import (

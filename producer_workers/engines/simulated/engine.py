@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.engine import SimulatedConfig
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines.base import (

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.engine import VllmConfig
+from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion, VersionSpan, expert_rows
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.engine import VllmConfig
+from buffer.config.sections.engine import VllmConfig
 from buffer.errors import RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.config.load import load_config
-from buffer.config.sandbox import is_url
+from buffer.config.sections.sandbox import is_url
 from buffer.config.sources import fetch
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
@@ -27,7 +27,7 @@ from rolloutmq.presets import find_config
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
-    from buffer.config.task import TaskSection
+    from buffer.config.sections.task import TaskSection
     from buffer.run import Run
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker

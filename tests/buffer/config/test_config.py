@@ -6,15 +6,15 @@ import pytest
 from pydantic import ValidationError
 
 from buffer.config.config import Config
-from buffer.config.dataset import JsonlDataset
 from buffer.config.load import load_config, parse_settings
-from buffer.config.run_settings import PolicySection, RedisSection
-from buffer.config.task import SampleParamsSection
+from buffer.config.sections.dataset import JsonlDataset
+from buffer.config.sections.run_settings import PolicySection, RedisSection
+from buffer.config.sections.task import SampleParamsSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 
 GOOD = """
 [run]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from buffer.config.config import Config
-from buffer.config.engine import VllmConfig
 from buffer.config.load import load_config
-from buffer.config.task import JUDGES
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.task import JUDGES
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from producer_workers.judges.load import load_judge, make_judge

@@ -10,7 +10,7 @@ import pytest
 
 from buffer.config.config import Config
 from buffer.config.load import load_config
-from buffer.config.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
+from buffer.config.sections.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
 from buffer.model.byte_size import format_size
 

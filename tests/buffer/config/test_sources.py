@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from buffer.config.config import Config
-from buffer.config.dataset import HuggingFaceDataset
 from buffer.config.fingerprint import origin_of
 from buffer.config.load import validate_config
+from buffer.config.sections.dataset import HuggingFaceDataset
 from buffer.config.sources import NOTE, fetch
 from buffer.errors import ConfigError
 from tests.fake_hub import FakeHub, fake_hub

@@ -12,9 +12,9 @@ import redis
 
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
 from buffer.server.check import Finding, check_server, require_safe
+from buffer.store.connection.retry import is_transient
+from buffer.store.connection.url import open_client
 from buffer.store.connection_errors import describe_connection_error
-from buffer.store.retry import is_transient
-from buffer.store.url import open_client
 from tests.servers import SAFE, Server, start_redis
 
 

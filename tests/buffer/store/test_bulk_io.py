@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import PayloadMissing, RunDamaged, StoreError
-from buffer.store.bulk_io import Parts
+from buffer.store.connection.bulk_io import Parts
 from buffer.store.payloads import Upload
 from tests.buffer.scene import Scene
 

@@ -20,8 +20,8 @@ from buffer.errors import ConfigError, Fenced, StoreUnavailable
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.server.embedded import valkey_binary
+from buffer.store.connection.url import open_client
 from buffer.store.store import Store
-from buffer.store.url import open_client
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
 from tests.sentinels import Watched, start_watched

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+from buffer.store.connection.receive_memory import SLAB_BYTES, receive_memory
 from buffer.store.payloads import Upload
-from buffer.store.receive_memory import SLAB_BYTES, receive_memory
 from tests.buffer.scene import Scene
 
 

@@ -18,10 +18,10 @@ from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, Stor
 from buffer.model.ids import new_nonce
 from buffer.run import Run
 from buffer.server.embedded import valkey_binary
-from buffer.store.retry import is_transient
+from buffer.store.connection.retry import is_transient
+from buffer.store.connection.url import open_client
 from buffer.store.scripts import library
 from buffer.store.store import Store
-from buffer.store.url import open_client
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
 from tests.servers import SAFE, Server, _find_redis

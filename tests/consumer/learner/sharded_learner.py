@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from buffer.config.learner import CriticConfig, LearnerConfig
+from buffer.config.sections.learner import CriticConfig, LearnerConfig
 from buffer.rollouts.group import RolloutGroup
 from consumer.learner.critic import Critic
 from consumer.learner.learner import Learner

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.learner import AdvantageEstimator
+from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import WireError
 from consumer.learner.advantages import (
     dr_grpo_advantages,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
+from buffer.config.sections.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ConfigError, GradientNotFinite, ModelError
 from buffer.rollouts.group import RolloutGroup
 from consumer.learner.advantages import grpo_advantages

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from buffer.config.learner import CriticConfig, LearnerConfig, LossConfig
+from buffer.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.batch_table import BatchTable
 from consumer.learner.critic import Critic, packed_gae, value_loss

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from buffer.config.learner import Attention, LearnerConfig
+from buffer.config.sections.learner import Attention, LearnerConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.batch_table import BatchTable
 from consumer.learner.learner import Learner

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
+from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.errors import DatasetError, ModelError
 from buffer.monitoring.token_texts import TokenTexts
 from buffer.weights.new_folder import new_folder

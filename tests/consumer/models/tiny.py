@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.warm_start import TinyModelConfig
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status
 from consumer.learner.learner import Learner

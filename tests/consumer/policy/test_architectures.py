@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ModelError
 from buffer.rollouts.batch_table import BatchTable
 from consumer.learner.learner import Learner

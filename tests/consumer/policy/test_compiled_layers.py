@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError
 from consumer.learner.learner import Learner
 from tests.consumer.learner.sharded_learner import Life

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from buffer.config.config import TrainingConfig
-from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
+from buffer.config.sections.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ModelError
 from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
 from consumer.learner.learner import Learner

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, WireError
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.engine import TransformersConfig
-from buffer.config.learner import LearnerConfig, LossConfig
+from buffer.config.sections.engine import TransformersConfig
+from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.config.checks.agreement import disagreements
-from buffer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
-from buffer.config.run_settings import LaunchSection
-from buffer.config.trainer import TrainerSection
+from buffer.config.sections.learner import CriticConfig, LearnerConfig, OptimizerKind
+from buffer.config.sections.run_settings import LaunchSection
+from buffer.config.sections.trainer import TrainerSection
 from buffer.errors import ConfigError, ModelError
 from consumer.learner.critic import Critic
 from consumer.learner.learner import Learner

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer.config.task import TaskSection
+from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError
 from buffer.rollouts.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of

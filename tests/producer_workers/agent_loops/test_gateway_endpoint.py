@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from buffer.config.engine import SimulatedConfig
-from buffer.rollouts.distributions import Fixed
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta

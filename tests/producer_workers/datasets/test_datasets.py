@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from buffer.config.dataset import FieldName, HuggingFaceDataset, ParquetDataset, PythonDataset
-from buffer.config.dataset import JsonlDataset as JsonlSection
+from buffer.config.sections.dataset import (
+    FieldName,
+    HuggingFaceDataset,
+    ParquetDataset,
+    PythonDataset,
+)
+from buffer.config.sections.dataset import JsonlDataset as JsonlSection
 from buffer.errors import ConfigError, DatasetError
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem

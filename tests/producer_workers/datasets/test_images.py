@@ -17,9 +17,19 @@ import pytest
 from PIL import Image
 
 from buffer.config.config import Config
-from buffer.config.dataset import ImagesSection, JsonlDataset, ParquetDataset, PythonDataset
-from buffer.config.engine import EngineConfig, HttpConfig, SimulatedConfig, TransformersConfig
 from buffer.config.load import load_config
+from buffer.config.sections.dataset import (
+    ImagesSection,
+    JsonlDataset,
+    ParquetDataset,
+    PythonDataset,
+)
+from buffer.config.sections.engine import (
+    EngineConfig,
+    HttpConfig,
+    SimulatedConfig,
+    TransformersConfig,
+)
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams

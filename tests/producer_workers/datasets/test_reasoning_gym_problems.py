@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.dataset import JsonlDataset as JsonlSection
-from buffer.config.dataset import ReasoningGymDataset
-from buffer.config.task import HELD_OUT
+from buffer.config.sections.dataset import JsonlDataset as JsonlSection
+from buffer.config.sections.dataset import ReasoningGymDataset
+from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError
 from producer_workers.datasets import reasoning_gym as reasoning_gym_problems
 from producer_workers.datasets.files import JsonlDataset

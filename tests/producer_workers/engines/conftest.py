@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from buffer.config.engine import HttpConfig, SimulatedConfig, VllmConfig
-from buffer.rollouts.distributions import Fixed
+from buffer.config.distributions import Fixed
+from buffer.config.sections.engine import HttpConfig, SimulatedConfig, VllmConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import psutil
 
-from buffer.config.engine import VllmConfig
+from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines import build_engine

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.engine import SimulatedConfig
-from buffer.rollouts.distributions import Bimodal, Distribution, Fixed, LogNormal
+from buffer.config.distributions import Bimodal, Distribution, Fixed, LogNormal
+from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (

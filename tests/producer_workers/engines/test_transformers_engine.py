@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from buffer.config.engine import EngineConfig, TransformersConfig
+from buffer.config.sections.engine import EngineConfig, TransformersConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams

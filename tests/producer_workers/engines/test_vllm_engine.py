@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from buffer.config.engine import VllmConfig
+from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.config.config import ProducingConfig, TrainingConfig
-from buffer.config.dataset import ImagesSection
 from buffer.config.load import load_config
+from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run

@@ -20,8 +20,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from buffer.config.engine import VllmConfig
-from buffer.config.learner import LearnerConfig
+from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.config.task import JudgingSection, TaskSection
+from buffer.config.sections.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

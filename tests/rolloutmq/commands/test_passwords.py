@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.url import mask_url
+from buffer.store.connection.url import mask_url
 from rolloutmq.command_list import all_commands
 from tests.rolloutmq.conftest import ROOT, Command
 from tests.rolloutmq.populate import Scene

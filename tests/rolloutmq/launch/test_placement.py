@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config.engine import SimulatedConfig, VllmConfig
-from buffer.config.run_settings import LaunchSection
+from buffer.config.sections.engine import SimulatedConfig, VllmConfig
+from buffer.config.sections.run_settings import LaunchSection
 from buffer.errors import ConfigError
 from rolloutmq.launch.placement import Placement, count_gpus, place
 

@@ -27,7 +27,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
-from buffer.store.wrong_type import NamingClient
+from buffer.store.connection.wrong_type import NamingClient
 
 # greedy up to the last "@": a password may hold unescaped ":" and "@", and it is safe to mask too
 # much; a URL with a missing or misspelled scheme may hold a password as well
@@ -61,7 +61,7 @@ def open_client(
     Raises ConfigError for a bad URL.
     """
     if url.startswith("memory:"):
-        from buffer.store.in_memory import open_memory
+        from buffer.store.connection.in_memory import open_memory
 
         return open_memory(url, name)
     settings: dict[str, Any] = {

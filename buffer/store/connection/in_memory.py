@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError
-from buffer.store.wrong_type import NamingClient
+from buffer.store.connection.wrong_type import NamingClient
 
 try:
     import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts

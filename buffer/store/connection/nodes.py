@@ -17,8 +17,8 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
-from buffer.store.retry import SYSTEM_RANDOM
-from buffer.store.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
+from buffer.store.connection.retry import SYSTEM_RANDOM
+from buffer.store.connection.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
 T = TypeVar("T")
 

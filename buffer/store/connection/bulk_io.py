@@ -20,8 +20,8 @@ import hiredis
 import redis
 from redis.exceptions import ResponseError
 
-from buffer.store.receive_memory import receive_memory
-from buffer.store.wrong_type import named
+from buffer.store.connection.receive_memory import receive_memory
+from buffer.store.connection.wrong_type import named
 
 log = logging.getLogger("rolloutmq.buffer")
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from buffer.config.dataset import DatasetSection, ImagesSection
-from buffer.config.memory_budget import estimate_group_bytes
-from buffer.config.run_settings import Name
-from buffer.config.sandbox import BUBBLEWRAP, Sandbox, is_url
-from buffer.config.section import YEAR_S, Count, Section
-from buffer.config.strategy import StrategySection
+from buffer.config.sections.dataset import DatasetSection, ImagesSection
+from buffer.config.sections.memory_budget import estimate_group_bytes
+from buffer.config.sections.run_settings import Name
+from buffer.config.sections.sandbox import BUBBLEWRAP, Sandbox, is_url
+from buffer.config.sections.section import YEAR_S, Count, Section
+from buffer.config.sections.strategy import StrategySection
 from buffer.model.byte_size import format_size
 from buffer.model.dotted_path import is_dotted_path
 from buffer.rollouts.compression import MAX_BYTES

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from buffer.config.section import Count, DottedPath, Section
+from buffer.config.sections.section import Count, DottedPath, Section
 from buffer.errors import ConfigError
 from buffer.hub import Repository, is_id, repository
 from buffer.model.byte_size import Bytes

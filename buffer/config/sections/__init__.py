@@ -1,0 +1,1 @@
+"""One file per section of the configuration, with bounds and defaults."""
