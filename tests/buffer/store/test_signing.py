@@ -18,7 +18,10 @@ OTHER_RUN = RUN[::-1]
 GID = "math-0000000001"
 CLAIM = "c1"
 BYTES = b"\x83group"
-W1, W2, STRANGER, MAKER = map(Key.new, ("w1", "w2", "stranger", PRODUCER))
+W1, W2, STRANGER, MAKER = (
+    Key(name, f"{number:x}" * 64)  # the same in each process that collects these tests
+    for number, name in enumerate(("w1", "w2", "stranger", PRODUCER), 10)
+)
 
 
 def ref(gid: str = GID, token: str = CLAIM) -> PayloadRef:
