@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Literal, cast
 
 from buffer.control.control import ControlState, Mode, shorten_reason
+from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.rollouts.staleness import staleness
 from buffer.store.keys import Keys
@@ -76,6 +77,7 @@ class TaskStops:
             "halt",
             self._keys.slots(task=task),
             {
+                "operation": new_nonce(),
                 "nonce": nonce,
                 "task": task,
                 "kind": halt.kind,

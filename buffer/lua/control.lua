@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- control: change the mode of a run. Trainer (around weight updates) and operator have a mode each: the operator's pause
 -- survives the trainer's continue. If both pause, the stricter mode applies, with the lanes that both leave open.
--- include: bells, clock, control_changes, control_state, events, role_silence
+-- include: bells, clock, control_changes, control_state, events, operations, role_silence
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST
@@ -17,12 +17,9 @@
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
--- the newest changes: one that arrives again behind a later one does not undo it
-local done = redis.call('HGET', control, who .. '_ops') or ''
-if string.find(done, operation, 1, true) then return {'OK', unpack(control_state(control))} end
+if not begin_operation(control, who .. '_ops', operation) then return {'OK', unpack(control_state(control))} end
 
-done = string.sub(operation .. ' ' .. done, 1, 500)
-redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_ops', done)
+redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes)
 local trainer = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms', 'trainer_mode')
 local is_gone = (trainer[1] or '') == '' or silence_ms(now_ms(), trainer[2]) >= (orphan_ms or math.huge)
 if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then

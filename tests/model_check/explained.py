@@ -82,7 +82,10 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I13 | requeue | or held[8] == operation",
     ),
     'breaks no invariant of one state, only the wish of the operator: story a_call_that_is_repeated_late_is_harmless, history "an operator interferes" finished from each state': (
-        "I13 | control | operation .. ' ' .. done | operation",
+        "I13 | include/operations | operation .. ' ' .. done | operation",
+    ),
+    "needs two different reports of one producer: story a_call_that_is_repeated_late_is_harmless": (
+        "I13 | halt | begin_operation(progress, 'halt_ops', operation) | true",
     ),
     "needs a group with tokens that expires while its run retries nothing: story bytes_follow_what_expires": (
         "I12 | refresh | went = went + num(record[5])",

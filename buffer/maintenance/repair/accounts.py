@@ -11,7 +11,8 @@ from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import ENDS, IMPORTED_FROM
 
 _TEXTS = {
-    "enqueue_op", "order_by", "stopped", "error", "failing_worker", "halt", "halt_reason",
+    "enqueue_op", "order_by", "stopped", "error", "failing_worker", "halt", "halt_ops",
+    "halt_reason",
 }  # fmt: skip
 """Fields of an account that are not numbers."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from buffer.batches.ledger import BAD_GROUPS, BAD_WINDOW_MS
 from buffer.control.control import Mode
+from buffer.control.task_status import TaskStop
 from buffer.errors import StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion, Status
@@ -255,9 +256,11 @@ def a_call_that_is_repeated_late_is_harmless(scene: Scene) -> None:
     scene.run.jobs.requeue(gid)
     scene.pause()
     scene.run.control.publish_weights(scene.trainer, PolicyVersion("l0", 1), "/1", "")
+    scene.run.task_stops.publish(scene.producer, "math", TaskStop("enough", 1))
     del store.call
-    assert [call[0] for call in said] == ["requeue", "control", "publish_weights"]
+    assert [call[0] for call in said] == ["requeue", "control", "publish_weights", "halt"]
     scene.pause(Mode.RUN)
+    scene.run.task_stops.publish(scene.producer, "math", TaskStop())
     scene.run.control.publish_weights(scene.trainer, PolicyVersion("l0", 2), "/2", "")
     scene.claim(weights=PolicyVersion("l0", 2))
     before = scene.dump()

@@ -249,7 +249,7 @@ RUNNING = [
     ),
     Mutation(
         "I13",
-        "control",
+        "include/operations",
         "string.find(done, operation, 1, true)",
         running.a_repeated_call_is_harmless,
         new="false",
@@ -263,10 +263,17 @@ RUNNING = [
     ),
     Mutation(
         "I13",
-        "control",
+        "include/operations",
         "operation .. ' ' .. done",
         running.a_call_that_is_repeated_late_is_harmless,
         new="operation",
+    ),
+    Mutation(
+        "I13",
+        "halt",
+        "begin_operation(progress, 'halt_ops', operation)",
+        running.a_call_that_is_repeated_late_is_harmless,
+        new="true",
     ),
     Mutation(
         "I13",
