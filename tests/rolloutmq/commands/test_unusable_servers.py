@@ -63,14 +63,20 @@ def web_server() -> Iterator[int]:
 
     def answer() -> None:
         while True:
-            connection, _ = listening.accept()
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # shut down
+                return
             with connection:
                 connection.recv(4096)
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=answer, daemon=True).start()
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
         yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 @pytest.mark.parametrize("name", [*PATIENT, "status", "doctor"])

@@ -70,6 +70,9 @@ def legend(chromium: Chrome, chart: str) -> str:
 
 def until_legend(chromium: Chrome, chart: str, words: str) -> None:
     until(chromium, "Training")
+    # a chart is drawn when it comes into view
+    place = chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}]")
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
     WebDriverWait(chromium, PATIENCE_S).until(lambda b: words in legend(b, chart), f"no {words!r}")
 
 
@@ -147,6 +150,7 @@ def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
 ) -> None:
     log_steps(steps, [0.5] * 2300, first=4)
     go(chromium, address, "run")
+    until_legend(chromium, "parts", "wait")
     until_legend(chromium, "reward", "mean 0.5")
     reset = chromium.find_element(By.ID, "reset-zoom")
     assert not reset.is_displayed()
