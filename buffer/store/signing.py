@@ -86,7 +86,7 @@ class Key:
         if worker is None and len(keys) == 1:
             worker = next(iter(keys))
         if worker not in keys:
-            known = ", ".join(keys) or "nobody"
+            known = ", ".join(keys) or "no worker"
             raise ConfigError(
                 f"{file} has keys of {known}, not of {worker or 'one worker'}",
                 hint="give a worker the key of its --id, or leave --id out",
