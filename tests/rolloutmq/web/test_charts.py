@@ -70,10 +70,14 @@ def legend(chromium: Chrome, chart: str) -> str:
 
 def until_legend(chromium: Chrome, chart: str, words: str) -> None:
     until(chromium, "Training")
-    # a chart is drawn when it comes into view
     place = chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}]")
-    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
-    WebDriverWait(chromium, PATIENCE_S).until(lambda b: words in legend(b, chart), f"no {words!r}")
+
+    def is_shown(browser: Chrome) -> bool:
+        # a chart is drawn when it comes into view, and what loads above it moves it out again
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
+        return words in legend(browser, chart)
+
+    WebDriverWait(chromium, PATIENCE_S).until(is_shown, f"no {words!r}")
 
 
 def cursors(chromium: Chrome) -> list[str]:
