@@ -18,6 +18,7 @@ from producer_workers.engines.base import Engine, EngineDeadError, Generation
 from producer_workers.worker import engine_restarts
 from tests.pipeline.yard import FIRST, SLOW_S, Yard
 from tests.producer_workers.engines.tiny_model import write_tiny_model
+from tests.producer_workers.engines.warm_vllm import fork_engines
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +119,14 @@ class WatchedVllm:
 
 @pytest.mark.vllm
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
-    make_yard: Callable[..., Yard], tmp_path: Path
+    make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kill the engine in the middle of generation; another engine finishes the other groups.
 
     The first engine is a pair of shards, of which one is killed; the second is one process. The
     third, which nobody kills, is simulated.
     """
+    fork_engines(monkeypatch)
     yard = make_yard(max_tries=2)
     poison, *others = yard.enqueue(4, (400, 400))
     model = write_tiny_model(tmp_path / "model", seed=1)

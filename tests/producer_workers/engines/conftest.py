@@ -1,4 +1,4 @@
-"""Share one event loop, tiny models, one vLLM engine and one vLLM server (15 s each to start)."""
+"""Share one event loop, tiny models, one vLLM engine and one vLLM server."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.pipeline.handover import announce
 from tests.producer_workers.engines.tiny_adapter import write_adapter
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.producer_workers.engines.vllm_server import vllm_server
+from tests.producer_workers.engines.warm_vllm import fork_engines
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
@@ -51,6 +52,14 @@ class Folders:
     second: Path
     truncated: Path
     wider: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_engines() -> Iterator[None]:
+    """Only the engine in a process of its own starts as a worker's does: test_vllm_processes.py."""
+    with pytest.MonkeyPatch.context() as patched:
+        fork_engines(patched)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +141,7 @@ def vllm_engine(running_vllm: Engine, run: Run[None], folders: Folders) -> Itera
 @pytest.fixture
 def simulated_engine(run: Run[None]) -> Iterator[Engine]:
     config = SimulatedConfig(
-        first_token_s=Fixed(value=0.005), token_s=Fixed(value=0.0004), max_num_seqs=32
+        first_token_s=Fixed(value=0.005), token_s=Fixed(value=0.002), max_num_seqs=32
     )
     engine = build_engine(config, Path(), FIRST)
     run(engine.start())

@@ -175,7 +175,7 @@ def test_a_static_server_keeps_its_version_and_loses_no_token(
             whole = await generate(engine, greedy)
 
             running = asyncio.create_task(generate(engine, greedy))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             await engine.pause("keep")
             await engine.resume()
             kept = await running

@@ -32,6 +32,7 @@ from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.images.image_file import png_of
 from producer_workers.images.image_reader import ImageReader, ReadImage
+from tests.producer_workers.engines.conformance import CATCH_S, LONG, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (
     picture,
@@ -43,8 +44,6 @@ from tests.servers import Server
 pytestmark = pytest.mark.vllm
 
 GID = "see-0000000001"
-LONG = 700
-TOLERANCE = 2e-3
 PICTURES = [picture(1, 56, 28), picture(2, 60, 100)]
 """2 and 8 tokens."""
 IMAGE = 320
@@ -112,10 +111,6 @@ def refs(media: MediaFolder) -> list[MediaRef]:
         MediaRef(kind="image", uri=uri, tokens=tokens)
         for uri, tokens in zip(uris, (2, 8), strict=True)
     ]
-
-
-def sampling(tokens: int, **more: Any) -> SampleParams:
-    return SampleParams(max_tokens=tokens, min_tokens=tokens, **more)
 
 
 async def generate(
@@ -197,7 +192,7 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 
 async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
     """Abort the same while some but not all tokens are made."""
-    for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
+    for wait_s in CATCH_S:
         task = asyncio.create_task(generate(engine, params))
         await asyncio.sleep(wait_s)
         await engine.pause("abort")

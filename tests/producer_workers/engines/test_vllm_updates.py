@@ -39,7 +39,7 @@ from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.inbox import Inbox
 from producer_workers.group_runs.next_weights import WeightSource
-from tests.producer_workers.engines.conformance import LONG, NEXT, TOLERANCE, sampling
+from tests.producer_workers.engines.conformance import NEXT, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import FIRST, Folders
 from tests.producer_workers.engines.conftest import Run as RunOnLoop
 from tests.producer_workers.engines.tiny_model import reference_logprobs, write_tiny_model
@@ -48,7 +48,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 MEMBERS = 4
 PROMPT = np.arange(40, 60, dtype=np.int32)
-WAITS_S = (0.1, 0.2, 0.4, 0.8, 0.05, 1.6, 3.2)
+WAITS_S = (0.1, 0.05, 0.2, 0.02, 0.4, 0.8, 1.6, 3.2)
+LONG = 400
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
+import runpy
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from buffer.config.sections.engine import VllmConfig
+from producer_workers.engines.vllm import OWNER_VARIABLE
+from producer_workers.engines.vllm.api import is_cpu_build, prepare_environment
+from tests.producer_workers.engines.warm_vllm import vllm_context
+
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
     *(
@@ -29,11 +33,7 @@ ARGUMENTS = [
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     *("--worker-extension-cls", "producer_workers.engines.vllm.worker_extension.WeightLoader"),
 ]
-SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
+SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 START_S = 500.0
 
 
@@ -56,34 +56,29 @@ def vllm_server(model: Path) -> Iterator[str]:
         _end(process)
 
 
-def _start(model: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
+def _start(model: Path, log: Path) -> tuple[BaseProcess, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-    ]
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command + ARGUMENTS,
-            env=os.environ | SETTINGS,
-            cwd=ROOT,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+    prepare_environment(VllmConfig(omp_threads=1), on_cpu=is_cpu_build())
+    arguments = ["--model", str(model), "--port", str(port), *ARGUMENTS]
+    process: BaseProcess = vllm_context().Process(target=_serve, args=(log, arguments))
+    process.start()
     return process, f"http://127.0.0.1:{port}"
 
 
-def _is_up(process: subprocess.Popen[bytes], url: str) -> bool:
+def _serve(log: Path, arguments: list[str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= SETTINGS | {OWNER_VARIABLE: str(os.getpid())}
+    sys.argv = ["vllm", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _is_up(process: BaseProcess, url: str) -> bool:
     end = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end:
+    while process.is_alive() and time.monotonic() < end:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=10):
                 return True
@@ -92,8 +87,7 @@ def _is_up(process: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server and the processes that it has started, which share its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _end(process: BaseProcess) -> None:
+    """End the server; the process of its engine ends with it, by the worker extension."""
+    process.kill()
+    process.join()
