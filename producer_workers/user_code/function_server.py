@@ -21,7 +21,6 @@ from typing import Any, TypedDict
 
 import orjson
 
-from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS
 from buffer.errors import RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.wire import decode
@@ -42,7 +41,7 @@ class Order(TypedDict):
     what: str
     name: str
     memory_mb: int
-    sandbox: str
+    options: dict[str, str]
     parent: int
     fd: int
 
@@ -53,8 +52,7 @@ def main(order: Order) -> None:
     connection = socket.socket(fileno=order["fd"])
     try:
         function = load_object(order["path"], kind="function")
-        if order["path"] == JUDGES[RUNS_PROGRAMS].path:
-            function = partial(function, sandbox=order["sandbox"])
+        function = partial(function, **order["options"])
         limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported
         connection.sendall(_frame(READY, order, Outcome(error=error)))
