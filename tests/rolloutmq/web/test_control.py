@@ -6,6 +6,7 @@ import http.client
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -20,8 +21,14 @@ from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until
 
 def press(chromium: Chrome, words: str, within: str = "main") -> None:
     path = f"//{within}//button[text()='{words}']"
-    WebDriverWait(chromium, PATIENCE_S).until(lambda b: b.find_elements(By.XPATH, path), words)
-    chromium.find_element(By.XPATH, path).click()
+
+    def is_pressed(browser: Chrome) -> bool:
+        browser.find_element(By.XPATH, path).click()
+        return True
+
+    # what is shown may change between looking for a button and pressing it
+    wait = WebDriverWait(chromium, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(is_pressed, words)
 
 
 def until_mode(chromium: Chrome, scene: Scene, mode: Mode) -> None:
