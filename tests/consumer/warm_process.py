@@ -10,7 +10,12 @@ from typing import Any
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
-    ["pytest", "tests.consumer.learner.sharded_learner", "tests.consumer.many_lives"]
+    [
+        "pytest",
+        "tests.consumer.learner.sharded_learner",
+        "tests.consumer.many_lives",
+        "tests.consumer.sharded_trainer",
+    ]
 )
 
 
