@@ -26,6 +26,10 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+# A shell that starts the tests in the background lets them ignore SIGINT, and they their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Every test says which server it means; the one of whoever runs the tests is none of their
 # business.
 os.environ.pop("REDIS_URL", None)
