@@ -41,7 +41,8 @@ class Order(TypedDict):
     what: str
     name: str
     memory_mb: int
-    options: dict[str, str]
+    sandbox: str | None
+    """an argument of the judge that runs programs, which alone has one"""
     parent: int
     fd: int
 
@@ -52,7 +53,8 @@ def main(order: Order) -> None:
     connection = socket.socket(fileno=order["fd"])
     try:
         function = load_object(order["path"], kind="function")
-        function = partial(function, **order["options"])
+        if order["sandbox"] is not None:
+            function = partial(function, sandbox=order["sandbox"])
         limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported
         connection.sendall(_frame(READY, order, Outcome(error=error)))

@@ -69,11 +69,11 @@ class ProcessFunction:
         self, path: str, shape: Shape, what: str, name: str, judging: JudgingSection,
         *, is_coroutine: bool,
     ) -> None:  # fmt: skip
-        runs_programs = path == JUDGES[RUNS_PROGRAMS].path
+        # here, as the config takes longer to import than all else that such a process needs
+        takes_sandbox = path == JUDGES[RUNS_PROGRAMS].path
         self._order = Order(
             path=path, shape=shape, what=what, name=name, memory_mb=judging.memory_mb,
-            options={"sandbox": judging.sandbox} if runs_programs else {},
-            parent=os.getpid(), fd=-1,
+            sandbox=judging.sandbox if takes_sandbox else None, parent=os.getpid(), fd=-1,
         )  # fmt: skip
         self._what = what
         self._limit_s = judging.timeout_s
