@@ -15,6 +15,7 @@ _context.set_forkserver_preload(
         "pytest",
         "tests.consumer.learner.sharded_learner",
         "tests.consumer.many_lives",
+        "tests.consumer.sharded_trainer",
         "tests.forked_commands",
     ]
 )

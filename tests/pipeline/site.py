@@ -22,7 +22,7 @@ from buffer.store.store import Store
 from tests.consumer.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 100.0
+DEADLINE_S = 400.0
 
 CONFIG = """
 [run]

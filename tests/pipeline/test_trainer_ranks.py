@@ -25,7 +25,7 @@ def rank_of(launcher: Process, rank: int) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_run_survives_a_killed_rank_and_stops_in_order(make_site: Callable[..., Site]) -> None:
-    """The next life continues with as many ranks as it likes: tests/consumer/test_many_lives.py."""
+    """The next life continues with as many ranks as it likes: tests/consumer/test_ranks.py."""
     site = make_site(steps=1000)
     run = site.start("run", "--set", "launch.trainer_ranks=2")
     site.until_step(3)
