@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.utils
 from hypothesis import settings
 
 from tests.servers import redis_client, run_name, server, server_of
+from tests.shared_folders import SharedFolderScheduling
 
 # No network, no compiler warm-up, no thread pinning: tests share few cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +25,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+# A shell that starts the tests in the background lets them ignore SIGINT, and they their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every test says which server it means; the one of whoever runs the tests is none of their
 # business.
@@ -64,15 +70,27 @@ SHORT = (
     "producer_workers/judges",
 )
 """Rooms of tests that start no server and no engine."""
+LONG = ("producer_workers/engines", "pipeline", "rolloutmq")
+"""Rooms of tests that start engines, whole runs, browsers."""
 
 __all__ = ["redis_client", "run_name", "server", "server_of"]
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFolderScheduling:
+    return SharedFolderScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of short tests come last: at the end, one of two processes waits for the last file of
-    the other.
+    """Long tests come first and short ones last: at the end, a process waits for the last file of
+    another.
     """
-    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix().startswith(SHORT))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    path = item.path.relative_to(TESTS).as_posix()
+    return path.startswith(SHORT) - path.startswith(LONG)
 
 
 def pytest_collection_finish() -> None:

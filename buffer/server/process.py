@@ -1,7 +1,8 @@
 """What every process of a run sets up: its log in JSON lines, and its end with the process above.
 
 `rolloutmq run` may be killed with SIGKILL, which it cannot pass on. Its children notice that they
-have another parent, and end as after SIGTERM. With leases and checkpoints, nothing is lost.
+have another parent, and end as after SIGTERM; one that cannot, since its server is gone, too, or
+another rank, is killed ten minutes later. With leases and checkpoints, nothing is lost.
 """
 
 from __future__ import annotations
@@ -123,13 +124,17 @@ def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> 
 OWNER = "ROLLOUTMQ_OWNER_PID"
 """The environment variable with the pid of the process to follow."""
 
+ORPHAN_S = 600.0
+"""Seconds from SIGTERM to SIGKILL for a process whose owner is gone: as many as `rolloutmq run`
+gives its trainer."""
+
 _POLL_S = 1.0
 
 
 def follow_owner() -> None:
     """Send SIGTERM to this process once the process in `OWNER` is no longer its parent.
 
-    Do nothing if the variable is not set.
+    SIGKILL follows `ORPHAN_S` later. Do nothing if the variable is not set.
     """
     owner = os.environ.get(OWNER)
     if owner:
@@ -141,3 +146,6 @@ def _watch(owner: int) -> None:
     while os.getppid() == owner:
         stopped.wait(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
+    stopped.wait(ORPHAN_S)
+    # its end waits for a server or a rank that is gone, and would hold its GPU for ever
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,8 @@
-"""Run as a program: lives of a data-parallel trainer of two ranks that only records its batches.
+"""A program: lives of a data-parallel trainer of two ranks that only records its batches.
 
-argv: JSON with url, run, folder, and lives: of each the first and last step, and die_at: the step
-after whose take rank 1 exits. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0
-keeps its position. Prints how each rank ended. Single-threaded, so that it may fork: torch is
-loaded once.
+Its order: url, run, folder, and lives: of each the first and last step, and die_at: the step after
+whose take rank 1 exits. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0 keeps its position.
+Prints how each rank ended.
 """
 
 from __future__ import annotations
@@ -84,7 +83,3 @@ def main(order: dict[str, Any]) -> None:
         ranks = [fork(order, life, rank) for rank in range(RANKS)]
         ends.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
     sys.stdout.write(orjson.dumps(ends).decode())
-
-
-if __name__ == "__main__":
-    main(orjson.loads(sys.argv[1]))

@@ -1,13 +1,9 @@
-"""A data-parallel trainer of two processes: whole steps, balanced shares, and one that dies."""
+"""Balanced shares of batches, and whole steps as a torch data set (several ranks: test_ranks.py)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,63 +13,8 @@ from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset, padded_tensors
 from consumer.ranks import balanced_shares
 from tests.consumer.conftest import Trainers
-from tests.consumer.crew import at_work, wait_until
+from tests.consumer.crew import at_work
 from tests.consumer.models.tiny import make_group
-from tests.consumer.sharded_trainer import KILLED, RANKS
-from tests.servers import Server
-
-ROOT = Path(__file__).parents[2]
-
-
-def run_ranks(url: str, run: Run, folder: Path, *lives: dict[str, int]) -> list[list[int]]:
-    """How each rank of each life ended."""
-    order = {"url": url, "run": run.name, "folder": str(folder), "lives": lives}
-    command = [sys.executable, "-m", "tests.consumer.sharded_trainer", orjson.dumps(order).decode()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    ends: list[list[int]] = orjson.loads(done.stdout)
-    return ends
-
-
-def read(folder: Path, life: int, step: int) -> list[dict[str, Any]]:
-    return [
-        orjson.loads((folder / str(life) / f"{step}-{rank}.json").read_bytes())
-        for rank in range(RANKS)
-    ]
-
-
-def check_step(parts: list[dict[str, Any]]) -> None:
-    """Every group on one rank, and both hold the same manifest."""
-    assert parts[0]["manifest"] == parts[1]["manifest"]
-    assert sorted(parts[0]["gids"] + parts[1]["gids"]) == sorted(parts[0]["manifest"])
-    assert abs(parts[0]["tokens"] - parts[1]["tokens"]) <= 20  # a group has at most 4 x 5
-
-
-@pytest.mark.parametrize("server", ["valkey"], indirect=True)
-def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
-    server: Server, run: Run, tmp_path: Path
-) -> None:
-    with at_work(run, math=17):
-        wait_until(lambda: run.buffer.count("math") == 17, "all groups")
-    bad = run.buffer.peek(6, "math")[5].gid  # of the second step
-    run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
-
-    ends = run_ranks(
-        server.url, run, tmp_path, {"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}
-    )
-    assert ends[0][1] == KILLED
-    assert ends[0][0] not in (0, KILLED)  # it noticed, and did not continue alone
-    assert ends[1] == [0, 0]
-    steps = [read(tmp_path, 0, step) for step in (1, 2, 3)] + [read(tmp_path, 1, 4)]
-    assert read(tmp_path, 1, 3) == steps[2]
-    for parts in steps:
-        check_step(parts)
-    trained = [gid for parts in steps for gid in parts[0]["manifest"]]
-    assert len(set(trained)) == len(trained) == 16
-    assert bad not in trained
-    assert "WireError" in run.dead_letters.reason(bad)["reason"]
-    assert run.ledger.steps() == (4, 4, 4)
-    assert run.account.fsck().clean
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))

@@ -144,6 +144,8 @@ def test_announced_weights_that_are_replaced_altered_or_never_published(
         folder, checksum = yard.write_weights(2)
         spoil(folder)
         announced = consumer.announce_weights(2, str(folder), checksum)
+        assert "dies" in yard.run.receipts.silent(announced.epoch)
+        yard.expire_lease("dies")
         gate.set()
         consumer.wait_until_fetched(announced, unless=never)
         wait_until(lambda: "weights-2" in refusals(), "a refusal")

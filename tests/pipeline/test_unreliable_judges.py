@@ -312,6 +312,7 @@ def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
             "dead", "nonce", "n1", FIRST, 1, Serves(frozenset({TASK}), frozenset(LANES)), []
         )
         assert len(claim.jobs) == 1
+        yard.expire_lease("dead")
         gate.is_open = True
         async with yard.working(yard.worker("w1", judge=gate.score)) as other:
             await yard.until_places(completed=1)

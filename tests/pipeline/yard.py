@@ -137,6 +137,12 @@ class Yard:
     def reissue(self) -> int:
         return self.run.jobs.reissue(self.producer, TASK, "aborted", 10_000)
 
+    def expire_lease(self, worker: str) -> None:
+        """Let the last heartbeat of a worker be longer ago than a lease, and take back its groups."""
+        for key in (self.run.keys.workers, self.run.keys.leases):
+            self.store.control.zadd(key, {worker: 1}, xx=True)
+        self.run.janitor.sweep()
+
     def control(self, mode: Mode) -> ControlState:
         return self.run.control.set_mode("operator", mode)
 

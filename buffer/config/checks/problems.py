@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -118,8 +119,13 @@ def _expectation(details: ErrorDetails) -> str:
 # -- the known keys -------------------------------------------------------------------------------
 
 
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
+
+
 def _suggest(model: type[BaseModel], location: Location) -> str:
-    schema = model.model_json_schema()
+    schema = _schema(model)
     *parents, last = location
     node = _descend(schema, parents)
     key = str(last)

@@ -32,7 +32,7 @@ STEPS = 2
 CUT = 1
 CONFIG: dict[str, Any] = {
     "learning_rate": 1e-3,
-    "token_budget": 24,  # several micro-batches, and not as many on each rank
+    "token_budget": 32,  # several micro-batches, and not as many on each rank
     "updates_per_batch": 2,
     "gradient_checkpointing": True,
     "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
@@ -45,16 +45,17 @@ class Life(BaseModel):
     name: str
     model: Path
     ranks: int = 1
+    steps: int = STEPS
     options: dict[str, Any] = {}
     after: str = ""
     has_critic: bool = False
 
 
 def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
-    batch = [make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4)) for i in range(6)]
+    batch = [make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4)) for i in range(4)]
     # by optimizer step, as one rank cuts it: the updates of a batch hold the same groups however
     # many ranks there are
-    halves = [batch[:3], batch[3:]]
+    halves = [batch[:2], batch[2:]]
     own: list[RolloutGroup] = []
     for half in halves:
         share = balanced_shares([int(group.lengths.sum()) for group in half], ranks)[rank]
@@ -78,7 +79,7 @@ def live(folder: Path, life: Life, ranks: Ranks) -> None:
         with SavedState(folder / "state" / life.after, rows, ranks.rank) as state:
             controller.load_state_tensors(state)
     metrics = []
-    for step in range(CUT + 1 if life.after else 1, STEPS + 1):
+    for step in range(CUT + 1 if life.after else 1, life.steps + 1):
         metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
         if step == CUT:
             write_state(folder / "state" / life.name, controller.state_tensors(), rows, ranks)
@@ -116,6 +117,8 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def main(folder: Path, lives: Sequence[Life]) -> None:
+    if any(life.options.get("lora") for life in lives):
+        import peft  # noqa: F401  # once, not in each rank
     for life in lives:
         (folder / life.name).mkdir()
         (folder / "state" / life.name).mkdir(parents=True)

@@ -14,7 +14,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
-from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, until
+from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 
 VIEWS = (
     "run",
@@ -244,8 +244,9 @@ def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
 ) -> None:
     chromium.get("about:blank")
     errors(chromium)  # those of earlier tests
+    go(chromium, address, "run")
     for view in VIEWS:
-        go(chromium, address, view)
+        turn(chromium, view)
         for element in chromium.find_elements(
             By.CSS_SELECTOR, "button, a, input, select, summary, .plot"
         ):

@@ -1,7 +1,12 @@
-"""FSDP2 with gloo ranks: the numbers of one rank, exact resumes, and the files of one rank."""
+"""Trainers of one and of several ranks: same numbers, shared batches, and ranks that are killed.
+
+All tests whose ranks are forked are in this file: pytest-xdist gives a file to one process, and
+each process that needs ranks starts a warm process of its own.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from buffer.run import Run
 from consumer.models.model_folder import load_model
 from consumer.weights.saved_state import SavedState
+from tests.consumer import many_lives, sharded_trainer
+from tests.consumer.crew import at_work, wait_until
 from tests.consumer.learner.sharded_learner import CUT, STEPS, Life, main
 from tests.consumer.warm_process import run_in_warm_process
+from tests.servers import Server
 
 
 class Lives:
@@ -61,7 +70,7 @@ def test_ranks_train_as_one_does_and_resume_in_other_numbers(
         Life(name="two", model=model_dir, ranks=2),
         Life(name="spread", model=model_dir, ranks=2, options=spread),
         Life(name="two-two", model=model_dir, ranks=2, after="two"),
-        Life(name="two-four", model=model_dir, ranks=4, after="two"),
+        Life(name="two-three", model=model_dir, ranks=3, after="two"),
         Life(name="two-one", model=model_dir, after="two"),
     )
     for name in ("two", "spread"):
@@ -72,7 +81,7 @@ def test_ranks_train_as_one_does_and_resume_in_other_numbers(
     assert lives.metrics("two-two") == lives.metrics("two")[CUT:]
     again = lives.weights("two-two")
     assert all(torch.equal(tensor, again[name]) for name, tensor in lives.weights("two").items())
-    for name in ("two-four", "two-one"):
+    for name in ("two-three", "two-one"):
         lives.assert_same(name, "one", first=CUT)
 
     # each rank wrote about half of it, and transformers reads what they wrote together
@@ -110,8 +119,8 @@ def test_a_mixture_of_experts_is_published_under_the_names_that_it_was_loaded_fr
         tmp_path,
         Life(name="one", model=model),
         Life(name="two", model=model, ranks=2),
-        Life(name="still", model=model, options=still),
-        Life(name="two-still", model=model, ranks=2, options=still),
+        Life(name="still", model=model, steps=1, options=still),
+        Life(name="two-still", model=model, ranks=2, steps=1, options=still),
     )
     lives.assert_same("two", "one")
     start = load_file(model / "model.safetensors")
@@ -137,9 +146,87 @@ def test_adapter_and_critic_train_on_two_ranks_as_on_one(model_dir: Path, tmp_pa
         Life(name="one", options=LORA, **both),
         Life(name="two", ranks=2, options=LORA, **both),
         Life(name="again", ranks=2, options=LORA, after="one", **both),
-        Life(name="rounded", ranks=2, options=rounded, **both),
+        Life(name="rounded", ranks=2, steps=1, options=rounded, **both),
     )
     lives.assert_same("two", "one")
     lives.assert_same("again", "one", first=CUT)
     assert "critic/loss" in lives.metrics("one")[0]
     assert lives.metrics("rounded")[0] == pytest.approx(lives.metrics("one")[0], rel=0.1, abs=0.02)
+
+
+no_compiler = shutil.which("g++") is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(no_compiler, reason="needs g++")
+def test_compiled_layers_train_as_others_do_on_one_rank_and_on_several(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    options = {"compile": True}
+    lives = Lives(
+        tmp_path,
+        Life(name="plain", model=model_dir),
+        Life(name="compiled", model=model_dir, options=options),
+        Life(name="two", model=model_dir, ranks=2, options=options),
+    )
+    for name in ("compiled", "two"):
+        lives.assert_same(name, "plain")
+
+
+def read(folder: Path, life: int, step: int) -> list[dict[str, Any]]:
+    return [
+        orjson.loads((folder / str(life) / f"{step}-{rank}.json").read_bytes())
+        for rank in range(sharded_trainer.RANKS)
+    ]
+
+
+def check_step(parts: list[dict[str, Any]]) -> None:
+    """Every group on one rank, and both hold the same manifest."""
+    assert parts[0]["manifest"] == parts[1]["manifest"]
+    assert sorted(parts[0]["gids"] + parts[1]["gids"]) == sorted(parts[0]["manifest"])
+    assert abs(parts[0]["tokens"] - parts[1]["tokens"]) <= 20  # a group has at most 4 x 5
+
+
+def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
+    server: Server, run: Run, tmp_path: Path
+) -> None:
+    with at_work(run, math=17):
+        wait_until(lambda: run.buffer.count("math") == 17, "all groups")
+    bad = run.buffer.peek(6, "math")[5].gid  # of the second step
+    run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
+
+    lives = [{"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}]
+    order = {"url": server.url, "run": run.name, "folder": tmp_path, "lives": lives}
+    ends = orjson.loads(run_in_warm_process(tmp_path, sharded_trainer.main, order).splitlines()[-1])
+    assert ends[0][1] == sharded_trainer.KILLED
+    assert ends[0][0] not in (0, sharded_trainer.KILLED)  # it noticed, and did not continue alone
+    assert ends[1] == [0, 0]
+    steps = [read(tmp_path, 0, step) for step in (1, 2, 3)] + [read(tmp_path, 1, 4)]
+    assert read(tmp_path, 1, 3) == steps[2]
+    for parts in steps:
+        check_step(parts)
+    trained = [gid for parts in steps for gid in parts[0]["manifest"]]
+    assert len(set(trained)) == len(trained) == 16
+    assert bad not in trained
+    assert "WireError" in run.dead_letters.reason(bad)["reason"]
+    assert run.ledger.steps() == (4, 4, 4)
+    assert run.account.fsck().clean
+
+
+@pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])
+def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
+    model_dir: Path, tmp_path: Path, seed: int, lives: int, ranks: str
+) -> None:
+    """Check that no group is trained twice, none that was committed is missing, and batches repeat.
+
+    More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES RANKS`.
+    """
+    sizes = [int(size) for size in ranks.split(",")]
+    printed = run_in_warm_process(
+        tmp_path, many_lives.main, tmp_path / "lives", model_dir, seed, lives, sizes
+    )
+    report = orjson.loads(printed.splitlines()[-1])
+    assert report["deaths"] > 0
+    assert report["moved"] > 1e-3
+    # several ranks add up gradients in another order
+    assert report["differs"] <= (0.0 if ranks == "1" else 1e-5)
