@@ -1,7 +1,7 @@
 """Processes of vLLM for tests, forked from one process that has imported it.
 
-A start takes two seconds of a processor instead of seven. Nothing else differs from the processes
-that vLLM spawns: each is forked before it has threads, and gets the environment of who starts it.
+A start takes two seconds of a processor instead of seven. As a process that vLLM spawns, each has no
+threads at first, the environment of the one that starts it, and its children below it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = [
     "compressed_tensors",
 ]
 # Its own, since `multiprocessing` has one for all contexts: other tests preload something else.
-_server: Any = forkserver.ForkServer()  # type: ignore[attr-defined]
+_server: Any = forkserver.ForkServer()
 _server.set_forkserver_preload(PRELOADED)
 
 
