@@ -82,7 +82,8 @@ def test_values_and_all_gradients_are_those_of_full_logits(
     torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.entropy, expected[1], atol=1e-5, rtol=1e-5)
     for gradient, full in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient, full, atol=1e-5, rtol=1e-5)
+        # sums of up to 40 terms of either sign, in another order
+        torch.testing.assert_close(gradient, full, atol=1e-4, rtol=1e-4)
 
 
 def test_a_head_in_bfloat16_sums_its_gradient_over_chunks_in_float32(
