@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import redis
 
 from buffer.model.limits import RunLimits
+from buffer.store.connection.nodes import Servers
 from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import Server, store_server
@@ -24,11 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{kind}: {mark.kwargs['reason']}"))
 
 
+@cache
+def connections(url: str) -> Servers:
+    """Those of all tests: to connect, and to ask for slots, takes as long as many a test."""
+    return Servers(url, "rolloutmq")
+
+
 @pytest.fixture
-def store(server: Server) -> Iterator[Store]:
+def store(server: Server) -> Store:
     store = Store(server.url, deadline_s=5.0)
-    yield store
-    store.close()
+    if server.kind != "memory":  # which costs nothing, and notices late that a test cut it off
+        store.servers = connections(server.url)
+    return store
 
 
 @pytest.fixture
