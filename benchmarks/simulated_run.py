@@ -31,6 +31,9 @@ from rolloutmq.testing import Characters
 TASK = "math"
 ENDLESS = 1_000_000
 
+WORTH_A_PROCESS = 8
+"""Workers: a process takes most of a second to start."""
+
 
 class LengthSampler(Sampler):
     """Draws whose rollouts make exactly as many tokens as `lengths` says."""
@@ -100,6 +103,7 @@ def simulated_run(
 
 def _plans(url: str, run: str, setting: Setting, processes: int) -> list[FleetPlan]:
     names = [f"w{number}" for number in range(setting.workers)]
+    processes = min(processes, 1 + setting.workers // WORTH_A_PROCESS)
     return [
         FleetPlan(
             url,

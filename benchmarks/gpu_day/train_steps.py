@@ -76,7 +76,7 @@ def _measure(shape: str, settings: dict[str, Any], model: Path) -> tuple[float, 
     config = LearnerConfig(token_budget=16_384 if on_gpu else 2_048, **settings)
     learner = Learner(model, config, device="cuda" if on_gpu else "cpu")
     controller = TrainController(learner, "grpo")
-    prompt, response = (512, 1_536) if on_gpu else (32, 64)
+    prompt, response = (512, 1_536) if on_gpu else (8, 16)
     groups = random_groups(16 if on_gpu else 2, prompt, response, _vocabulary(learner))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

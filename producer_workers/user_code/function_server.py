@@ -21,7 +21,6 @@ from typing import Any, TypedDict
 
 import orjson
 
-from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS
 from buffer.errors import RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.wire import decode
@@ -42,7 +41,8 @@ class Order(TypedDict):
     what: str
     name: str
     memory_mb: int
-    sandbox: str
+    sandbox: str | None
+    """an argument of the judge that runs programs, which alone has one"""
     parent: int
     fd: int
 
@@ -53,7 +53,7 @@ def main(order: Order) -> None:
     connection = socket.socket(fileno=order["fd"])
     try:
         function = load_object(order["path"], kind="function")
-        if order["path"] == JUDGES[RUNS_PROGRAMS].path:
+        if order["sandbox"] is not None:
             function = partial(function, sandbox=order["sandbox"])
         limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported

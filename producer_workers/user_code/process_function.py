@@ -27,7 +27,7 @@ from typing import Any
 
 import orjson
 
-from buffer.config.sections.task import JudgingSection
+from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS, JudgingSection
 from buffer.errors import JudgeError, WireError
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
@@ -69,9 +69,11 @@ class ProcessFunction:
         self, path: str, shape: Shape, what: str, name: str, judging: JudgingSection,
         *, is_coroutine: bool,
     ) -> None:  # fmt: skip
+        # here, as the config takes longer to import than all else that such a process needs
+        takes_sandbox = path == JUDGES[RUNS_PROGRAMS].path
         self._order = Order(
             path=path, shape=shape, what=what, name=name, memory_mb=judging.memory_mb,
-            sandbox=judging.sandbox, parent=os.getpid(), fd=-1,
+            sandbox=judging.sandbox if takes_sandbox else None, parent=os.getpid(), fd=-1,
         )  # fmt: skip
         self._what = what
         self._limit_s = judging.timeout_s

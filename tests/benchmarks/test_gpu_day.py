@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import orjson
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from benchmarks.gpu_day.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 
 
-def gpu_day(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_day", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(ROOT)
+
+
+def gpu_day(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, arguments)
 
 
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
     done = gpu_day("--out", str(tmp_path / "day"))
-    assert done.returncode == 3
+    assert done.exit_code == 3
     assert "no CUDA GPU" in done.stderr
     assert not (tmp_path / "day").exists()
 
 
 def test_the_limits_of_all_parts_are_listed() -> None:
     done = gpu_day("--list")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert {"train steps 4B", "agreement", "colocated"} <= {
         line.partition("  ")[0] for line in done.stdout.splitlines()
     }
@@ -40,7 +43,7 @@ def test_the_limits_of_all_parts_are_listed() -> None:
 
 def test_a_rehearsal_measures_train_steps_and_reports_them(tmp_path: Path) -> None:
     done = gpu_day("--rehearse", "train steps tiny", "--out", str(tmp_path))
-    assert done.returncode == 0, (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert done.exit_code == 0, (tmp_path / "report.md").read_text(encoding="utf-8")
     (part,) = orjson.loads((tmp_path / "figures.json").read_bytes())
     trained = {f["section"]: f["value"] for f in part["figures"] if f["name"] == "trained"}
     assert {"train step, tiny, default", "train step, tiny, full logits"} <= trained.keys()

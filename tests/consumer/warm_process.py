@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ _context.set_forkserver_preload(
         "tests.consumer.learner.sharded_learner",
         "tests.consumer.many_lives",
         "tests.consumer.sharded_trainer",
+        "tests.forked_commands",
     ]
 )
 
@@ -32,6 +34,21 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
     text = printed.read_text(encoding="utf-8")
     assert process.exitcode == 0, text[-4000:]
     return text
+
+
+def start_command(log: Path, words: list[str], environment: dict[str, str]) -> BaseProcess:
+    """Start a `rolloutmq` command whose output is added to a file."""
+    log.touch()
+    process = _context.Process(target=_be_command, args=(log, words, environment))
+    process.start()
+    return process
+
+
+def _be_command(log: Path, words: list[str], environment: dict[str, str]) -> None:
+    # here: pytest's process needs none of what it imports
+    from tests.forked_commands import run_command
+
+    run_command(log, words, environment)
 
 
 def _run(printed: Path, program: Callable[..., None], *args: Any) -> None:

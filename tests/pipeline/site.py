@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import orjson
@@ -18,6 +19,7 @@ from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from tests.consumer.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0
@@ -68,18 +70,36 @@ learning_rate = 1e-2
 class Process:
     """A `rolloutmq` command that runs; `said()` is its output so far."""
 
-    popen: subprocess.Popen[bytes]
+    started: subprocess.Popen[bytes] | BaseProcess
     log: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.started.pid
+        return self.started.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        if isinstance(self.started, BaseProcess):
+            return self.started.exitcode
+        return self.started.poll()
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def end(self, number: signal.Signals) -> int:
-        self.popen.send_signal(number)
-        return self.popen.wait(DEADLINE_S)
+        if self.exit_code is None:
+            os.kill(self.pid, number)
+        return self.wait()
 
     def wait(self) -> int:
-        return self.popen.wait(DEADLINE_S)
+        if isinstance(self.started, BaseProcess):
+            self.started.join(DEADLINE_S)
+        else:
+            self.started.wait(DEADLINE_S)
+        assert self.exit_code is not None, self.said()
+        return self.exit_code
 
 
 @dataclass
@@ -119,23 +139,36 @@ class Site:
     # -- processes -----------------------------------------------------------
 
     def start(self, verb: str, *more: str) -> Process:
-        """`rolloutmq VERB CONFIG …` as a process."""
-        return self.start_module(["rolloutmq"], verb, str(self.config), *more)
+        """`rolloutmq VERB CONFIG …` as a process that is forked from a warm one."""
+        return self.start_words(verb, str(self.config), *more)
 
-    def start_module(self, module: list[str], verb: str, *more: str) -> Process:
-        """`python -m MODULE VERB …` as a process."""
-        log = self.folder / f"{verb}-{len(self.processes)}.log"
-        env = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "ROLLOUTMQ_OWNER_PID")}
-        if self.url:
-            env["REDIS_URL"] = self.url
+    def start_words(self, *words: str) -> Process:
+        """`rolloutmq WORD …` as a process that is forked from a warm one."""
+        log = self._new_log(words[0])
+        self.processes.append(Process(start_command(log, list(words), self._environment()), log))
+        return self.processes[-1]
+
+    def start_module(self, *words: str) -> Process:
+        """`python -m WORD …` as a process."""
+        log = self._new_log(words[0])
         with log.open("wb") as out:
             popen = subprocess.Popen(
-                [sys.executable, "-m", *module, verb, *more],
-                cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                [sys.executable, "-m", *words],
+                cwd=ROOT, env=self._environment(),
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
         self.processes.append(Process(popen, log))
         return self.processes[-1]
+
+    def _new_log(self, name: str) -> Path:
+        return self.folder / f"{name}-{len(self.processes)}.log"
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of a process: of this one, without what concerns other runs."""
+        env = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "ROLLOUTMQ_OWNER_PID")}
+        if self.url:
+            env["REDIS_URL"] = self.url
+        return env | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def command(self, verb: str, *more: str) -> tuple[int, str]:
         """Run a command that should end by itself; return exit code and output."""
@@ -144,9 +177,8 @@ class Site:
 
     def close(self) -> None:
         for process in self.processes:
-            if process.popen.poll() is None:
-                process.popen.kill()
-                process.popen.wait()
+            if process.exit_code is None:
+                process.end(signal.SIGKILL)
         self.server.kill()
 
     # -- sights --------------------------------------------------------------

@@ -77,12 +77,12 @@ def test_an_id_is_of_one_live_worker_until_another_takes_over(site: Site, yard: 
         return [str(worker.facts["pid"]) for worker in yard.run.fleet.workers()]
 
     first = site.start("worker", "--id", "w0")
-    site.until(lambda: pids() == [str(first.popen.pid)], "the first worker")
+    site.until(lambda: pids() == [str(first.pid)], "the first worker")
     second = site.start("worker", "--id", "w0")
     assert second.wait() != 0
     assert "w0" in second.said()
     assert "--take-over" in second.said()
     third = site.start("worker", "--id", "w0", "--take-over")
-    site.until(lambda: pids() == [str(third.popen.pid)], "the worker that took over")
+    site.until(lambda: pids() == [str(third.pid)], "the worker that took over")
     assert first.wait() != 0, "it was fenced"
     assert third.end(signal.SIGTERM) == 0

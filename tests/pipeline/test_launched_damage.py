@@ -27,7 +27,7 @@ KEYS = (
 def is_repaired(site: Site) -> bool:
     """Repair once more; refused while a process that was killed counts as alive."""
     where = ("--run-dir", str(site.run_dir))
-    repair = site.start_module(["rolloutmq"], "fsck", "--repair", "--yes", *where)
+    repair = site.start_words("fsck", "--repair", "--yes", *where)
     code = repair.wait()
     assert code == 0 or "was alive" in repair.said(), repair.said()
     return code == 0
@@ -47,7 +47,7 @@ def test_a_launched_run_ends_with_the_key_is_repaired_and_finishes(
         code = launched.wait()
         assert "Traceback" not in site.words(), site.words()
         assert code == 0 or (code == 5 and key in launched.said()), site.words()
-        server = site.start_module(["rolloutmq"], "server", "--run-dir", str(site.run_dir))
+        server = site.start_words("server", "--run-dir", str(site.run_dir))
         site.until(lambda: site.server.is_running, "the server")
         site.until(lambda: is_repaired(site), "the repair")
         server.end(signal.SIGINT)

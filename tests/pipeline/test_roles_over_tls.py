@@ -43,7 +43,7 @@ class Roles:
     def start(self, role: str, verb: str, *more: str) -> Process:
         """Start a process of the run with the user of a role."""
         self.site.url = self.urls[role]
-        return self.site.start_module(["rolloutmq"], verb, *more)
+        return self.site.start_words(verb, *more)
 
     def denied(self) -> set[str]:
         """Return (user: what) of all that the server refused, and forget it."""

@@ -16,8 +16,8 @@ def rank_of(launcher: Process, rank: int) -> psutil.Process:
     """Return the process of a rank of the trainer."""
     found = [
         child
-        for child in psutil.Process(launcher.popen.pid).children()
-        if child.environ().get("RANK") == str(rank)
+        for child in psutil.Process(launcher.pid).children()
+        if child.name() == f"train {rank}" or child.environ().get("RANK") == str(rank)
     ]
     assert len(found) == 1
     return found[0]
@@ -66,10 +66,9 @@ flow = "exclusive"
         encoding="utf-8",
     )
     site.server.start()
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    trainer = site.start_module(
-        [*torchrun, "--max-restarts", "2", "-m", "rolloutmq"], "train", str(site.config)
-    )
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = ["-m", "rolloutmq", "train", str(site.config)]
+    trainer = site.start_module("torch.distributed.run", *options, *command)
     site.start("producer")
     site.start("worker", "--id", "w0")
     site.until_step(4)

@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.control.control import Mode
 from tests.rolloutmq.populate import Scene, forge
-from tests.rolloutmq.web.test_page import PATIENCE_S, go
+from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn
 
 EVIL = "<img src=x onerror=window.owned=1><script>window.owned=1</script><svg onload=window.owned=1>'\"javascript:owned"
 ACTS = ("pause", "resume", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
@@ -84,8 +84,9 @@ def test_no_text_of_a_worker_is_read_as_html_on_any_view(
         "control",
         "events",
     )
+    go(chromium, address, "run")
     for view in views:
-        go(chromium, address, view)
+        turn(chromium, view)
         if view not in ("run", "groups", "control"):  # these show numbers and names of groups alone
             WebDriverWait(chromium, PATIENCE_S).until(
                 lambda browser: "onerror" in browser.execute_script(SHOWN), view

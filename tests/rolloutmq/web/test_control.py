@@ -6,6 +6,7 @@ import http.client
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -15,13 +16,19 @@ from buffer.control.control import Mode
 from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
-from tests.rolloutmq.web.test_page import PATIENCE_S, go, until
+from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until
 
 
 def press(chromium: Chrome, words: str, within: str = "main") -> None:
     path = f"//{within}//button[text()='{words}']"
-    WebDriverWait(chromium, PATIENCE_S).until(lambda b: b.find_elements(By.XPATH, path), words)
-    chromium.find_element(By.XPATH, path).click()
+
+    def is_pressed(browser: Chrome) -> bool:
+        browser.find_element(By.XPATH, path).click()
+        return True
+
+    # what is shown may change between looking for a button and pressing it
+    wait = WebDriverWait(chromium, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(is_pressed, words)
 
 
 def until_mode(chromium: Chrome, scene: Scene, mode: Mode) -> None:
@@ -109,17 +116,17 @@ def test_dead_letters_are_grouped_by_cause_and_moved_together(
 def test_without_the_token_or_read_only_nothing_can_be_done(
     chromium: Chrome, address: str, scene: Scene, server: EmbeddedServer
 ) -> None:
-    chromium.get("about:blank")
     go(chromium, address, "control")
     chromium.execute_script("sessionStorage.clear()")
     with serving(server.folder, "--read-only") as only_reads:
         for where in (address.partition("#")[0], only_reads):
+            go(chromium, where, "run")
             for view, words in (
                 ("control", "This page only reads"),
                 ("dead", "the judge said no"),
                 ("groups/math-0000000005", "the judge said no"),
             ):
-                go(chromium, where, view)
+                turn(chromium, view)
                 until(chromium, words)
                 acting = "//main//button[.='Requeue…' or .='Drop…' or .='Pause…' or .='Set…']"
                 assert chromium.find_elements(By.XPATH, acting) == [], (where, view)

@@ -18,7 +18,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene, write_samples
-from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, until
+from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 
 GID = "math-0000000001"
 
@@ -91,7 +91,7 @@ def test_a_freed_step_is_read_with_keys_alone(
     go(chromium, address, f"groups/{GID}")
     until(chromium, "trained and committed; its payload is freed")
     write_samples(scene, folder)
-    go(chromium, address, "groups?step=newest")
+    turn(chromium, "groups?step=newest")
     count(chromium, 2)
     until(chromium, "of 1 to 1")
     press(chromium, "j", "j", "k", "j", Keys.ENTER)
@@ -113,7 +113,7 @@ def test_a_freed_step_is_read_with_keys_alone(
     press(chromium, *"was best", Keys.ENTER)
     assert "It was best." in until(chromium, "1 groups contain it")
     # the address of the group alone finds it, too, as long as it is in the log
-    go(chromium, address, f"groups/{GID}")
+    turn(chromium, f"groups/{GID}")
     until(chromium, "It was worst.")
 
 
@@ -141,8 +141,9 @@ def test_hostile_texts_are_inert_in_every_view(
 ) -> None:
     write_samples(scene, folder, text)
     chromium.set_window_size(*DESK)
+    go(chromium, address, "groups?step=1")
     for view in ("rendered", "text", "changes"):
-        go(chromium, address, f"groups/{GID}?step=1&view={view}")
+        turn(chromium, f"groups/{GID}?step=1&view={view}")
         shown = until(chromium, "advantage")
         assert chromium.execute_script(LIVING) == 0, view
         assert chromium.execute_script("return window.owned") is None, view
@@ -154,6 +155,6 @@ def test_hostile_texts_are_inert_in_every_view(
         # the page still answers
         press(chromium, "j")
         assert chromium.find_elements(By.CSS_SELECTOR, ".member.selected")
-    go(chromium, address, "groups?step=1")
+    turn(chromium, "groups?step=1")
     count(chromium, 2)
     assert chromium.execute_script(LIVING) == 0
