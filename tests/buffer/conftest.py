@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -33,11 +33,14 @@ def connections(url: str) -> Servers:
 
 
 @pytest.fixture
-def store(server: Server) -> Store:
+def store(server: Server) -> Iterator[Store]:
     store = Store(server.url, deadline_s=5.0)
-    if server.kind != "memory":  # which costs nothing, and notices late that a test cut it off
-        store.servers = connections(server.url)
-    return store
+    if server.kind == "memory":  # costs nothing, and notices late that a test cut a connection
+        yield store
+        store.close()
+        return
+    store.servers = connections(server.url)
+    yield store
 
 
 @pytest.fixture
