@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from producer_workers.producer.strategy import contexts
 
 PROMPT = 6
 MEMBERS = 4
+SWEEP_EVERY = 5
+"""Turns: a sweep takes as many round trips as all else in a turn."""
 
 
 def prompt(gid: str) -> bytes:
@@ -89,7 +92,10 @@ class Crew:
 
     def serve(self) -> None:
         """Until `stop`, in this thread."""
+        turns = count()
         while not self._stop.wait(0.01):
+            if next(turns) % SWEEP_EVERY == 0:
+                self._run.janitor.sweep()
             self._turn()
 
     def _serve(self) -> None:
@@ -100,9 +106,7 @@ class Crew:
 
     def _turn(self) -> None:
         state = self._run.control.state()
-        self._run.janitor.sweep()
-        for task in self._run.limits.tasks:
-            self.produce(task)
+        self.produce(*self._run.limits.tasks, state=state)
         if state.lanes:
             for job in self._claim(state):
                 self.claimed.append((job.lane, state.mode))
@@ -119,15 +123,17 @@ class Crew:
             return state.weights
         return PolicyVersion("initial", self._stamp)
 
-    def produce(self, task: str) -> None:
+    def produce(self, *tasks: str, state: ControlState | None = None) -> None:
+        progress = self._run.read_progress(tasks)
+        found = contexts(self._run.limits, state or self._run.control.state(), progress)
+        for task, context in found.items():
+            target = self._targets.get(task)
+            room = min(64, context.room(target))
+            if room > 0:
+                self._enqueue(task, room, target)
+
+    def _enqueue(self, task: str, room: int, target: int | None) -> None:
         jobs = self._run.jobs
-        target = self._targets.get(task)
-        context = contexts(
-            self._run.limits, self._run.control.state(), self._run.read_progress([task])
-        )[task]
-        room = min(64, context.room(target))
-        if room <= 0:
-            return
         cursor = jobs.cursor(task)
         self._run.payloads.write_prompts(
             {g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))}

@@ -14,6 +14,7 @@ from rolloutmq.init.project import KINDS, TINY, Choices, write_project
 from tests.rolloutmq.conftest import ROOT, Command
 
 CHECK = """
+import gc
 import os
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def check():
 
 
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+gc.freeze()
 for project in sys.argv[1:]:
     child = os.fork()
     if child == 0:

@@ -17,10 +17,10 @@ from consumer.models.tiny_model import build_tiny_model
 SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=48)
 
 
-def build_model(folder: Path, *, seed: int = 0) -> Path:
+def build_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     """Create a tiny model folder below `folder`."""
     path = folder / f"model-{seed}"
-    build_tiny_model(path, SPEC, seed)
+    build_tiny_model(path, SPEC.model_copy(update={"layers": layers}), seed)
     return path
 
 

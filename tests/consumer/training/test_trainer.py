@@ -31,6 +31,7 @@ from consumer.training.step_log import StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
+from tests.consumer.models.tiny import build_model
 from tests.servers import on_both
 
 STEPS = 5
@@ -46,6 +47,12 @@ class Killed(BaseException):
 with_adapter_too = pytest.mark.parametrize(
     "config", [None, {"rank": 4}], ids=["weights", "adapter"], indirect=True
 )
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a model of one layer: each life of a trainer loads it."""
+    return build_model(tmp_path_factory.mktemp("models"), layers=1)
 
 
 @pytest.fixture

@@ -63,8 +63,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found(*overrides: str, stages: Sequence[str] = STAGES) -> Iterator[Finding]:
-    """All findings about the project, from this process."""
+def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") -> Iterator[Finding]:
+    """Findings about the project, from this process; `section`: only of its units in the stages."""
     config, problems = inspect_config(Path("mine.toml"), overrides)
     yield from config_findings(config, problems)
     yield from machine_findings(config, gpus=1, gpu_bytes=None)
@@ -72,7 +72,8 @@ def found(*overrides: str, stages: Sequence[str] = STAGES) -> Iterator[Finding]:
         yield from context_findings(config, shape_of(config))
     for stage in stages:
         for unit in units_of(stage, config):
-            yield from findings_of(unit)
+            if section in ("", unit.section):
+                yield from findings_of(unit)
 
 
 def test_a_project_without_a_mistake(project: Path) -> None:
@@ -123,7 +124,9 @@ def test_a_project_without_a_mistake(project: Path) -> None:
 )
 def test_a_mistake_is_found(project: Path, overrides: list[str], section: str, part: str) -> None:
     stage = {"config": [], "machine": [], "judge": ["data"]}.get(section, [section])
-    wrong = [each for each in found(*overrides, stages=stage) if each.level != "ok"]
+    wrong = [
+        each for each in found(*overrides, stages=stage, section=section) if each.level != "ok"
+    ]
     assert [each for each in wrong if each.section == section and part in each.what], wrong
 
 

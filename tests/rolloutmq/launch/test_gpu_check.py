@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,8 @@ from consumer.models.model_folder import load_model
 from consumer.models.tiny_model import build_tiny_model
 from rolloutmq.launch.gpu_check import CONFIG, measure, require_gpu
 from rolloutmq.launch.placement import place
+from tests.rolloutmq.conftest import ROOT, in_process
 
-ROOT = Path(__file__).parents[3]
 SMALL = [
     "tiny_model.hidden=64",
     "tiny_model.layers=2",
@@ -39,14 +36,7 @@ QUICK = [
 
 
 def test_gpu_check_says_plainly_that_there_is_no_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rolloutmq", "gpu-check"],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = in_process("gpu-check", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 4
     assert (
         done.stderr.splitlines()[0]

@@ -19,7 +19,7 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 from tests.consumer.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
-from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 
 CONFIG = """
 run.name = "far"
@@ -115,7 +115,7 @@ def work_until_registered(folder: Path, env: dict[str, str], server: EmbeddedSer
 def test_without_a_network_one_line_says_what_to_run(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "far.toml").write_text(CONFIG, encoding="utf-8")
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    done = rolloutmq(*words, "far.toml", cwd=tmp_path, **env)
+    done = in_process(*words, "far.toml", cwd=tmp_path, **env)
     assert done.returncode == 2
     error, hint = done.stderr.strip().splitlines()
     assert error.startswith("error: there is no folder openai/sums here")
