@@ -169,6 +169,17 @@ def test_functions_are_called_in_processes_unless_they_are_cheap() -> None:
     assert isinstance(load_worker_judge(f"{__name__}:declared", auto), FunctionJudge)
 
 
+def test_a_process_runs_programs_in_the_sandbox_of_its_judge() -> None:
+    async def scenario() -> None:
+        nowhere = "http://127.0.0.1:1"
+        judge = load_worker_judge("python_tests", JudgingSection(sandbox=nowhere))
+        (error,) = await ask(judge, "assert True")
+        judge.close()  # type: ignore[union-attr]
+        assert nowhere in str(error)
+
+    asyncio.run(scenario())
+
+
 @cheap.cheap
 def declared(**_: Any) -> float:
     return 1.0
