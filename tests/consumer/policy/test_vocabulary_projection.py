@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from consumer.policy import vocabulary_projection
 from consumer.policy.vocabulary_projection import LogitTransform, project
 from tests.consumer.models.tiny import make_group, train_step
 
-ROOT = Path(__file__).parents[3]
 GIB = 2**30
 
 
@@ -83,7 +82,8 @@ def test_values_and_all_gradients_are_those_of_full_logits(
     torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.entropy, expected[1], atol=1e-5, rtol=1e-5)
     for gradient, full in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient, full, atol=1e-5, rtol=1e-5)
+        # sums of up to 40 terms of either sign, in another order
+        torch.testing.assert_close(gradient, full, atol=1e-4, rtol=1e-4)
 
 
 def test_a_head_in_bfloat16_sums_its_gradient_over_chunks_in_float32(
@@ -107,44 +107,53 @@ def test_a_head_in_bfloat16_sums_its_gradient_over_chunks_in_float32(
     assert apart < 0.02
 
 
-PEAK = """
-import sys, torch
-from torch import nn
-from consumer.policy.vocabulary_projection import LogitTransform, project
-tokens, entropy_gradient = int(sys.argv[1]), sys.argv[2] == "True"
-def kib(field):
-    return int(open("/proc/self/status").read().split(field + ":")[1].split()[0])
-head = nn.Linear(8, 151_936, bias=False)
-states = torch.randn(tokens, 8, requires_grad=True)
-targets = torch.randint(151_936, (tokens,))
-project(states[:8], head, targets[:8], LogitTransform()).logprobs.sum().backward()
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
-before = kib("VmRSS")
-found = project(states, head, targets, LogitTransform(), entropy_gradient=entropy_gradient)
-(found.logprobs.sum() + found.entropy.sum() * entropy_gradient).backward()
-print((kib("VmHWM") - before) * 1024)
-"""
+def memory(field: str) -> int:
+    """Return a field of this process's memory, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split(field + ":")[1].split()[0]) * 1024
 
 
-def peak_bytes(tokens: int, *, entropy_gradient: bool) -> int:
-    """Return the growth of a fresh process's resident memory in a forward and backward pass."""
-    command = [sys.executable, "-c", PEAK, str(tokens), str(entropy_gradient)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+def peak_bytes(tokens: int) -> int:
+    """Return the growth of this process's resident memory in a forward and backward pass."""
+    head = nn.Linear(8, 151_936, bias=False)
+    states = torch.randn(tokens, 8, requires_grad=True)
+    targets = torch.randint(151_936, (tokens,))
+    first = project(states[:8], head, targets[:8], LogitTransform())
+    torch.autograd.backward(first.logprobs.sum())
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts here
+    before = memory("VmRSS")
+    found = project(states, head, targets, LogitTransform())
+    torch.autograd.backward(found.logprobs.sum() + found.entropy.sum())
+    return memory("VmHWM") - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_peak_at_a_real_vocabulary_stays_below_two_gib() -> None:
-    """It is the same for 1,024 tokens as for 8,192; full logits of 8,192 need 4.6 GiB and their gradient more."""
-    assert peak_bytes(1024, entropy_gradient=True) < 2 * GIB
+def test_the_peak_at_a_real_vocabulary_stays_below_two_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a number of chunks; full logits of these tokens are 4 of them, and take 16 in all."""
+    most_chunks = 2 * GIB / vocabulary_projection.CHUNK_BYTES
+    # malloc returns what is larger than 32 MiB at once
+    monkeypatch.setattr(vocabulary_projection, "CHUNK_BYTES", 48 << 20)
+    assert 1 < peak_bytes(330) / vocabulary_projection.CHUNK_BYTES < most_chunks
 
 
-def test_an_answer_of_32768_tokens_trains_at_a_small_token_budget(tmp_path: Path) -> None:
-    """Its row holds no other sample, so attention needs no mask of [32768, 32768]."""
+def test_an_answer_of_four_token_budgets_is_trained_and_its_attention_needs_no_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row holds no other sample; a mask of an answer of 32,768 tokens would take 4 GiB."""
     spec = TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, head_dim=32, intermediate=32)
     build_tiny_model(tmp_path / "model", spec, seed=0)
-    config = LearnerConfig(token_budget=8192, gradient_checkpointing=True)
+    config = LearnerConfig(token_budget=2048, gradient_checkpointing=True)
     learner = Learner(tmp_path / "model", config)
-    group = make_group(0, lengths=[32_768, 5])
+    attention = nn.functional.scaled_dot_product_attention
+    masks: dict[int, Any] = {}
+
+    def noted(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        masks[query.shape[2]] = options["attn_mask"]
+        return attention(query, *args, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
+    group = make_group(0, prompt=6, lengths=[8192, 5])
     metrics = train_step(learner, [group], np.array([1.0, -1.0], np.float32))
     assert 0 < metrics["optim/grad_norm"] < float("inf")
+    assert masks[max(masks)] is None
+    assert max(masks) >= 8192

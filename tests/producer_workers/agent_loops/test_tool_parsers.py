@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer.errors import ConfigError
 from producer_workers.agent_loops.tool_parsers import (
     PARSERS,
     before_calls,
     parse_hermes,
     parse_llama,
     parse_mistral,
-    tool_parser,
 )
 
 ADD: dict[str, Any] = {"a": 1, "b": {"c": ["}", '"']}}
@@ -173,18 +171,3 @@ def test_what_a_template_writes_is_read_whatever_its_texts_say(
 def test_parsers_never_raise(text: str) -> None:
     for parser in PARSERS.values():
         parser(text)
-
-
-@pytest.mark.vllm
-def test_a_parser_of_vllm_serves_turns_by_its_name(chat: Any) -> None:
-    parser = tool_parser("pythonic", chat)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    content, calls = parser.parse("<think>[rm()]</think>[add(a=2, b=3)]", tools)
-    assert (content, found(calls)) == ("<think>[rm()]</think>", [("add", {"a": 2, "b": 3})])
-    assert parser.parse("no call", tools) == ("no call", [])
-    with pytest.raises(ConfigError, match="no tool parser 'klingon'") as caught:
-        tool_parser("klingon", chat)
-    assert "qwen3_coder" in caught.value.hint
-    assert "hermes" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"'deepseek_v3' cannot be used: .*token"):
-        tool_parser("deepseek_v3", chat)

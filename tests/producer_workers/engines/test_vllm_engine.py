@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from buffer.config.sections.engine import VllmConfig
+from buffer.errors import ConfigError
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
@@ -21,6 +22,7 @@ from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import load_tokenizer
+from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,
@@ -317,3 +319,19 @@ def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, ki
     if experts is not None:
         assert (experts.shape, experts.dtype.str) == ((4, 2, 8), "<i2")
         assert experts.max() == 255
+
+
+def test_a_parser_of_vllm_serves_turns_by_its_name(chat: Any) -> None:
+    """It is here since this process has imported vLLM, which takes seconds."""
+    parser = tool_parser("pythonic", chat)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    content, calls = parser.parse("<think>[rm()]</think>[add(a=2, b=3)]", tools)
+    assert content == "<think>[rm()]</think>"
+    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 2, "b": 3})]
+    assert parser.parse("no call", tools) == ("no call", [])
+    with pytest.raises(ConfigError, match="no tool parser 'klingon'") as caught:
+        tool_parser("klingon", chat)
+    assert "qwen3_coder" in caught.value.hint
+    assert "hermes" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"'deepseek_v3' cannot be used: .*token"):
+        tool_parser("deepseek_v3", chat)
