@@ -18,12 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed.checkpoint.state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from rolloutmq.cli import main
-
-__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "torch"]
 
 PYTHON = [sys.executable, "-m", "rolloutmq"]
 
@@ -35,6 +30,7 @@ _streams: list[Any] = []
 _inherited: set[str] = set()
 """Open files of every command."""
 
+# it is the last that the process imports from which commands are forked
 gc.freeze()
 
 

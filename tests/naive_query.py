@@ -72,31 +72,45 @@ def _compare(value: Any, each: str, operand: Any) -> bool:
     return bool(signs[each])
 
 
-@st.composite
-def conditions(draw: st.DrawFn, name: str) -> Any:
-    """A value, or some operators with their operands."""
+def _operands(name: str) -> dict[str, st.SearchStrategy[Any]]:
+    """What may follow each operator, and under "" what may stand without one."""
     plain = SMALL if name in NUMBERS else TEXTS[name]
     any_value = plain | st.none() if name in MISSING else plain
+    several = st.lists(any_value, max_size=4)
     operands: dict[str, st.SearchStrategy[Any]] = {
-        "$eq": any_value,
-        "$ne": any_value,
-        "$in": st.lists(any_value, max_size=4),
-        "$not_in": st.lists(any_value, max_size=4),
+        **dict.fromkeys(("", "$eq", "$ne"), any_value),
+        **dict.fromkeys(("$in", "$not_in"), several),
     }
     if name not in ("status", "stage"):
         operands |= dict.fromkeys(("$gt", "$gte", "$lt", "$lte"), plain)
         operands["$between"] = st.tuples(plain, plain).map(sorted)
-    if draw(st.booleans()):
-        return draw(any_value)
-    return {
-        each: draw(operands[each])
-        for each in draw(st.lists(st.sampled_from(sorted(operands)), max_size=2))
-    }
+    return operands
 
 
-LEAVES = st.lists(st.sampled_from([*NUMBERS, *TEXTS]), max_size=2, unique=True).flatmap(
-    lambda names: st.fixed_dictionaries({name: conditions(name) for name in names})
-)
+# made once: to make and check strategies takes longer than to draw from them
+OPERANDS = {name: _operands(name) for name in (*NUMBERS, *TEXTS)}
+OPERATORS = {
+    name: st.lists(st.sampled_from(sorted(operands.keys() - {""})), max_size=2)
+    for name, operands in OPERANDS.items()
+}
+NAMES = st.lists(st.sampled_from([*OPERANDS]), max_size=2, unique=True)
+BOOLEANS = st.booleans()
+
+
+@st.composite
+def _leaves(draw: st.DrawFn) -> dict[str, Any]:
+    return {name: _condition(draw, name) for name in draw(NAMES)}
+
+
+def _condition(draw: st.DrawFn, name: str) -> Any:
+    """A value, or some operators with their operands."""
+    operands = OPERANDS[name]
+    if draw(BOOLEANS):
+        return draw(operands[""])
+    return {operator: draw(operands[operator]) for operator in draw(OPERATORS[name])}
+
+
+LEAVES = _leaves()
 
 
 def _combined(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import redis
 
 from buffer.model.limits import RunLimits
+from buffer.store.connection.nodes import Servers
 from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import Server, store_server
@@ -24,11 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{kind}: {mark.kwargs['reason']}"))
 
 
+@cache
+def connections(url: str) -> Servers:
+    """Those of all tests: to connect, and to ask for slots, takes as long as many a test."""
+    return Servers(url, "rolloutmq")
+
+
 @pytest.fixture
 def store(server: Server) -> Iterator[Store]:
     store = Store(server.url, deadline_s=5.0)
+    if server.kind == "memory":  # costs nothing, and notices late that a test cut a connection
+        yield store
+        store.close()
+        return
+    store.servers = connections(server.url)
     yield store
-    store.close()
 
 
 @pytest.fixture

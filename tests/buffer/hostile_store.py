@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -23,6 +23,9 @@ from buffer.store.store import Store
 from tests.buffer.keyspace import exact
 from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.time_machine import Moment, put_back, remember
+
+Call = tuple[str, list[str], list[bytes]]
+"""What is wrong with it, its keys and its arguments."""
 
 VISITS = 2
 """Calls of each script that are tried out."""
@@ -126,25 +129,27 @@ class HostileStore(OneByOneStore):
             self._try_all(script, keys, [_as_bytes(arg) for arg in args])
 
     def _try_all(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        self._try_arguments(entry, keys, args)
-        self._try_numbers(entry, keys, args)
-        self._try_unknown_tokens(entry, keys, args)
-        self._try_wrong_types(entry, keys, args)
+        before = self._state()
+        self._refused(
+            entry, [*_wrong_arguments(entry, keys, args), *_wrong_numbers(entry, keys, args)]
+        )
+        self._unchanged(entry, "a refused call", before)
+        self._try_unknown_tokens(entry, keys, args, before)
+        self._try_wrong_types(entry, keys, args, before)
         self._try_wrong_records(entry, keys, args)
 
     def _state(self) -> dict[str, Any]:
         return exact(self.raw, self.run)
 
-    def _refused(self, entry: Script, what: str, keys: list[str], args: list[bytes]) -> None:
-        """The call is answered with RMQ_ARG."""
-        self.tried[entry.name] += 1
-        try:
-            reply = self.raw.evalsha(entry.sha, len(keys), *keys, *args)
-        except redis.ResponseError as error:
-            if str(error).startswith(f"RMQ_ARG {entry.name}: "):
-                return
-            reply = error
-        self.faults[entry.name].append(f"{what}: {str(reply)[:200]}")
+    def _refused(self, entry: Script, calls: Sequence[Call]) -> None:
+        """The calls are answered with RMQ_ARG."""
+        self.tried[entry.name] += len(calls)
+        pipe = self.raw.pipeline(transaction=False)
+        for _, keys, args in calls:
+            pipe.evalsha(entry.sha, len(keys), *keys, *args)
+        for (what, _, _), reply in zip(calls, pipe.execute(raise_on_error=False), strict=True):
+            if not str(reply).startswith(f"RMQ_ARG {entry.name}: "):
+                self.faults[entry.name].append(f"{what}: {str(reply)[:200]}")
 
     def _unchanged(self, entry: Script, what: str, before: dict[str, Any], but: str = "") -> None:
         after = self._state()
@@ -153,32 +158,13 @@ class HostileStore(OneByOneStore):
         if changed:
             self.faults[entry.name].append(f"{what} changed {changed}")
 
-    def _try_arguments(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        before = self._state()
-        for place, name, kind in _places(entry, "ARGV", len(args)):
-            for value in bad_values(kind):
-                wrong = [*args[:place], value, *args[place + 1 :]]
-                self._refused(entry, f"{name} = {value[:30]!r}", keys, wrong)
-        self._unchanged(entry, "a refused argument", before)
-
-    def _try_numbers(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        """Keys and arguments that are missing or too many."""
-        before = self._state()
-        for fewer in {min(1, len(args)), len(args)} - {0}:
-            if not _number_fits(entry, len(keys), len(args) - fewer):
-                self._refused(entry, f"{fewer} arguments fewer", keys, args[:-fewer])
-        if not _number_fits(entry, len(keys) - 1, len(args)):
-            self._refused(entry, "a key fewer", keys[:-1], args)
-        self._refused(entry, "thousands of keys", keys + [keys[0]] * 3000, args)
-        self._refused(entry, "thousands of arguments", keys, args + [b"1"] * 9000)
-        self._unchanged(entry, "a wrong number", before)
-
-    def _try_unknown_tokens(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
+    def _try_unknown_tokens(
+        self, entry: Script, keys: list[str], args: list[bytes], before: dict[str, Any]
+    ) -> None:
         for place, name, kind in _places(entry, "ARGV", len(args)):
             is_free = (entry.name, name) in NEW or name == "operation" or not args[place]
             if "token" not in kind.split("|") or is_free:
                 continue
-            before = self._state()
             reply = self.raw.evalsha(
                 entry.sha, len(keys), *keys, *args[:place], b"nobody", *args[place + 1 :]
             )
@@ -186,8 +172,9 @@ class HostileStore(OneByOneStore):
                 self.faults[entry.name].append(f"an unknown {name}: {reply}")
             self._unchanged(entry, f"an unknown {name}", before)
 
-    def _try_wrong_types(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        before = self._state()
+    def _try_wrong_types(
+        self, entry: Script, keys: list[str], args: list[bytes], before: dict[str, Any]
+    ) -> None:
         moment = remember(self.raw, self.run)
         for place, name, kind in _places(entry, "KEYS", len(keys)):
             if kind == "prefix":
@@ -259,6 +246,24 @@ class HostileStore(OneByOneStore):
         faults = Account(with_store, Keys(self.run), limits).totals().faults
         with_store.close()
         self.faults[entry.name] += [f"without {name}: {fault}" for fault in faults]
+
+
+def _wrong_arguments(entry: Script, keys: list[str], args: list[bytes]) -> Iterator[Call]:
+    for place, name, kind in _places(entry, "ARGV", len(args)):
+        for value in bad_values(kind):
+            wrong = [*args[:place], value, *args[place + 1 :]]
+            yield f"{name} = {value[:30]!r}", keys, wrong
+
+
+def _wrong_numbers(entry: Script, keys: list[str], args: list[bytes]) -> Iterator[Call]:
+    """Keys and arguments that are missing or too many."""
+    for fewer in {min(1, len(args)), len(args)} - {0}:
+        if not _number_fits(entry, len(keys), len(args) - fewer):
+            yield f"{fewer} arguments fewer", keys, args[:-fewer]
+    if not _number_fits(entry, len(keys) - 1, len(args)):
+        yield "a key fewer", keys[:-1], args
+    yield "thousands of keys", keys + [keys[0]] * 3000, args
+    yield "thousands of arguments", keys, args + [b"1"] * 9000
 
 
 def _as_bytes(arg: Arg) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import redis
@@ -20,12 +21,10 @@ def dump(client: redis.Redis, run: str) -> dict[str, Any]:
     kinds = [kind.decode() for kind in pipe.execute()]
     for key, kind in zip(keys, kinds, strict=True):
         _read(pipe, kind, key)
-        pipe.ttl(key)
-    replies = pipe.execute()
-    return {
-        name: _state(kind, name, replies[2 * i], replies[2 * i + 1])
-        for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
-    }
+        if kind == "string":
+            pipe.ttl(key)
+    replies = iter(pipe.execute())
+    return {name: _state(kind, name, replies) for name, kind in zip(names, kinds, strict=True)}
 
 
 def exact(client: redis.Redis, run: str) -> dict[str, Any]:
@@ -41,11 +40,8 @@ def exact(client: redis.Redis, run: str) -> dict[str, Any]:
 
 def run_keys(client: redis.Redis, run: str) -> list[str]:
     """The keys of a run, wherever they lie."""
-    found = [
-        client.scan_iter(pattern, count=10_000)
-        for pattern in (f"rmq:{{{run}}}:*", f"rmq:{{{run}:*")
-    ]
-    return [key.decode() for keys in found for key in keys]
+    # behind its name: the end of the tag, or the group that a payload of a cluster lies with
+    return [key.decode() for key in client.scan_iter(f"rmq:{{{run}[}}:]*", count=10_000)]
 
 
 def payload_keys(client: redis.Redis, run: str) -> list[str]:
@@ -75,12 +71,13 @@ def _read(pipe: Any, kind: str, key: str) -> None:
             pipe.get(key)
 
 
-def _state(kind: str, name: str, value: Any, ttl: int) -> Any:
+def _state(kind: str, name: str, replies: Iterator[Any]) -> Any:
+    value = next(replies)
     if kind == "hash":
         return {field: text for field, text in value.items() if not field.endswith(b"_ms")}
     if kind == "zset" and name in TIMED_SETS:
         return sorted(member for member, _ in value)
-    return (value, ttl > 0) if kind == "string" else value
+    return (value, next(replies) > 0) if kind == "string" else value
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

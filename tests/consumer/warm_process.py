@@ -16,6 +16,11 @@ _context.set_forkserver_preload(
         "tests.consumer.learner.sharded_learner",
         "tests.consumer.many_lives",
         "tests.consumer.sharded_trainer",
+        "consumer.training.trainer",
+        "producer_workers.build",
+        "rolloutmq.launch.launcher",
+        "rolloutmq.launch.training",
+        "rolloutmq.commands.run.produce",
         "tests.forked_commands",
     ]
 )

@@ -101,11 +101,15 @@ def stop_in_the_background(site: Site) -> None:
 
 
 def evaluate(site: Site) -> None:
-    """Evaluate a model folder; that a checkpoint becomes one is tested elsewhere."""
+    """Evaluate a model folder, as the only command here that is started and not forked.
+
+    That a checkpoint becomes a model folder is tested elsewhere.
+    """
     before = files_of(site.run_dir)
-    code, output = site.command(
-        "eval", str(site.model), "--set", "tasks.held.eval_of=sums", "--json"
-    )
+    words = ("eval", str(site.config), str(site.model), "--set", "tasks.held.eval_of=sums")
+    evaluation = site.start_module("rolloutmq", *words, "--json")
+    code = evaluation.wait()
+    output = evaluation.said()
     assert code == 0, output
     found = orjson.loads(output[output.index("{\n") :])
     assert (found["model"], found["step"]) == (str(site.model), None)

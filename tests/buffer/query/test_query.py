@@ -24,31 +24,37 @@ from buffer.rollouts.rollout import Status
 from tests.naive_query import QUERIES, says
 
 FEW = st.integers(0, 5)
+FEW_OR_NONE = st.none() | FEW
+TASKS = st.sampled_from(["math", "code"])
+STAGE = st.sampled_from(STAGES)
+STATUS = st.sampled_from(Status)
+OWNERS = st.sampled_from(["w0", "w1", None])
+REWARDS = st.sampled_from([None, 0.0, 0.5, 1.0])
 TAKEN = 4
 
 
 @st.composite
 def records(draw: st.DrawFn) -> GroupRecord:
-    task = draw(st.sampled_from(["math", "code"]))
+    task = draw(TASKS)
     number = draw(FEW)
-    version = draw(st.none() | FEW)
+    version = draw(FEW_OR_NONE)
     return GroupRecord(
         gid=f"{task}-{number:010d}",
         task=task,
         draw=number,
-        stage=draw(st.sampled_from(STAGES)),
-        status=str(draw(st.sampled_from(Status))),
+        stage=draw(STAGE),
+        status=str(draw(STATUS)),
         version=version,
         staleness=None if version is None else TAKEN - version,
         tries=draw(FEW),
         aborts=draw(FEW),
-        owner=draw(st.sampled_from(["w0", "w1", None])),
+        owner=draw(OWNERS),
         samples=draw(FEW),
         tokens=draw(FEW),
         size=draw(FEW),
-        reward=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
-        arrival=draw(st.none() | FEW),
-        time_ms=draw(st.none() | FEW),
+        reward=draw(REWARDS),
+        arrival=draw(FEW_OR_NONE),
+        time_ms=draw(FEW_OR_NONE),
         batch=None,
     )
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
 from tests.consumer.crew import MEMBERS, at_work, wait_until
+from tests.consumer.warm_process import start_command
 from tests.servers import Server
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -90,17 +90,11 @@ class Site:
         self.url = server.url
         self.run = create_run(self.store, self.config, model)
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            *(arguments or ("-m", "rolloutmq", "train", str(self.file), "--take-over")),
-        ]
-        env = os.environ | {"REDIS_URL": self.url}
-        with (self.file.parent / "train.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-
-    def wait(self, process: subprocess.Popen[bytes]) -> int:
-        return process.wait(timeout=500)
+    def start(self) -> BaseProcess:
+        """Train by `rolloutmq train`, in a process that is forked from a warm one."""
+        words = ["train", str(self.file), "--take-over"]
+        log = self.file.parent / "train.log"
+        return start_command(log, words, os.environ | {"REDIS_URL": self.url})
 
     def fields(self, key: str) -> dict[str, str]:
         found = self.store.control.hgetall(key)
@@ -214,14 +208,16 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
         process = site.start()
         try:
             wait_until(
-                lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None,
+                lambda: site.run.ledger.steps()[1] >= 2 or process.exitcode is not None,
                 "a commit",
             )
-            assert process.poll() in (None, 0), site.output()
+            assert process.exitcode in (None, 0), site.output()
         finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert site.wait(site.start()) == 0, site.output()
+            process.kill()
+            process.join()
+        again = site.start()
+        again.join(500)
+        assert again.exitcode == 0, site.output()
     check(site)
     newest = site.config.run.folder / "trl" / f"checkpoint-{STEPS}"
     state = orjson.loads((newest / "trainer_state.json").read_bytes())
