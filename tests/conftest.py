@@ -17,7 +17,7 @@ import redis.utils
 from hypothesis import settings
 
 from tests.servers import redis_client, run_name, server, server_of
-from tests.shared_folders import SharedFolderScheduling
+from tests.shared_processes import SharedProcessScheduling
 
 # No network, no compiler warm-up, no thread pinning: tests share few cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -77,8 +77,8 @@ __all__ = ["redis_client", "run_name", "server", "server_of"]
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFolderScheduling:
-    return SharedFolderScheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedProcessScheduling:
+    return SharedProcessScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

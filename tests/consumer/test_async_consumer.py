@@ -14,7 +14,7 @@ from consumer.batches.batch import Stopped
 from consumer.batches.outlook import WaitReason
 from tests.consumer.crew import at_work
 
-GENEROUS_S = 60.0
+GENEROUS_S = 400.0
 
 
 def drive(run: Run, story: Callable[[AsyncRolloutConsumer], Awaitable[None]]) -> None:

@@ -38,7 +38,7 @@ def test_the_notebook_learns_and_loses_nothing(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            cells.wait(100)
+            cells.wait(400)
         finally:
             ended = cells.poll()
             if ended != 0:

@@ -27,7 +27,7 @@ def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> lis
 
     def fetch_slowly(self: FolderReceiver, published: PublishedWeights) -> Path:
         fetched.append(Path(published.address).name)
-        assert gate.wait(60)
+        assert gate.wait(400)
         return fetch(self, published)
 
     monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)

@@ -102,7 +102,7 @@ def rolloutmq(*args: str, cwd: Path = ROOT, **environment: str) -> subprocess.Co
         env=kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "dumb"} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
 

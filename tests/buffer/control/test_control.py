@@ -117,9 +117,9 @@ def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
 def test_change_is_announced_on_the_channel(scene: Scene) -> None:
     listener = scene.raw.pubsub()
     listener.subscribe(scene.keys.control)
-    listener.get_message(timeout=5)
+    listener.get_message(timeout=400)
     epoch = scene.pause()
-    message = listener.get_message(timeout=5)
+    message = listener.get_message(timeout=400)
     assert ControlState.parse_hint(message["data"]) == scene.run.control.state()
     assert scene.run.control.state().epoch == epoch
     listener.close()

@@ -25,7 +25,7 @@ def test_a_role_is_renewed_in_the_background_until_it_is_lost(scene: Scene) -> N
     role.renew_in_background(lambda: 0.01, lost.set)
     role.check()
     open_role(scene)
-    assert lost.wait(10)
+    assert lost.wait(400)
     with pytest.raises(Fenced):
         role.check()
     before = scene.run.control.holder("producer").nonce

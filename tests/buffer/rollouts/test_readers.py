@@ -43,7 +43,7 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
     path = which or large
     reader = ROOT / "tests" / "readers" / "read_group.mjs"
     found = orjson.loads(
-        subprocess.run(["node", reader, path], capture_output=True, check=True, timeout=60).stdout
+        subprocess.run(["node", reader, path], capture_output=True, check=True, timeout=400).stdout
     )
     group = wire.decode(path.read_bytes())
     assert (found["gid"], found["task"], found["prompt"]) == (
@@ -75,7 +75,7 @@ def test_the_reader_in_the_readme_works_as_written(path: Path, tmp_path: Path) -
     program = tmp_path / "read.py"
     program.write_text(block[1], encoding="utf-8")
     words: list[str | Path] = [sys.executable, "-I", program, path]
-    said = subprocess.run(words, capture_output=True, check=True, timeout=60, text=True).stdout
+    said = subprocess.run(words, capture_output=True, check=True, timeout=400, text=True).stdout
     expected = [
         f"{s.index} {s.status} {s.reward} {s.response_ids.tolist()}"
         for s in wire.decode(path.read_bytes()).states

@@ -144,7 +144,7 @@ def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
         channel.subscribe(site.scene.keys.control)
         site.acting("trainer").open_trainer()
         site.scene.run.control.set_mode("trainer", Mode.DRAIN, nonce=site.scene.trainer)
-        kinds = [channel.get_message(timeout=10.0) for _ in range(2)]
+        kinds = [channel.get_message(timeout=400.0) for _ in range(2)]
         assert [kind and kind["type"] for kind in kinds] == ["subscribe", "message"]
     assert site.denied() == []
 

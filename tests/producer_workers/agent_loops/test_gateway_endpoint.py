@@ -36,7 +36,7 @@ from producer_workers.engines.simulated.engine import SimulatedEngine
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]
-GENEROUS_S = 60.0
+GENEROUS_S = 400.0
 
 
 class Desk:

@@ -115,7 +115,7 @@ def test_help_and_completion_import_no_command() -> None:
             env=os.environ | env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
             check=True,
         )
         assert "workers" in done.stdout
@@ -130,7 +130,7 @@ def test_help_loads_nothing_heavy() -> None:
         "except SystemExit:\n    sys.stderr.buffer.write(orjson.dumps(sorted(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=400, check=True
     )
     loaded = {name.partition(".")[0] for name in orjson.loads(done.stderr)}
     assert not loaded & HEAVY

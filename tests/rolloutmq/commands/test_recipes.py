@@ -145,7 +145,7 @@ def ask(server: EmbeddedServer, line: str) -> Answer:
         input=typed,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=True,
     )
     return [text for text in done.stdout.splitlines() if text]

@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_line(server: EmbeddedServer, scene: Scene) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "rolloutmq", "status", "--run-dir", str(server.folder)],
-            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=400,
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "error: the output: No space left on device"

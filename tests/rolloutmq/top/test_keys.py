@@ -26,7 +26,7 @@ from tests.rolloutmq.populate import Scene
 
 COLUMNS = 80
 ROWS = 50
-PATIENCE_S = 60.0
+PATIENCE_S = 400.0
 
 
 class Terminal:

@@ -72,7 +72,7 @@ def serving(run_dir: Path, *options: str) -> Iterator[str]:
         yield process.stdout.readline().strip()
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(400)
         process.stdout.close()
 
 

@@ -124,7 +124,7 @@ def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
     token = parts.fragment.removeprefix("token=")
 
     def ask(method: str, path: str, **headers: str) -> int:
-        connection = http.client.HTTPConnection(host, timeout=60)
+        connection = http.client.HTTPConnection(host, timeout=400)
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         body = answer.read()

@@ -131,7 +131,7 @@ def test_without_the_token_or_read_only_nothing_can_be_done(
                 acting = "//main//button[.='Requeue…' or .='Drop…' or .='Pause…' or .='Set…']"
                 assert chromium.find_elements(By.XPATH, acting) == [], (where, view)
         parts = urlsplit(only_reads)
-        connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=400)
         token = parts.fragment.removeprefix("token=")
         connection.request("POST", "/api/pause", headers={"Authorization": f"Bearer {token}"})
         assert connection.getresponse().status == 403

@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from buffer.model.ids import group_id
 from tests.rolloutmq.populate import Scene
 
-PATIENCE_S = 60.0
+PATIENCE_S = 400.0
 PHONE, DESK = (390, 844), (1280, 900)
 
 

@@ -18,7 +18,7 @@ from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.rolloutmq.conftest import ROOT, Command, in_process
 
-DEADLINE_S = 60.0
+DEADLINE_S = 400.0
 LEASE_MS = 600
 
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -113,5 +113,5 @@ def test_following_ends_with_the_run_and_shows_what_was_written_last(tmp_path: P
         append(logs, "worker-0", line(2, "a file that is new"))
         assert "a file that is new" in following.stdout.readline()
         append(logs, "trainer", line(3, "last"))
-    assert "last" in following.communicate(timeout=30)[0]
+    assert "last" in following.communicate(timeout=400)[0]
     assert following.returncode == 0
