@@ -24,7 +24,10 @@ def read_settings(store: Store, keys: Keys, key: str) -> tuple[dict[str, str], R
     """
     meta = read_hash(store, "open run", key)
     if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
-        raise without_meta(keys)
+        # a run that was created between these two reads has both
+        meta = read_hash(store, "open run", key)
+        if not meta:
+            raise without_meta(keys)
     require_schema(keys.run, meta)
     return meta, limits_in(key, meta)
 

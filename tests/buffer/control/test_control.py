@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 import redis
 
+from buffer import run_fields
 from buffer.control.control import ControlState, Mode
 from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
@@ -16,6 +17,7 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.store.store import Store
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")
@@ -112,6 +114,21 @@ def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
     opened()
     with pytest.raises(RoleHeld):
         opened()
+
+
+def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
+    store: Store, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = run_fields.read_hash
+
+    def create_after(store: Store, what: str, key: str) -> dict[str, str]:
+        fields = read(store, what, key)
+        if not fields:
+            Run.create(store, run_name, new_nonce(), LIMITS)
+        return fields
+
+    monkeypatch.setattr(run_fields, "read_hash", create_after)
+    assert Run.open(store, run_name).name == run_name
 
 
 def test_change_is_announced_on_the_channel(scene: Scene) -> None:
