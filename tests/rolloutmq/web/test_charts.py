@@ -69,10 +69,10 @@ def legend(chromium: Chrome, chart: str) -> str:
 
 def until_legend(chromium: Chrome, chart: str, words: str) -> None:
     until(chromium, "Training")
-    place = chromium.find_element(By.CSS_SELECTOR, f"[data-chart={chart}]")
 
     def is_shown(browser: Chrome) -> bool:
         # a chart is drawn when it comes into view, and what loads above it moves it out again
+        place = browser.find_element(By.CSS_SELECTOR, f"[data-chart={chart}]")
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
         return words in legend(browser, chart)
 
