@@ -1,8 +1,9 @@
 """What every process of a run sets up: its log in JSON lines, and its end with the process above.
 
 `rolloutmq run` may be killed with SIGKILL, which it cannot pass on. Its children notice that they
-have another parent, and end as after SIGTERM; one that cannot, since its server is gone, too, or
-another rank, is killed ten minutes later. With leases and checkpoints, nothing is lost.
+have another parent, and end as after SIGTERM. A child that cannot end, because the server or
+another rank is gone as well, is killed ten minutes later. With leases and checkpoints, nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -147,5 +148,5 @@ def _watch(owner: int) -> None:
         stopped.wait(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     stopped.wait(ORPHAN_S)
-    # its end waits for a server or a rank that is gone, and would hold its GPU for ever
+    # a process that waits for a lost server or rank would hold its GPU for ever
     os.kill(os.getpid(), signal.SIGKILL)
