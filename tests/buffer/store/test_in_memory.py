@@ -7,6 +7,8 @@ import threading
 from contextlib import closing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, RunNotFound
 from buffer.model.ids import new_nonce
@@ -31,6 +33,17 @@ def test_memory_outlives_the_stores_that_name_it(run_name: str) -> None:
         nonce = Run.create(store, run_name, new_nonce(), LIMITS, FIRST, "/w").nonce
     with closing(Store("memory://")) as store:
         assert Run.open(store, run_name).nonce == nonce
+
+
+@given(st.binary(max_size=4), st.integers(0, 40), st.integers(0, 40))
+def test_bits_of_a_range_are_counted(bitmap: bytes, first: int, last: int) -> None:
+    bits = "".join(f"{byte:08b}" for byte in bitmap)
+    with closing(Store("memory://")) as store:
+        store.control.set("bitmap", bitmap)
+        assert store.control.bitcount("bitmap") == bits.count("1")
+        assert store.control.bitcount("bitmap", first, last, "BIT") == bits[first : last + 1].count(
+            "1"
+        )
 
 
 def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
