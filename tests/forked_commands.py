@@ -25,12 +25,12 @@ PYTHON = [sys.executable, "-m", "rolloutmq"]
 OPEN_FILES = Path("/proc/self/fd")
 
 _streams: list[Any] = []
-"""Former streams, which would be flushed if they were forgotten."""
+"""Streams of the parent, kept since Python flushes a stream that it frees."""
 
 _inherited: set[str] = set()
-"""Open files of every command."""
+"""Descriptors that stay open in each command."""
 
-# it is the last that the process imports from which commands are forked
+# this module is the last that the forkserver imports
 gc.freeze()
 
 
@@ -42,12 +42,12 @@ class ForkedProcess(subprocess.Popen[Any]):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             environment = options.get("env") or dict(os.environ)
-            options["preexec_fn"] = partial(_become_command, list(args)[3:], environment)
+            options["preexec_fn"] = partial(_run_here, list(args)[3:], environment)
         super().__init__(args, **options)
 
 
-def _become_command(words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be a command in a process that was forked, in place of a start of Python."""
+def _run_here(words: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run a command in this forked process, where Python would be started otherwise."""
     for file in OPEN_FILES.iterdir():
         if file.name not in _inherited:
             _close(int(file.name))
@@ -59,18 +59,18 @@ def _become_command(words: list[str], environment: dict[str, str]) -> NoReturn:
 
 
 def _close(descriptor: int) -> None:
-    # that of the list itself is closed
+    # the descriptor of the listing itself is closed by now
     with suppress(OSError):
         os.close(descriptor)
 
 
 def run_command(log: Path, words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be a command whose output is added to a file."""
+    """Run a command in this forked process, and append its output to a file."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
-    # multiprocessing knows these, and would close what has their numbers then
+    # multiprocessing closes these numbers later, so nothing else may get one of them
     _inherited.update(file.name for file in OPEN_FILES.iterdir())
     os._exit(call_command(words, environment))
 
@@ -79,11 +79,11 @@ def call_command(words: list[str], environment: dict[str, str]) -> int:
     """Call a command as `python -m rolloutmq` does; return its exit code."""
     os.environ.clear()
     os.environ.update(environment)
-    # what other processes see as its name
+    # tests find the process by this name
     name = " ".join([words[0], environment.get("RANK", "")]).strip()
     Path("/proc/self/comm").write_text(name, encoding="utf-8")
     sys.argv = ["rolloutmq", *words]
-    # those of the process above could seek in their files, which a pipe refuses
+    # the parent's streams seek in their files, and the new files may be pipes
     _streams.extend((sys.stdout, sys.stderr))
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -7,7 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 SHARED = {
     "vLLM": ("tests/producer_workers/engines/", "tests/pipeline/test_engine_restarts.py"),
     "Chromium": ("tests/rolloutmq/web/",),
-    # all that asks tests/consumer/warm_process.py for many processes
+    # all that asks tests/warm_process.py for many processes
     "forks": (
         "tests/pipeline/test_run_command.py",
         "tests/pipeline/test_trainer_ranks.py",

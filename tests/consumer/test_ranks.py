@@ -22,8 +22,8 @@ from consumer.weights.saved_state import SavedState
 from tests.consumer import many_lives, sharded_trainer
 from tests.consumer.crew import at_work, wait_until
 from tests.consumer.learner.sharded_learner import CUT, STEPS, Life, main
-from tests.consumer.warm_process import run_in_warm_process
 from tests.servers import Server
+from tests.warm_process import run_in_warm_process
 
 
 class Lives:

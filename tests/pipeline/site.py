@@ -19,7 +19,7 @@ from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from tests.consumer.warm_process import start_command
+from tests.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0

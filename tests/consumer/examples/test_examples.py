@@ -29,8 +29,8 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
 from tests.consumer.crew import MEMBERS, at_work, wait_until
-from tests.consumer.warm_process import start_command
 from tests.servers import Server
+from tests.warm_process import start_command
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 

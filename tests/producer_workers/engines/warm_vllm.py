@@ -1,7 +1,8 @@
 """Processes of vLLM for tests, forked from one process that has imported it.
 
-A start takes two seconds of a processor instead of seven. As a process that vLLM spawns, each has no
-threads at first, the environment of the one that starts it, and its children below it.
+A start takes two seconds of a processor instead of seven. Like a spawned process, each starts
+without threads and with the environment of its parent; the processes that it starts are its own
+children.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _server.set_forkserver_preload(PRELOADED)
 
 
 class WarmProcess(context.ForkServerProcess):
-    """A process with vLLM imported, and so are those that it starts."""
+    """A process in which vLLM is imported already, as it is in those that it starts."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
@@ -46,7 +47,7 @@ class WarmProcess(context.ForkServerProcess):
             super().start()
 
     def run(self) -> None:
-        # It finds a process's title in memory by the environment that the process began with.
+        # setproctitle finds the title by the environment that the process was started with
         import_module("setproctitle").getproctitle()
         os.environ.clear()
         os.environ.update(self.environment)
@@ -75,7 +76,7 @@ def _fork(_: bytes, command: list[str], kept: list[int]) -> int:
         ends = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
         for before, after in pairwise(ends):
             os.closerange(before + 1, after)
-        # The fork has its lock, held.
+        # the fork inherits its lock, which is held
         forkserver._forkserver.__init__()  # type: ignore[misc]
         exec(command[-1])
     finally:
@@ -93,7 +94,7 @@ class _WarmContext(context.ForkServerContext):
 
 
 class _WarmContexts:
-    """What vLLM finds in place of `multiprocessing`."""
+    """Replaces `multiprocessing` where vLLM asks it for a context."""
 
     @staticmethod
     def get_context(_: str) -> _WarmContext:

@@ -1,4 +1,4 @@
-"""Programs of tests that need torch, forked from one process that has imported it."""
+"""Programs and `rolloutmq` commands, forked from one process that has imported torch for them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
 def start_command(log: Path, words: list[str], environment: dict[str, str]) -> BaseProcess:
     """Start a `rolloutmq` command whose output is added to a file."""
     log.touch()
-    process = _context.Process(target=_be_command, args=(log, words, environment))
+    process = _context.Process(target=_run_command, args=(log, words, environment))
     process.start()
     return process
 
 
-def _be_command(log: Path, words: list[str], environment: dict[str, str]) -> None:
-    # here: pytest's process needs none of what it imports
+def _run_command(log: Path, words: list[str], environment: dict[str, str]) -> None:
+    # imported here, since pytest's process needs none of it
     from tests.forked_commands import run_command
 
     run_command(log, words, environment)
