@@ -35,7 +35,10 @@ export class Chart {
         this.tool("⤢", "Larger", () => { this.isTall = !this.isTall; this.node.classList.toggle("wide", this.isTall); return this.isTall; }))),
       this.plot, this.legend);
     this.isSeen = false;
-    this.seen = new IntersectionObserver(([entry]) => { this.isSeen = entry.isIntersecting; if (this.isSeen && this.isDue) this.draw(); }, { rootMargin: "200px" });
+    this.seen = new IntersectionObserver((entries) => {
+      this.isSeen = entries.at(-1).isIntersecting; // a busy browser sends several entries at once, the newest last
+      if (this.isSeen && this.isDue) this.draw();
+    }, { rootMargin: "200px" });
     this.seen.observe(this.node);
     this.resized = new ResizeObserver(() => this.uplot && this.uplot.setSize(this.size()));
     this.resized.observe(this.plot);
