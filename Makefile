@@ -53,7 +53,7 @@ gpu-day: setup ## all that one CUDA GPU can show in 25 minutes: a report with fi
 	@$(PY) -m benchmarks.gpu_day
 
 test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 3 --no-loadscope-reorder
+	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 4 --no-loadscope-reorder
 
 .PHONY: test-modes
 test-modes: setup ## vLLM as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 5 minutes
