@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
 
 from buffer.errors import ModelError
+from buffer.weights.model_loading import MODEL_LOADING
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-_LOADING = threading.Lock()
-"""Only one thread loads at a time: transformers sets process-wide switches while it creates a
-model, and another thread may get a model without values ("Cannot copy out of meta tensor")."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -60,7 +55,7 @@ def load_model(
     register_varlen_attention()
     _disable_progress_bars()
     try:
-        with _LOADING:
+        with MODEL_LOADING:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype or torch.float32,

@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from buffer.errors import ModelError
+from buffer.weights.model_loading import MODEL_LOADING
 from consumer.models.model_folder import check_model_folder
 from consumer.models.varlen_attention import register_varlen_attention
 
@@ -36,7 +37,7 @@ def empty_model(
     register_varlen_attention()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
+        with MODEL_LOADING, torch.device("meta"):
             model: PreTrainedModel = kind.from_config(
                 config, dtype=dtype or torch.float32, attn_implementation=attention
             )

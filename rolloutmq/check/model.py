@@ -9,6 +9,7 @@ from typing import Any
 
 from buffer.config.config import Config
 from buffer.errors import HubError
+from buffer.weights.model_loading import MODEL_LOADING
 from consumer.models.model_folder import check_model_folder, load_tokenizer
 from rolloutmq.check.finding import Finding, absent
 from rolloutmq.check.shape import read_shape
@@ -97,4 +98,5 @@ def _small_model(folder: Path) -> Any:
         sizes.layer_types = kinds[: sizes.num_hidden_layers]
     # ids of the real vocabulary
     sizes.pad_token_id = sizes.bos_token_id = sizes.eos_token_id = None
-    return AutoModelForCausalLM.from_config(config)
+    with MODEL_LOADING:
+        return AutoModelForCausalLM.from_config(config)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from buffer.config.sections.engine import TransformersConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
+from buffer.weights.model_loading import MODEL_LOADING
 from buffer.weights.safetensors_files import is_adapter
 from producer_workers.engines.base import (
     EngineDeadError,
@@ -329,9 +330,11 @@ class TransformersEngine:
 
         their_logging.disable_progress_bar()
         config = None if self._model is None else self._model.config
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=getattr(torch, self._config.dtype), local_files_only=True
-        )
+        dtype = getattr(torch, self._config.dtype)
+        with MODEL_LOADING:  # a cancelled update may still load when the next one begins
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True
+            )
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
 

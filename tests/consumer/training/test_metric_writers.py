@@ -14,6 +14,7 @@ import pytest
 from buffer.config.config import Config
 from buffer.errors import ConfigError
 from consumer.training.metric_writers import open_writers
+from tests.consumer.crew import wait_until
 
 EVIL = "</td><script>alert(1)</script>\n```\n# not a heading"
 
@@ -98,11 +99,16 @@ def test_wandb_holds_each_step_once_in_one_run(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train_twice(config, "wandb")
-    records = [
-        record
-        for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-        for record in wandb_records(file.read_bytes())
-    ]
+
+    def read() -> list[Any]:
+        """Read all records, once a process of W&B has written both runs to their ends."""
+        files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        records = [record for file in files for record in wandb_records(file.read_bytes())]
+        ends = [record for record in records if record.WhichOneof("record_type") == "exit"]
+        return records if len(ends) == 2 else []
+
+    wait_until(read, "W&B has written both runs")
+    records = read()
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {
         (runs[0].run_id, "demo", "sums")

@@ -28,6 +28,7 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
+from buffer.weights.model_loading import MODEL_LOADING
 from consumer.learner.learner import Learner
 from consumer.training.trainer import Trainer
 from consumer.weights.weights_snapshot import WeightsSnapshot
@@ -114,7 +115,8 @@ class AdapterRun:
         ]
 
     def _adapted(self, version: int) -> Any:
-        base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        with MODEL_LOADING:  # the worker loads beside this
+            base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         return PeftModel.from_pretrained(base, self.adapter(version)).eval()
 
     async def play(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:

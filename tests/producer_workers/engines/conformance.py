@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ PROMPT = np.array([40, 41, 42, 43, 44], dtype=np.int32)
 NEXT = PolicyVersion("main", 4)
 LONG = 200
 """Tokens of a response that is to be caught in the middle."""
-CATCH_S = (0.1, 0.05, 0.2, 0.02, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4)
-"""Waits before such a response is caught; each after the first is for one that failed."""
+FIRST_WAIT_S = 0.1
+MOST_TRIES = 50
+"""Tries to catch such a response: after the first, sooner or later than the one before."""
 TOLERANCE = 2e-3
 
 
@@ -53,21 +54,32 @@ Act = Callable[[], Awaitable[None]]
 
 
 async def interrupt(
-    engine: Engine, params: SampleParams, act: Act, undo: Act | None = None
+    engine: Any,
+    params: SampleParams,
+    act: Act,
+    undo: Act | None = None,
+    ask: Callable[[Any, SampleParams], Coroutine[Any, Any, Generation]] = generate,
 ) -> Generation:
-    """Generate, and call `act` while some but not all tokens are made.
+    """Ask for a response, and call `act` while some but not all of its tokens are made.
 
     `undo` reverts an `act` that came too early or too late, before the next try.
     """
-    for wait_s in CATCH_S:
-        task = asyncio.create_task(generate(engine, params))
+    wait_s = FIRST_WAIT_S
+    for _ in range(MOST_TRIES):
+        before = engine.version()
+        task = asyncio.create_task(ask(engine, params))
         await asyncio.sleep(wait_s)
-        if not task.done():
+        is_late = task.done()
+        if not is_late:
             await act()
             made = await task
             if len(made.spans) > 1 or 0 < len(made.token_ids) < params.max_tokens:
                 return made
-        await engine.resume()
+            is_late = [(span.lineage, span.version) for span in made.spans] == [before]
+            await engine.resume()
+            if undo:
+                await undo()
+        wait_s = wait_s / 2 if is_late else 1.5 * wait_s + 0.01
     raise AssertionError("the engine was never caught in the middle of a response")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from transformers import AutoModelForCausalLM
 
 from buffer.config.sections.engine import EngineConfig, TransformersConfig
 from buffer.rollouts.group import RolloutGroup
@@ -57,6 +60,34 @@ def test_an_update_frees_the_old_weights_at_once(
         assert not any(reference() is not None for reference in old)
     finally:
         gc.enable()
+
+
+def test_one_thread_loads_at_a_time(
+    run: Run[None], folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once may get models without values: an update that was cancelled, and the next one."""
+    loading: list[int] = []
+    most = 0
+    load = AutoModelForCausalLM.from_pretrained
+
+    def slow_load(*args: Any, **options: Any) -> Any:
+        nonlocal most
+        loading.append(1)
+        most = max(most, len(loading))
+        time.sleep(0.1)
+        model = load(*args, **options)
+        loading.pop()
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", slow_load)
+    engines = [build_engine(TransformersConfig(), folders.first, FIRST) for _ in range(3)]
+
+    async def load_all() -> None:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        await asyncio.gather(*(engine.shutdown() for engine in engines))
+
+    run(load_all())
+    assert most == 1
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.images.image_file import png_of
 from producer_workers.images.image_reader import ImageReader, ReadImage
-from tests.producer_workers.engines.conformance import CATCH_S, LONG, TOLERANCE, sampling
+from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (
     picture,
@@ -173,7 +173,8 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
     async def scenario() -> tuple[Generation, Generation, Generation]:
         engine.images.show(GID, refs)
         whole = await generate(engine, params)
-        part = await interrupted(engine, params)
+        part = await interrupt(engine, params, lambda: engine.pause("abort"), ask=generate)
+        await engine.resume()
         # another worker has seen none of it
         engine.images.forget(GID)
         engine.images.show(GID, refs)
@@ -188,20 +189,6 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
     assert np.allclose(
         np.concatenate([part.logprobs, rest.logprobs]), whole.logprobs, atol=TOLERANCE
     )
-
-
-async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
-    """Abort the same while some but not all tokens are made."""
-    for wait_s in CATCH_S:
-        task = asyncio.create_task(generate(engine, params))
-        await asyncio.sleep(wait_s)
-        await engine.pause("abort")
-        await engine.resume()
-        # one that was still on its way in is not aborted
-        made = await task
-        if 0 < len(made.token_ids) < params.max_tokens:
-            return made
-    raise AssertionError("the engine was never caught in the middle of a response")
 
 
 def test_new_weights_see_the_images_anew_while_requests_run(
