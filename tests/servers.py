@@ -38,7 +38,14 @@ SAFE = (
     "--save",
     "",
 )
+REPLY_S = 400.0
+"""How long a client of a test waits for a reply: redis-py would wait 5 s, and machines are shared."""
 _numbers = count(1)
+
+
+def raw_client(url: str, **options: Any) -> redis.Redis:
+    """A client of redis-py for one server, without the retries of a store."""
+    return redis.Redis.from_url(url, socket_timeout=REPLY_S, **options)
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,10 @@ class Server:
 
     def connect(self) -> Any:
         if self.kind == "cluster":
-            return redis.RedisCluster.from_url(self.url)
+            return redis.RedisCluster.from_url(self.url, socket_timeout=REPLY_S)
         if self.kind == "memory":
             return open_memory(self.url, "tests")
-        return redis.Redis.from_url(self.url)
+        return raw_client(self.url)
 
 
 @contextmanager
@@ -102,7 +109,7 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
         if process.poll() is not None:
             raise RuntimeError(log.read_text(encoding="utf-8"))
         try:
-            with redis.Redis(unix_socket_path=str(path)) as client:
+            with raw_client(f"unix://{path}") as client:
                 client.ping()
         except (redis.ConnectionError, redis.ResponseError) as error:
             if isinstance(error, redis.AuthenticationError):

@@ -286,14 +286,14 @@ class EmbeddedServer:
         ]
         return "\n".join(lines) + "\n"
 
-    def connect(self) -> redis.Redis:
+    def connect(self, timeout_s: float = 400.0) -> redis.Redis:
         """Return a plain client that never retries, for checks and tests."""
-        return redis.Redis.from_url(self.url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+        return redis.Redis.from_url(self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
     def _is_loading(self) -> bool | None:
         """Return whether this folder's server still loads its data; None if it does not answer."""
         try:
-            with self.connect() as client:
+            with self.connect(timeout_s=5.0) as client:
                 # another server may listen at this port
                 if client.info("server")["process_id"] != self._read_pid():
                     return None

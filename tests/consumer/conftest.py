@@ -48,7 +48,7 @@ def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(server: Server) -> Iterator[Store]:
-    store = Store(server.url, deadline_s=5.0)
+    store = Store(server.url, deadline_s=400.0)
     yield store
     store.close()
 

@@ -123,7 +123,7 @@ def test_forged_groups_are_quarantined_and_training_goes_on(
         forged[job.gid] = reason
         good.append(yard.good())
     consumer = yard.trainer_of(trainer, file)
-    batch = consumer.take_batch(1, {"math": len(good)}, deadline_s=60.0)
+    batch = consumer.take_batch(1, {"math": len(good)}, deadline_s=400.0)
     assert sorted(batch.manifest.gids) == good
     letters = {letter.gid: letter.reason for letter in yard.run.dead_letters.newest()}
     assert letters.keys() == forged.keys()
@@ -149,7 +149,7 @@ def test_a_key_is_removed_while_a_trainer_runs_and_before_it_starts_again(
         return yard.trainer_of(lambda run: trainer(run, take_over=True), file)
 
     def take(step: int) -> list[str]:
-        return consumer.take_batch(step, {"math": 2}, deadline_s=60.0).manifest.gids
+        return consumer.take_batch(step, {"math": 2}, deadline_s=400.0).manifest.gids
 
     consumer = open_again()
     first = take(1)
@@ -212,7 +212,7 @@ def test_a_thief_cannot_alter_what_honest_workers_continue(
         else:
             yard.work(job, "w2")
     consumer = yard.trainer_of(trainer, file)
-    batch = consumer.take_batch(1, {"math": 2}, deadline_s=60.0)
+    batch = consumer.take_batch(1, {"math": 2}, deadline_s=400.0)
     assert sorted(batch.manifest.gids) == sorted([jobs[0].gid, jobs[2].gid])
     (letter,) = yard.run.dead_letters.newest()
     assert letter.gid == prompt.gid

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import promql_parser
 import pytest
-import redis
 import yaml
 
 from buffer.model.trainer_report import REPORTED
@@ -25,7 +24,7 @@ from buffer.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
 from tests.cluster import Node, free_ports
 from tests.rolloutmq.populate import Scene
-from tests.servers import KINDS, _find_redis
+from tests.servers import KINDS, _find_redis, raw_client
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "monitoring/grafana/rolloutmq.json").read_text(encoding="utf-8"))
@@ -178,7 +177,7 @@ def test_the_settings_of_the_server_lose_nothing(kind: str, tmp_path: Path) -> N
     node = Node(binary, tmp_path, free_ports(1)[0], ("--include", str(DOCKER / "redis.conf")))
     try:
         node.start()
-        with redis.Redis.from_url(node.url) as client:
+        with raw_client(node.url) as client:
             assert [str(finding) for finding in check_server(client) if finding.level != "ok"] == []
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
     finally:

@@ -35,7 +35,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def scene(own_server: Server, run_name: str) -> Iterator[Scene]:
-    store = Store(own_server.url, deadline_s=120.0)
+    store = Store(own_server.url, deadline_s=400.0)
     with own_server.connect() as raw:
         yield Scene(store, raw, run_name, LIMITS)
     store.close()

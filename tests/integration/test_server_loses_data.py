@@ -104,7 +104,7 @@ class Site:
 
     def connect(self, url: str) -> Run:
         return Run.create(
-            Store(url, deadline_s=120.0),
+            Store(url, deadline_s=400.0),
             "demo",
             self.nonce,
             LIMITS,

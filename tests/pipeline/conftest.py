@@ -36,7 +36,7 @@ def make_yard(
 
     The fixture's parameter is the kind of server.
     """
-    store = Store(server_of(getattr(request, "param", "valkey")).url, deadline_s=30.0)
+    store = Store(server_of(getattr(request, "param", "valkey")).url, deadline_s=400.0)
     yield lambda **changes: Yard(store, run_name, tmp_path, LIMITS.model_copy(update=changes))
     store.close()
 
@@ -57,7 +57,7 @@ def make_mixture(
     """
     server = server_of(getattr(request, "param", "valkey"))
     made = list[Mixture]()
-    store = Store(server.url, deadline_s=20.0)
+    store = Store(server.url, deadline_s=400.0)
     with server.connect() as raw:
 
         def make(changes: dict[str, Any] | None = None, **functions: Any) -> Mixture:

@@ -219,7 +219,7 @@ class Site:
         mine = not with_server.is_running
         with_server.start()
         try:
-            store = Store(with_server.url, deadline_s=120.0)
+            store = Store(with_server.url, deadline_s=400.0)
             run = Run.open(store, self.name)
             run.janitor.sweep()
             audit = run.account.fsck()

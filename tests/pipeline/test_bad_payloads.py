@@ -121,7 +121,7 @@ def test_answers_of_a_judge(yard: Yard) -> None:
     answers = {gid: REWARD[kind](GOOD) for gid, kind in zip(bad, KINDS, strict=True)}
 
     async def judged(url: str) -> None:
-        async with yard.working(yard.worker(judge=HttpJudge(url, JudgingSection(timeout_s=60.0)))):
+        async with yard.working(yard.worker(judge=HttpJudge(url, JudgingSection(timeout_s=400.0)))):
             await yard.until_places(dead=len(bad), completed=len(good))
 
     asyncio.run(_serve(yard, answers, judged))

@@ -28,7 +28,7 @@ def site(make_site: Callable[..., Site]) -> Site:
 @pytest.fixture
 def yard(site: Site, tmp_path: Path) -> Iterator[Yard]:
     """Make the run that the site's workers find on its server."""
-    with closing(Store(site.server.url, deadline_s=30.0)) as store:
+    with closing(Store(site.server.url, deadline_s=400.0)) as store:
         yield Yard(store, site.name, tmp_path, LIMITS.model_copy(update={"lease_ms": 60_000}))
 
 

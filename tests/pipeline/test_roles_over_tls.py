@@ -17,11 +17,11 @@ from typing import Any
 
 import orjson
 import pytest
-import redis
 
 from buffer.server.acl import ROLES, user_name
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
+from tests.servers import raw_client
 from tests.tls import Authority, start_tls_redis
 
 RQ = ("--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=1")
@@ -80,7 +80,7 @@ def roles(make_site: Callable[..., Site], tmp_path: Path) -> Iterator[Roles]:
             for role, password in known.items()
         }
         root = authority.url(port, "server").replace("://", "://root:root@")
-        raw = stack.enter_context(redis.Redis.from_url(root))
+        raw = stack.enter_context(raw_client(root))
         yield Roles(site, urls, raw)
         site.close()
 

@@ -208,7 +208,7 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
     make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     async def scene() -> dict[str, float]:
-        judge = make_judge("hangs_once", timeout_s=1.0 if "worker" in victims else 60.0, retries=1)
+        judge = make_judge("hangs_once", timeout_s=5.0 if "worker" in victims else 400.0, retries=1)
         judging = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
         await asyncio.to_thread(until, (tmp_path / "pid").exists)
         horse, worker = map(int, (tmp_path / "pid").read_text().split())

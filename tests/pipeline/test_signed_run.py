@@ -61,7 +61,7 @@ def test_groups_of_a_worker_with_a_wrong_key_never_train(make_site: Callable[...
     assert run.wait() == 0, site.words()
     site.check()
     site.server.start()
-    with closing(Store(site.server.url, deadline_s=30.0)) as store:
+    with closing(Store(site.server.url, deadline_s=400.0)) as store:
         letters = Run.open(store, site.name).dead_letters.newest()
     assert {letter.worker for letter in letters} == {"worker-1"}
     assert all("signature of worker-1" in letter.reason for letter in letters)

@@ -157,7 +157,7 @@ def mixed_worker(
 
 
 async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(400.0):
         while (await asyncio.to_thread(mixture.places, task)).get(place, 0) < groups:
             await asyncio.sleep(0.02)
 

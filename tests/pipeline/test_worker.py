@@ -345,7 +345,7 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
     """Keep what was made, and submit it when the network is back: too late, so it is fenced."""
     socket = tmp_path / "network"
     network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
-    store = Store(own_server.url, deadline_s=5.0)
+    store = Store(own_server.url, deadline_s=400.0)
     behind = Store(network.url, deadline_s=0.3)
     yard = Yard(store, "broken", tmp_path)
     away = copy.copy(yard)

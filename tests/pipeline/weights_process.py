@@ -92,7 +92,7 @@ def receive(run: Run, published: PublishedWeights, transport: str, whole_every: 
 
 
 def main(end: str, transport: Any, whole_every: str, url: str, name: str, *rest: str) -> None:
-    run = Run.open(Store(url, deadline_s=30.0), name)
+    run = Run.open(Store(url, deadline_s=400.0), name)
     if end == "sender":
         send(run, Path(rest[0]), transport, int(whole_every))
     else:

@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 @pytest.fixture
 def store(server: EmbeddedServer) -> Iterator[Store]:
     """An empty server."""
-    opened = Store(server.url, deadline_s=10)
+    opened = Store(server.url, deadline_s=400.0)
     opened.control.flushall()
     yield opened
     opened.close()

@@ -73,7 +73,7 @@ def answers(
     """Exit code and errors of each command."""
     folder = tmp_path_factory.mktemp("base-install")
     (folder / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
-    with closing(Store(server.url, deadline_s=10)) as store:
+    with closing(Store(server.url, deadline_s=400.0)) as store:
         populate(store)
     words = COMPLETE | {name: given for name, (given, _) in ABSENT_FOR.items()}
     done = subprocess.run(

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from buffer.errors import StoreFull
 from buffer.store.store import Store
 from tests.buffer.batches.test_memory import large_group
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.store.test_store import Mortal
+from tests.servers import raw_client
 
 ROOM = 4 * 2**20
 """Bytes that the server has for payloads: about 24 groups of 165 KB."""
@@ -29,7 +29,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     server.start()
     store = Store(f"unix://{server.socket}", deadline_s=30.0)
     store.retrying("start", store.control.ping)
-    raw: Any = redis.Redis(unix_socket_path=str(server.socket))
+    raw: Any = raw_client(f"unix://{server.socket}")
     scene = Scene(store, raw, "full", LIMITS.model_copy(update={"stale_threshold": 1000}))
     scene.open_trainer()
     scene.enqueue(GROUPS)

@@ -27,7 +27,7 @@ from buffer.server.check import require_all_safe
 from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.rolloutmq.conftest import ROOT, rolloutmq
-from tests.servers import SAFE, Server, start_redis, start_server
+from tests.servers import SAFE, Server, raw_client, start_redis, start_server
 
 PASSWORD = "only for this test"
 
@@ -140,7 +140,7 @@ def test_each_role_can_do_its_work(site: Site) -> None:
 
 def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
     """The channel of hints, as the heart listens to it."""
-    with redis.Redis.from_url(site.login("worker")) as client, client.pubsub() as channel:
+    with raw_client(site.login("worker")) as client, client.pubsub() as channel:
         channel.subscribe(site.scene.keys.control)
         site.acting("trainer").open_trainer()
         site.scene.run.control.set_mode("trainer", Mode.DRAIN, nonce=site.scene.trainer)
@@ -204,7 +204,7 @@ def test_no_role_can_do_what_is_not_its_work(site: Site) -> None:
 
 
 def test_a_judge_sees_rq_and_nothing_of_the_run(site: Site) -> None:
-    with redis.Redis.from_url(site.login("judge")) as client:
+    with raw_client(site.login("judge")) as client:
         queue = Queue(f"rmq-judge:{site.name}", connection=client, serializer=JSONSerializer)
         job = queue.enqueue("operator.add", 1, 2)
         SimpleWorker([queue], connection=client, serializer=JSONSerializer).work(
@@ -232,7 +232,7 @@ def test_printed_file_is_one_that_a_server_loads(tmp_path: Path) -> None:
     with start_redis(tmp_path / "redis", *SAFE, "--aclfile", str(tmp_path / "users.acl")) as url:
         for role, password in passwords.items():
             login = url.replace("unix://", f"unix://{user_name('demo', role)}:{password}@")
-            with redis.Redis.from_url(login) as client:
+            with raw_client(login) as client:
                 assert client.ping()
 
 

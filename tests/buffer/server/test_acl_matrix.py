@@ -26,7 +26,7 @@ from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.server.test_acl import PASSWORD, words
 from tests.buffer.time_machine import put_back, remember
 from tests.buffer.whole_story import tell_a_whole_story
-from tests.servers import Server, start_server
+from tests.servers import Server, raw_client, start_server
 
 VISITS = 6
 CHANGING = 2
@@ -159,7 +159,7 @@ class MatrixStore(OneByOneStore):
             role: url.replace("unix://", f"unix://{user_name(run, role)}:{quote(PASSWORD)}@")
             for role in ROLES
         }
-        self.clients = {role: redis.Redis.from_url(login) for role, login in logins.items()}
+        self.clients = {role: raw_client(login) for role, login in logins.items()}
 
     def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
         name = script.name

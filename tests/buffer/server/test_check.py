@@ -15,7 +15,7 @@ from buffer.server.check import Finding, check_server, require_safe
 from buffer.store.connection.retry import is_transient
 from buffer.store.connection.url import open_client
 from buffer.store.connection_errors import describe_connection_error
-from tests.servers import SAFE, Server, start_redis
+from tests.servers import SAFE, Server, raw_client, start_redis
 
 
 def bad(findings: list[Finding]) -> list[tuple[str, str]]:
@@ -37,7 +37,7 @@ def test_a_safe_server_has_nothing_to_complain_about(
 @contextmanager
 def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis]:
     """Yield a client of a new Redis that is safe but for `options`."""
-    with start_redis(folder, *SAFE, *options) as url, redis.Redis.from_url(url, **login) as client:
+    with start_redis(folder, *SAFE, *options) as url, raw_client(url, **login) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from buffer.server.check import require_all_safe
 from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
 from tests.buffer.scene import Scene
+from tests.servers import raw_client
 from tests.tls import Authority, start_tls_redis
 
 
@@ -36,9 +37,9 @@ def test_a_run_goes_over_tls_with_a_client_certificate(
     authority: Authority, port: int, run_name: str
 ) -> None:
     url = authority.url(port, "client")
-    store = Store(url, deadline_s=10.0)
+    store = Store(url, deadline_s=400.0)
     require_all_safe(store.servers)
-    with redis.Redis.from_url(url) as raw:
+    with raw_client(url) as raw:
         scene = Scene(store, raw, run_name)
         scene.open_trainer()
         scene.enqueue(2)
@@ -62,7 +63,7 @@ def test_who_has_no_certificate_or_a_foreign_one_is_refused(
             store.retrying("ping", store.control.ping)
         store.close()
     with (
-        redis.Redis.from_url(foreign.url(port, "client")) as client,
+        raw_client(foreign.url(port, "client")) as client,
         pytest.raises(redis.ConnectionError) as refused,
     ):
         client.ping()

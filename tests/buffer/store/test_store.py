@@ -24,7 +24,7 @@ from buffer.store.scripts import library
 from buffer.store.store import Store
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
-from tests.servers import SAFE, Server, _find_redis
+from tests.servers import SAFE, Server, _find_redis, raw_client
 
 
 class Mortal:
@@ -155,7 +155,7 @@ def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
 def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: Mortal) -> None:
     store = Store(f"unix://{mortal.socket}", deadline_s=30.0)
     store.retrying("start", store.control.ping)
-    raw: Any = redis.Redis(unix_socket_path=str(mortal.socket))
+    raw: Any = raw_client(f"unix://{mortal.socket}")
     scene = Scene(store, raw, "mortal")
     scene.open_trainer()
     manifests = []
@@ -295,7 +295,7 @@ def test_only_transient_errors_are_retried(error: Exception, transient: bool) ->
 def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) -> None:
     store = Store(f"unix://{mortal.socket}", deadline_s=10.0)
     store.retrying("start", store.control.ping)
-    raw: Any = redis.Redis(unix_socket_path=str(mortal.socket))
+    raw: Any = raw_client(f"unix://{mortal.socket}")
     scene = Scene(store, raw, "full")
     scene.enqueue(4)
     scene.open_trainer()

@@ -106,7 +106,7 @@ class Yard:
         return job.gid
 
     def take(self, step: int) -> list[str]:
-        batch = self.consumer.take_batch(step, {"math": BATCH}, deadline_s=20.0)
+        batch = self.consumer.take_batch(step, {"math": BATCH}, deadline_s=400.0)
         return batch.manifest.gids
 
 

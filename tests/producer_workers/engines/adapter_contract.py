@@ -125,7 +125,7 @@ class AdapterContract:
         policy: dict[str, Any],
     ) -> None:
         """Train an adapter, publish it, sample with it, and train on that again."""
-        store = Store(server_of("valkey").url, deadline_s=30.0)
+        store = Store(server_of("valkey").url, deadline_s=400.0)
         played = AdapterRun(store, run_name, tmp_path, folders.first, policy)
         run(played.play(engine, monkeypatch))
         store.close()

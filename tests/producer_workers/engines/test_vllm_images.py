@@ -324,7 +324,7 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
                 stop.set()
                 await asyncio.gather(working, sending)
 
-        run(asyncio.wait_for(whole_run(), 200))
+        run(asyncio.wait_for(whole_run(), 400))
         log = StepLog(training.run.folder / "steps.jsonl")
         log.read_new()
         assert [step.step for step in log.steps] == [1, 2]

@@ -90,10 +90,10 @@ def test_a_filter_runs_in_a_process_too() -> None:
 
 
 REASONS = {
-    "hang": "exceeded its limit of 0.5 s .*timeout_s",
+    "hang": "exceeded its limit of 4 s .*timeout_s",
     "sys.exit": "raised SystemExit: 2",
     "exit": "ended its process: exit code 3",
-    "lock": "exceeded its limit of 0.5 s",
+    "lock": "exceeded its limit of 4 s",
     "crash": "ended its process: SIGSEGV",
     "StopIteration": "StopIteration",
     "memory": "raised MemoryError .*memory_mb",
@@ -108,7 +108,7 @@ def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
     reasons = dict(list(REASONS.items())[:faults])
 
     async def scenario() -> None:
-        async with judging(name, processes=2, timeout_s=0.5) as judge:
+        async with judging(name, processes=2, timeout_s=4.0) as judge:
             answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
             for answer, reason in zip(answers[::2], reasons.values(), strict=True):
                 with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
@@ -120,7 +120,7 @@ def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
 
 def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
     async def scenario() -> None:
-        async with judging("score_later", processes=1, timeout_s=1.0) as judge:
+        async with judging("score_later", processes=1, timeout_s=4.0) as judge:
             before = await ask(judge, "pid")
             waits, *others = await ask(judge, "wait", *["soon"] * 20)
             assert "exceeded its limit" in str(waits)
@@ -136,7 +136,7 @@ def test_a_call_that_is_not_wanted_any_more_gives_its_process_free() -> None:
             async with judging(name, processes=1) as judge:
                 (before,) = await ask(judge, "pid")
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(ask(judge, truth), 0.5)
+                    await asyncio.wait_for(ask(judge, truth), 4.0)
                 (after,) = await ask(judge, "pid")
                 assert (before == after) is (name == "score_later")
 

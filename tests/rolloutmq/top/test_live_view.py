@@ -126,7 +126,7 @@ def test_history_counts_a_pause(scene: Scene) -> None:
 
 def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
-        scene = Scene(Store(server.url, deadline_s=10), "demo")
+        scene = Scene(Store(server.url, deadline_s=400.0), "demo")
         run = Run.open(Store(server.url, deadline_s=0.2), "demo")
         screen = Console(file=io.StringIO(), width=200)
         looks = iter(["kill", "", "start", ""])

@@ -92,7 +92,7 @@ def test_a_removal_that_was_cut_off_is_seen_and_repeated(
 
 def test_a_run_in_a_cluster_is_removed_on_every_node(tmp_path: Any) -> None:
     with start_cluster(str(valkey_binary()), tmp_path, *SAFE) as cluster:
-        store = Store(cluster.url, deadline_s=30)
+        store = Store(cluster.url, deadline_s=400.0)
         scene = populate(store)
         kept = populate(store, "demo2").run
         view = store.at(scene.run.keys.meta)

@@ -126,7 +126,7 @@ def test_server_of_an_ended_run_starts_with_its_data_and_stops(
 ) -> None:
     folder = tmp_path / "runs" / "old"
     with EmbeddedServer(folder / "server") as embedded:
-        store = Store(embedded.url, deadline_s=10)
+        store = Store(embedded.url, deadline_s=400.0)
         Scene(store, "old").enqueue(3)
         store.close()
     assert json_of(command("server", "--json", cwd=tmp_path))["running"]
