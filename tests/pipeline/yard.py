@@ -45,7 +45,7 @@ LIMITS = RunLimits(
     role_timeout_ms=60_000,
     tasks={TASK: TaskLimits()},
 )
-DEADLINE_S = 200.0
+DEADLINE_S = 400.0
 FIRST = FIRST_WEIGHTS
 LINEAGE = "l1"
 
