@@ -58,15 +58,19 @@ class Prefetcher:
 
     def begin(self, counts: Mapping[str, int]) -> None:
         """Read ahead for a batch with these counts, until `end`."""
-        if not self._budget or self._closed.is_set():
+        if not self._budget:
             return
-        self._counts = dict(counts)
-        self._is_active.set()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._read_ahead, name="trainer-prefetch", daemon=True
-            )
-            self._thread.start()
+        # `close` may be called from another thread: nothing starts after it
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._counts = dict(counts)
+            self._is_active.set()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._read_ahead, name="trainer-prefetch", daemon=True
+                )
+                self._thread.start()
 
     def end(self) -> None:
         """Stop reading before a take. Does not wait for a read in progress."""
@@ -83,10 +87,12 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
-        self._is_active.set()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:
+            self._closed.set()
+            self._is_active.set()
+            thread = self._thread
+        if thread:
+            thread.join()
 
     def _read_ahead(self) -> None:
         while self._is_active.wait() and not self._closed.is_set():

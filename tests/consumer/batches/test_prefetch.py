@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from buffer.model.ids import group_id, new_nonce
 from buffer.rollouts import wire
 from buffer.run import Run
@@ -91,3 +93,32 @@ def test_reading_ahead_ends_with_the_trainer_and_can_be_switched_off(run: Run) -
     other.close()
     assert other._thread is not None
     assert not other._thread.is_alive()
+
+
+def test_a_close_waits_for_a_thread_that_another_thread_is_starting(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled take of the asyncio consumer goes on beside its `close`."""
+    prefetcher = Prefetcher(run, 1 << 20, threading.Event())
+    is_starting = threading.Event()
+    closed = list[bool]()
+    start = threading.Thread.start
+
+    def start_beside_close(thread: threading.Thread) -> None:
+        if thread.name == "trainer-prefetch":
+            is_starting.set()
+            closing.join(0.2)  # long enough for a `close` that does not wait
+        start(thread)
+
+    def close() -> None:
+        is_starting.wait(400)
+        prefetcher.close()
+        closed.append(True)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    monkeypatch.setattr(threading.Thread, "start", start_beside_close)
+    prefetcher.begin({"math": 1})
+    closing.join()
+    assert closed
+    assert not any(thread.name == "trainer-prefetch" for thread in threading.enumerate())
