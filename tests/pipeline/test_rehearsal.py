@@ -219,7 +219,7 @@ def test_a_loop_without_end_is_an_error_that_names_the_stages_of_its_groups(
 ) -> None:
     monkeypatch.setattr(worker, "HAND_BACK_S", 0.1)
     for limit_s in (0.5, 4.0, 32.0, 256.0):  # until one is long enough for groups to start
-        with pytest.raises(RehearsalError, match=f"after {limit_s} s; groups by stage") as raised:
+        with pytest.raises(RehearsalError, match=f"after {limit_s:g} s; groups by stage") as raised:
             rehearse(SUMS, judge=length, agent_loop=Endless, timeout_s=limit_s)
         if "'running': " in str(raised.value):
             return
