@@ -121,4 +121,5 @@ def test_a_close_waits_for_a_thread_that_another_thread_is_starting(
     prefetcher.begin({"math": 1})
     closing.join()
     assert closed
-    assert not any(thread.name == "trainer-prefetch" for thread in threading.enumerate())
+    assert prefetcher._thread is not None
+    assert not prefetcher._thread.is_alive()

@@ -207,6 +207,8 @@ def test_new_weights_see_the_images_anew_while_requests_run(
         ]
         for version in range(4, 9):
             await asyncio.sleep(0.05)
+            # a group is forgotten after its requests: none of them still waits for its images
+            await asyncio.gather(*engine.images._heads.values())
             engine.images.forget(GID)  # so that each time something is on its way in
             engine.images.show(GID, refs)
             running += [
