@@ -170,11 +170,14 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 ) -> None:
     params = sampling(LONG, temperature=0.0)
 
+    async def abort() -> None:
+        await engine.pause("abort")
+        await engine.resume()  # a request whose images are still read is not aborted, and goes on
+
     async def scenario() -> tuple[Generation, Generation, Generation]:
         engine.images.show(GID, refs)
         whole = await generate(engine, params)
-        part = await interrupt(engine, params, lambda: engine.pause("abort"), ask=generate)
-        await engine.resume()
+        part = await interrupt(engine, params, abort, ask=generate)
         # another worker has seen none of it
         engine.images.forget(GID)
         engine.images.show(GID, refs)
