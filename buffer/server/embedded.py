@@ -287,7 +287,7 @@ class EmbeddedServer:
         return "\n".join(lines) + "\n"
 
     def connect(self, timeout_s: float = 400.0) -> redis.Redis:
-        """Return a plain client that never retries, for checks and tests."""
+        """Return a plain client that never retries; it waits `timeout_s` for a reply."""
         return redis.Redis.from_url(self.url, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
 
     def _is_loading(self) -> bool | None:

@@ -179,7 +179,7 @@ def test_torch_dataset_is_read_by_number(tmp_path: Path) -> None:
         dataset.row(4)
 
 
-# what torch says of two processes on one core
+# torch warns of more processes than cores
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_gives_each_draw_the_same_prompt_after_a_restart(
