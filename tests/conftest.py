@@ -67,7 +67,6 @@ SHORT = (
     "buffer/config",
     "buffer/weights",
     "producer_workers/datasets",
-    "producer_workers/judges",
 )
 """Rooms of tests that start no server and no engine."""
 LONG = ("producer_workers/engines", "pipeline", "rolloutmq")
