@@ -113,10 +113,11 @@ class Crew:
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
         if not self.silent:
+            # before the heartbeat, which is the receipt that a test may wait for
+            self.epochs.append((state.epoch, state.mode))
             pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
             if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
                 self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
-            self.epochs.append((state.epoch, state.mode))
 
     def _weights(self, job: Job, state: ControlState) -> PolicyVersion:
         if self._stamp is None or job.lane == "eval":

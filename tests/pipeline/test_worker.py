@@ -101,10 +101,8 @@ def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
     yard.enqueue(6, (50, 50))
 
     async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, die_after=9)):
-            await yard.until(
-                lambda: not yard.run.fleet.workers() and bool(yard.places().get("completed"))
-            )
+        async with yard.working(yard.worker(token_s=SLOW_S, die_after=9)) as engine:
+            await yard.until(lambda: bool(engine.requests) and not yard.run.fleet.workers())
 
     async def others() -> None:
         async with yard.working(yard.worker("w1")):

@@ -223,15 +223,19 @@ class Yard:
 
     @asynccontextmanager
     async def working(self, worker: Worker) -> AsyncIterator[WatchedEngine]:
-        """`worker` at work; stopped in order at the end. What ended it is raised there."""
+        """Run `worker`, and stop it in order at the end; raise what ended it if the test did not fail."""
         engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
         await engine.start()
         task = asyncio.create_task(worker.run())
         try:
             yield engine
-        finally:
+        except BaseException as error:
             worker.stop()
-            await task
+            (end,) = await asyncio.gather(task, return_exceptions=True)
+            error.add_note(f"the worker ended with {end!r}")
+            raise
+        worker.stop()
+        await task
 
     # -- sights --------------------------------------------------------------
 
