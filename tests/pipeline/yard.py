@@ -223,7 +223,10 @@ class Yard:
 
     @asynccontextmanager
     async def working(self, worker: Worker) -> AsyncIterator[WatchedEngine]:
-        """Run `worker`, and stop it in order at the end; raise what ended it if the test did not fail."""
+        """Run `worker`, and stop it in order at the end.
+
+        Raise what ended it, unless the test has failed.
+        """
         engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
         await engine.start()
         task = asyncio.create_task(worker.run())

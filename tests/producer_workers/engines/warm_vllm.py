@@ -53,7 +53,7 @@ class WarmProcess(context.ForkServerProcess):
         os.environ.update(self.environment)
         _serve_children()
         _patch_vllm()
-        queues = import_module("vllm.distributed.device_communicators.shm_broadcast")
+        queues: Any = import_module("vllm.distributed.device_communicators.shm_broadcast")
         queues.SpinCondition.record_read = _spin_briefly
         # a notification of an idle reader may get lost, which costs 5 s by default
         queues.SHM_READER_RECHECK_INTERVAL_MS = 100
