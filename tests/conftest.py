@@ -68,7 +68,7 @@ SHORT = (
     "buffer/weights",
     "producer_workers/datasets",
 )
-"""Rooms of tests that start no server and no engine."""
+"""Rooms of tests that start no server, no engine and no judge's process."""
 LONG = ("producer_workers/engines", "pipeline", "rolloutmq")
 """Rooms of tests that start engines, whole runs, browsers."""
 

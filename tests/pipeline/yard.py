@@ -138,7 +138,7 @@ class Yard:
         return self.run.jobs.reissue(self.producer, TASK, "aborted", 10_000)
 
     def expire_lease(self, worker: str) -> None:
-        """Let the last heartbeat of a worker be longer ago than a lease, and take back its groups."""
+        """Make the last heartbeat of a worker older than a lease, and take back its groups."""
         for key in (self.run.keys.workers, self.run.keys.leases):
             self.store.control.zadd(key, {worker: 1}, xx=True)
         self.run.janitor.sweep()

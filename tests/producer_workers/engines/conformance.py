@@ -36,7 +36,7 @@ NEXT = PolicyVersion("main", 4)
 LONG = 200
 """Tokens of a response that is to be caught in the middle."""
 CATCH_S = (0.1, 0.05, 0.2, 0.02, 0.4, 0.8, 1.6, 3.2, 6.4) * 5
-"""Waits before such a response is caught; each after the first is for one that failed."""
+"""Seconds to wait before such a response is interrupted, tried in turn."""
 TOLERANCE = 2e-3
 
 
