@@ -179,7 +179,8 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
 ) -> None:
     """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do.
 
-    Later ones are closer to those of their own version than to those of the one before it.
+    Later ones are, in the mean, closer to those of their own version than to those of the one
+    before it.
     """
     monkeypatch.setattr(vllm_engine, "_keeps_cache", keeps)
     made = run(sample_through_updates(vllm_engine, history, *states))
@@ -189,10 +190,10 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
     if not keeps:
         assert max(part.max() for part in by_span) < TOLERANCE
         return
+    assert all(part.max() > TOLERANCE for part in by_span[1:])
     older = distances([history[0], *history[:-1]], made)
-    for of_its_own, of_the_one_before in zip(by_span[1:], older[1:], strict=True):
-        assert of_its_own.max() > TOLERANCE
-        assert of_its_own.mean() < of_the_one_before.mean()
+    # together, since a span may be too short for a mean
+    assert np.concatenate(by_span[1:]).mean() < np.concatenate(older[1:]).mean()
     newest = np.concatenate(distances([history[-1]] * len(history), made))
     metrics = TrainController(Learner(history[-1], LearnerConfig()), "grpo").fit([group_of(made)])
     assert metrics["mismatch/abs_logprob"] == pytest.approx(newest.mean(), rel=0.1)
