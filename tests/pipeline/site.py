@@ -191,9 +191,9 @@ class Site:
     def lines(self) -> list[tuple[int, tuple[str, ...]]]:
         """(step, gids) of every line that any trainer wrote, replaced ones too."""
         file = self.run_dir / "steps.jsonl"
-        rows = (
-            [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
-        )
+        written = file.read_bytes() if file.exists() else b""
+        # a line without its end is still being written
+        rows = [orjson.loads(line) for line in written.splitlines(True) if line.endswith(b"\n")]
         return [(row["step"], tuple(row["gids"])) for row in rows]
 
     def until_step(self, step: int) -> None:
