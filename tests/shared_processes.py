@@ -11,6 +11,7 @@ SHARED = {
     "forks": (
         "tests/pipeline/test_run_command.py",
         "tests/pipeline/test_trainer_ranks.py",
+        "tests/pipeline/test_new_project.py",
         "tests/pipeline/test_own_parts.py",
         "tests/pipeline/test_roles_over_tls.py",
         "tests/pipeline/test_signed_run.py",
@@ -18,6 +19,7 @@ SHARED = {
         "tests/pipeline/test_tracing.py",
         "tests/consumer/test_ranks.py",
         "tests/consumer/examples/",
+        "tests/docs/test_readme.py",
     ),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""

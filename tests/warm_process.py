@@ -9,6 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -41,18 +43,32 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
     return text
 
 
-def start_command(log: Path, words: list[str], environment: dict[str, str]) -> BaseProcess:
-    """Start a `rolloutmq` command whose output is added to a file."""
+def start_command(
+    log: Path, words: list[str], environment: dict[str, str], folder: Path = ROOT
+) -> BaseProcess:
+    """Start a `rolloutmq` command in a folder; its output is added to a file."""
     log.touch()
-    process = _context.Process(target=_run_command, args=(log, words, environment))
+    process = _context.Process(target=_run_command, args=(log, words, environment, folder))
     process.start()
     return process
 
 
-def _run_command(log: Path, words: list[str], environment: dict[str, str]) -> None:
+def run_to_end(folder: Path, *words: str) -> str:
+    """Run a `rolloutmq` command in a folder, and return its output; assert that it succeeds."""
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    log = folder / f"{words[0]}.log"
+    process = start_command(log, list(words), environment | {"CUDA_VISIBLE_DEVICES": ""}, folder)
+    process.join()
+    said = log.read_text(encoding="utf-8")
+    assert process.exitcode == 0, said
+    return said
+
+
+def _run_command(log: Path, words: list[str], environment: dict[str, str], folder: Path) -> None:
     # imported here, since pytest's process needs none of it
     from tests.forked_commands import run_command
 
+    os.chdir(folder)
     run_command(log, words, environment)
 
 

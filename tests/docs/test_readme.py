@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from buffer.server.embedded import EmbeddedServer
-from tests.docs.test_pages import ROOT, Reader
+from tests.docs.test_pages import ROOT
+from tests.warm_process import run_to_end
 
 
 def files_of_the_readme() -> dict[str, str]:
@@ -19,11 +20,10 @@ def files_of_the_readme() -> dict[str, str]:
 def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
     for name, code in files_of_the_readme().items():
         (tmp_path / name).write_text(code, encoding="utf-8")
-    reader = Reader(tmp_path)
     try:
-        created = reader.run("bash", "-euc", "rolloutmq create my_run.toml")
+        created = run_to_end(tmp_path, "create", "my_run.toml")
         assert not EmbeddedServer(tmp_path / "runs" / "mine" / "server").is_running
-        printed = reader.run("bash", "-euc", "rolloutmq run my_run.toml")
+        printed = run_to_end(tmp_path, "run", "my_run.toml")
     finally:
         EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
     assert "run      mine is ready to start" in created

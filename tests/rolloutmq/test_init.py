@@ -1,4 +1,4 @@
-"""A new project passes its own test and the check; one of them is run to its end."""
+"""A new project passes its own test and the check; tests/pipeline/test_new_project.py runs one."""
 
 from __future__ import annotations
 
@@ -90,17 +90,6 @@ def test_projects_pass_their_tests_and_the_check(tmp_path: Path) -> None:
         assert "$" not in (tmp_path / template / "config.toml").read_text(encoding="utf-8")
     done = run(tmp_path, "-c", CHECK, *(str(tmp_path / template) for template in KINDS))
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_project_runs_to_its_end(tmp_path: Path) -> None:
-    project = tmp_path / "mine"
-    write_project(project, Choices("math", TINY, None, 0))
-    changes = ("plan.steps=1", "plan.batch_size=2", "tasks.math.sample.max_tokens=4")
-    flags = [part for change in changes for part in ("--set", change)]
-    done = run(project, "-m", "rolloutmq", "run", "config.toml", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "lost 0 · in two places 0 · trained twice 0" in done.stdout
 
 
 def run(project: Path, *args: str) -> subprocess.CompletedProcess[str]:

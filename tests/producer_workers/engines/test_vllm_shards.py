@@ -1,7 +1,7 @@
 """Test vLLM in several processes: each loads its part of new weights, all or none.
 
-One that hangs ends the engine. The engine of a pair of tensor-parallel shards belongs to `make
-test`; the other sizes to `make test-modes`.
+One that hangs ends the engine. With a pair of tensor-parallel shards, what each shard takes part
+in belongs to `make test`; the rest of the contract, and the other sizes, to `make test-modes`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def engine(sharded: Engine, run: Run[None], folders: Folders) -> Iterator[Engine
     run(sharded.load_weights(folders.first, FIRST))
 
 
+@pytest.mark.modes
 class TestShards(ModelContract):
     """The contract with short responses.
 
@@ -90,6 +91,24 @@ class TestShards(ModelContract):
     """
 
     long = 100
+
+
+class TestWeightsOfShards:
+    """Those tests of the contract in which each shard loads weights."""
+
+    long = TestShards.long
+    test_logprobs_equal_a_transformers_forward_before_and_after_an_update = (
+        ModelContract.test_logprobs_equal_a_transformers_forward_before_and_after_an_update
+    )
+    test_load_weights_stamps_each_token_when_a_request_runs = (
+        ModelContract.test_load_weights_stamps_each_token_when_a_request_runs
+    )
+    test_load_weights_keeps_the_old_ones_when_the_new_are_bad = (
+        ModelContract.test_load_weights_keeps_the_old_ones_when_the_new_are_bad
+    )
+    test_tokens_after_a_swap_come_from_fresh_caches = (
+        ModelContract.test_tokens_after_a_swap_come_from_fresh_caches
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 1])
