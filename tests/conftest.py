@@ -69,8 +69,14 @@ SHORT = (
     "producer_workers/datasets",
 )
 """Rooms of tests that start no server, no engine and no judge's process."""
-LONG = ("producer_workers/engines", "pipeline", "rolloutmq")
-"""Rooms of tests that start engines, whole runs, browsers."""
+LONG = (
+    "pipeline",
+    "producer_workers/engines",
+    "producer_workers/judges",
+    "producer_workers/user_code",
+    "rolloutmq",
+)
+"""Rooms of tests that start engines, whole runs, browsers, or wait for what others' code does."""
 
 __all__ = ["redis_client", "run_name", "server", "server_of"]
 
