@@ -56,7 +56,7 @@ test: lint type arch ## everything that CI runs
 	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 4 --no-loadscope-reorder
 
 .PHONY: test-modes
-test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 6 minutes
+test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
 	@$(PYTEST) -m "modes or (gpu and vllm)" tests/producer_workers/engines
 
 test-unit: setup ## the quick tests: no engine, no server
