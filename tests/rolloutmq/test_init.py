@@ -88,14 +88,13 @@ def test_projects_pass_their_tests_and_the_check(tmp_path: Path) -> None:
     for template in KINDS:
         write_project(tmp_path / template, Choices(template, TINY, None, 0))
         assert "$" not in (tmp_path / template / "config.toml").read_text(encoding="utf-8")
-    done = run(tmp_path, "-c", CHECK, *(str(tmp_path / template) for template in KINDS))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run(project: Path, *args: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
-    environment = kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *args]
-    return subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, check=False
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *(str(tmp_path / template) for template in KINDS)],
+        env=kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
