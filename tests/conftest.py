@@ -76,7 +76,7 @@ LONG = (
     "producer_workers/user_code",
     "rolloutmq",
 )
-"""Rooms of tests that start engines, whole runs, browsers, or wait for what others' code does."""
+"""Rooms of tests that start engines, whole runs or browsers, or that mostly wait."""
 
 __all__ = ["redis_client", "run_name", "server", "server_of"]
 

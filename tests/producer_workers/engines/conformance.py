@@ -162,7 +162,7 @@ class EngineContract:
     def test_load_tells_what_is_sampled_and_what_waits_for_a_place(
         self, engine: Engine, run: Run[Any]
     ) -> None:
-        """40 requests, more than any of the engines here has places for; all wait or run at once."""
+        """Ask for 40 responses at once: more than any of the engines here has places for."""
         if not isinstance(engine, ReportsLoad):
             pytest.skip("this engine does not say how full it is")
 
