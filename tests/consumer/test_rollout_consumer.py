@@ -270,11 +270,13 @@ def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_i
 
 
 def test_open_works_once_the_trainer_before_was_silent_for_long_enough(
-    run: Run, trainer: Trainers
+    make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
+    run = make_run(role_timeout_ms=60_000)
     die(trainer(run))
     with pytest.raises(RoleHeld):
         trainer(run)
+    run.limits.adopt(run.limits.model_copy(update={"role_timeout_ms": 600}))
 
     def opens() -> RolloutConsumer | None:
         try:
