@@ -18,9 +18,10 @@ from tests.consumer.models.tiny import build_model
 from tests.servers import Server
 
 LIMITS = RunLimits(
-    lease_ms=3000,
+    lease_ms=60_000,
     heartbeat_ms=100,
-    role_timeout_ms=600,
+    worker_timeout_ms=180_000,
+    role_timeout_ms=60_000,
     stale_threshold=1000,
     steps=5,
     batch_size=3,

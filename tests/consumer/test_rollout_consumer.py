@@ -257,9 +257,8 @@ def test_open_is_refused_when_the_server_holds_another_run(run: Run, trainer: Tr
 
 
 def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_is_busy(
-    make_run: Callable[..., Run], trainer: Trainers
+    run: Run, trainer: Trainers
 ) -> None:
-    run = make_run(role_timeout_ms=60_000)
     trainer(run)
     opened = run.control.holder("trainer").seen_ms
     while run.control.holder("trainer").seen_ms < opened + 5 * run.limits.heartbeat_ms:
@@ -270,9 +269,8 @@ def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_i
 
 
 def test_open_works_once_the_trainer_before_was_silent_for_long_enough(
-    make_run: Callable[..., Run], trainer: Trainers
+    run: Run, trainer: Trainers
 ) -> None:
-    run = make_run(role_timeout_ms=60_000)
     die(trainer(run))
     with pytest.raises(RoleHeld):
         trainer(run)
@@ -435,7 +433,7 @@ def test_paused_continues_the_run_when_its_body_fails(run: Run, trainer: Trainer
 def test_pause_fences_a_worker_that_stays_silent(
     make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
-    run = make_run(pause_timeout_s=0.3, lease_ms=60_000, worker_timeout_ms=600_000)
+    run = make_run(pause_timeout_s=0.3)
     consumer = trainer(run)
     with at_work(run, math=0, silent=True):
         assert [w.id for w in run.fleet.workers()] == ["w0"]
