@@ -205,10 +205,10 @@ def test_worker_releases_what_it_holds_in_an_abort_and_confirms(yard: Yard, laun
 
 @foreign
 def test_worker_freezes_and_continues_with_new_weights(yard: Yard, launch: Launch) -> None:
-    (gid,) = yard.enqueue(1, tokens=(200,))
+    (gid,) = yard.enqueue(1, tokens=(400,))
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() == 1)
-        time.sleep(0.2)
+        asyncio.run(yard.until_renewed())  # between two heartbeats it makes a token
         yard.run.receipts.wait(yard.control(Mode.KEEP), timeout_s=DEADLINE_S)
         yard.publish(1)
         yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
