@@ -124,8 +124,18 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
         [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
         sentinel_kwargs={**patience, **of_sentinels, **tls, "retry": Retry(NoBackoff(), 0)},
     )
-    primary: redis.Redis = watch.master_for(service, NamingClient, **settings, **login)  # type: ignore[no-untyped-call]
+    primary: _Primary = watch.master_for(service, _Primary, **settings, **login)  # type: ignore[no-untyped-call]
     return primary
+
+
+class _Primary(NamingClient):
+    """A client of the primary that also owns the connections to its Sentinels."""
+
+    def close(self) -> None:
+        """Close all connections; the library leaves those to Sentinels open."""
+        super().close()
+        pool: Any = self.connection_pool
+        pool.sentinel_manager.close()
 
 
 def seeds(url: str) -> list[str]:
