@@ -1,5 +1,7 @@
-"""A primary, its replicas, and a Sentinel that names another primary within seconds when the first
-one dies.
+"""A primary, its replicas, and a Sentinel that names another primary once a test says so.
+
+A claim waits for no replica. A Sentinel that took a slow primary of a busy machine for dead would
+lose it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import redis
+
 from tests.cluster import Node, free_ports, until
 
 SERVICE = "queue"
@@ -17,7 +21,8 @@ SERVICE = "queue"
 class Watched:
     """Two replicas: one is left when the other has become the primary."""
 
-    down_after_ms = 500
+    down_after_ms = 60_000
+    failover_timeout_ms = 60_000
 
     def __init__(self, binary: str, folder: Path, *options: str) -> None:
         *ports, watching = free_ports(4)
@@ -54,7 +59,7 @@ class Watched:
             f"port {self.sentinel.port}\nbind 127.0.0.1\ndir {self._folder}\nlogfile sentinel.log\n"
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.known_port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} {self.down_after_ms}\n"
-            f"sentinel failover-timeout {SERVICE} 5000\n",
+            f"sentinel failover-timeout {SERVICE} {self.failover_timeout_ms}\n",
             encoding="utf-8",
         )
         self._sentinel = subprocess.Popen(
@@ -67,6 +72,23 @@ class Watched:
             ),
             "the Sentinel",
         )
+
+    def promote(self) -> None:
+        """Have the Sentinel replace the primary, dead or not, by one of the replicas."""
+        until(self._starts_failover, "a replica that may replace the primary")
+
+    def _starts_failover(self) -> bool:
+        try:
+            self.sentinel.ask("SENTINEL FAILOVER", SERVICE)
+        except redis.ResponseError as error:
+            if "NOGOODSLAVE" not in str(error):
+                raise
+            return False
+        return True
+
+    def connections(self) -> int:
+        """Return how many clients the Sentinel has."""
+        return len(self.sentinel.ask("CLIENT LIST")) - 1
 
     def close(self) -> None:
         if self._sentinel is not None:

@@ -48,6 +48,16 @@ def raw_client(url: str, **options: Any) -> redis.Redis:
     return redis.Redis.from_url(url, socket_timeout=REPLY_S, **options)
 
 
+@contextmanager
+def raw_cluster(url: str) -> Iterator[Any]:
+    """The same for a cluster. Its own `close` leaves connections open."""
+    client: Any = redis.RedisCluster.from_url(url, socket_timeout=REPLY_S)
+    try:
+        yield client
+    finally:
+        client.disconnect_connection_pools()
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server that a test may fill, but not stop or change."""

@@ -153,6 +153,7 @@ class WatchedServers(Replicated):
 
 class _Watched(Watched):
     down_after_ms = DOWN_AFTER_MS
+    failover_timeout_ms = 5000
 
     def __init__(self, servers: WatchedServers, folder: Path) -> None:
         self._servers = servers

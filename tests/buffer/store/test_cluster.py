@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-import redis
 from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
@@ -23,7 +22,7 @@ from tests.buffer.groups.test_put import rollouts
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 from tests.cluster import Cluster, Node, free_ports, start_cluster, until
-from tests.servers import SAFE, _find_redis
+from tests.servers import SAFE, _find_redis, raw_cluster
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
@@ -38,7 +37,7 @@ def cluster(
 
 @pytest.fixture
 def raw(cluster: Cluster) -> Iterator[Any]:
-    with redis.RedisCluster.from_url(cluster.url) as client:
+    with raw_cluster(cluster.url) as client:
         yield client
 
 

@@ -25,9 +25,10 @@ from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
 from tests.sentinels import Watched, start_watched
-from tests.servers import SAFE, _find_redis
+from tests.servers import SAFE, _find_redis, raw_cluster
 
-SAFELY = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
+WAIT_ONE = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
+WAIT_TWO = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 2})
 PATIENT_S = 300.0
 
 
@@ -43,15 +44,13 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with start_cluster(_find_redis(), tmp_path, *SAFE, timeout_ms=1500) as started:
+    when_told = ("--cluster-replica-no-failover", "yes")
+    with start_cluster(_find_redis(), tmp_path, *SAFE, *when_told) as started:
         yield started
 
 
 def patient(url: str) -> redis.Redis:
-    """Return a client that asks the Sentinels again while they name no primary.
-
-    A busy Sentinel takes a slow primary for dead.
-    """
+    """Return a client that asks the Sentinels again while they name a primary that is gone."""
     client = open_client(url)
     client.set_retry(Retry(ConstantBackoff(0.1), int(PATIENT_S / 0.1)))
     return client
@@ -80,13 +79,18 @@ def go_on(scene: Scene, manifests: list[Manifest]) -> None:
 
 def test_sentinels_name_another_primary_and_nothing_answered_is_lost(watched: Watched) -> None:
     store = Store(watched.url, deadline_s=PATIENT_S)
-    scene = Scene(store, patient(watched.url), "demo", SAFELY)
-    scene.open_trainer()
-    manifests = work(scene, range(1, 6))
-    watched.primary.kill()
-    go_on(scene, manifests)
-    assert scene.run.store.retries > 0
+    with patient(watched.url) as raw:
+        # either replica may be the one that is chosen; one is left to wait for
+        scene = Scene(store, raw, "demo", WAIT_TWO)
+        scene.open_trainer()
+        manifests = work(scene, range(1, 6))
+        scene.run.store.wait_replicas = 1
+        watched.primary.kill()
+        watched.promote()
+        go_on(scene, manifests)
+        assert scene.run.store.retries > 0
     store.close()
+    until(lambda: watched.connections() == 0, "connections to the Sentinel to be closed")
 
 
 def test_a_cluster_promotes_a_replica_and_nothing_answered_is_lost(cluster: Cluster) -> None:
@@ -94,20 +98,22 @@ def test_a_cluster_promotes_a_replica_and_nothing_answered_is_lost(cluster: Clus
     master = cluster.master_of("rmq:{demo}:meta")
     replica = cluster.add_replica(master)
     for other in [node for node in cluster.nodes[:MASTERS] if node is not master]:
-        # payloads lie there, too; these only hold what is waited for
-        cluster.add_replica(other).ask("CONFIG SET", "cluster-replica-no-failover", "yes")
-    with redis.RedisCluster.from_url(cluster.url) as raw:
-        scene = Scene(store, raw, "demo", SAFELY)
+        cluster.add_replica(other)  # payloads lie there, too, and wait for a replica
+    with raw_cluster(cluster.url) as raw:
+        scene = Scene(store, raw, "demo", WAIT_ONE)
         scene.open_trainer()
         manifests = work(scene, range(1, 6))
-        master.kill()
-        # it comes back as the replica of its replica; before that, nothing durable is answered
-        back = threading.Thread(target=come_back, args=(cluster, master, replica))
-        back.start()
+    master.kill()
+    replica.ask("CLUSTER FAILOVER", "TAKEOVER")
+    # it comes back as the replica of its replica; before that, nothing durable is answered
+    back = threading.Thread(target=come_back, args=(cluster, master, replica))
+    back.start()
+    # another client: the library's would leave connections to nodes of the old map open
+    with raw_cluster(replica.url) as scene.raw:
         go_on(scene, manifests)
-        back.join()
-        assert cluster.master_of(scene.keys.meta) is replica
-        assert scene.run.store.retries > 0
+    back.join()
+    assert cluster.master_of(scene.keys.meta) is replica
+    assert scene.run.store.retries > 0
     store.close()
 
 
@@ -122,7 +128,7 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     monkeypatch.setattr("buffer.store.durability.WAIT_MS", 300)
     store = Store(watched.url, deadline_s=PATIENT_S)
     raw: Any = patient(watched.url)
-    scene = Scene(store, raw, "demo", SAFELY)
+    scene = Scene(store, raw, "demo", WAIT_ONE)
     scene.open_trainer()
     scene.ready(0, 0)
     for replica in watched.replicas:
@@ -139,17 +145,19 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     scene.run.store.deadline_s = PATIENT_S
     assert len(scene.take(1).gids) == 1
     scene.check()
+    raw.close()
     store.close()
 
 
 def test_roles_are_fenced_by_nonces_when_a_failover_lost_who_held_them(watched: Watched) -> None:
     """Without `wait_replicas`: an epoch comes twice, a nonce never (I7)."""
     store = Store(watched.url, deadline_s=PATIENT_S)
-    scene = Scene(store, patient(watched.url), "demo")
+    raw = patient(watched.url)
+    scene = Scene(store, raw, "demo", WAIT_TWO)
     first = scene.open_trainer()
     scene.ready(*[0] * 4)
     scene.take(1)
-    watched.primary.ask("WAIT", 2, 5000)
+    scene.run.store.wait_replicas = 0
     for replica in watched.replicas:
         replica.signal(signal.SIGSTOP)
     # what is sent already is read once they go on
@@ -160,6 +168,7 @@ def test_roles_are_fenced_by_nonces_when_a_failover_lost_who_held_them(watched: 
     watched.primary.kill()
     for replica in watched.replicas:
         replica.signal(signal.SIGCONT)
+    watched.promote()
     # whose opening was lost changes nothing, and does not go on with a batch that nobody else has
     with pytest.raises(Fenced):
         scene.run.ledger.take(second, 2, {"math": 1})
@@ -170,6 +179,7 @@ def test_roles_are_fenced_by_nonces_when_a_failover_lost_who_held_them(watched: 
         scene.run.ledger.take(first, 2, {"math": 1})
     assert scene.take(2).gids == lost.gids
     scene.check()
+    raw.close()
     store.close()
 
 

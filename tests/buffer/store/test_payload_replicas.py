@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from buffer.errors import StoreUnavailable
 from buffer.model.limits import RunLimits
@@ -18,7 +17,7 @@ from buffer.store.payloads import pin_listed
 from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster
-from tests.servers import SAFE
+from tests.servers import SAFE, raw_cluster
 
 SAFELY = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
 TOO_FEW = "only 0 of 1 replicas have it"
@@ -28,6 +27,12 @@ TOO_FEW = "only 0 of 1 replicas have it"
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with start_cluster(str(valkey_binary()), tmp_path, *SAFE) as started:
         yield started
+
+
+@pytest.fixture
+def raw(cluster: Cluster) -> Iterator[Any]:
+    with raw_cluster(cluster.url) as client:
+        yield client
 
 
 @contextmanager
@@ -41,11 +46,10 @@ def frozen(scene: Scene, node: Node) -> Iterator[None]:
 
 
 def test_bytes_on_another_node_are_waited_for(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicas = {master.port: cluster.add_replica(master) for master in cluster.nodes[:MASTERS]}
     store = Store(cluster.url, deadline_s=60.0)
-    raw: Any = redis.RedisCluster.from_url(cluster.url)
     scene = Scene(store, raw, "demo", SAFELY)
     index = cluster.master_of(scene.keys.meta)
     scene.enqueue(9)
@@ -82,5 +86,4 @@ def test_bytes_on_another_node_are_waited_for(
     pin_listed(scene.run.store, scene.keys)
     assert raw.scard(scene.keys.unpinned) == 0
     scene.check()
-    raw.close()
     store.close()
