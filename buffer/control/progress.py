@@ -7,7 +7,7 @@ readers do not disturb each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +26,8 @@ NO_SUMS = (
     "filtered_in_row",
     "tail_step",
     "draws_to",
+    "awaited",
+    "awaited_step",
     "stopped",
 )
 """Fields of `TaskProgress` that are not sums: a difference keeps the newer value."""
@@ -75,6 +77,10 @@ class TaskProgress:
     """last train step of the newest tail batch"""
     draws_to: int = 0
     """draw at which an evaluation ends, however many of its groups failed; 0: none was requested"""
+    awaited: int = 0
+    """groups that the trainer waited for, to complete a batch that it had taken"""
+    awaited_step: int = 0
+    """step of that batch"""
     stopped: str = ""
     """why the scripts start nothing more of the task; empty while they do"""
 
@@ -120,20 +126,22 @@ class Leftovers:
 class ProduceProgress:
     """One reading of a run; `tasks` and `leftovers` have an entry for every task asked for.
 
-    `next_consumer_step` is the train step that is taken next.
+    `next_consumer_step` is the train step that is taken next; `awaits` one that was taken, while
+    the trainer waits for groups in place of unusable ones.
     """
 
     next_consumer_step: int
     tasks: Mapping[str, TaskProgress]
     leftovers: Mapping[str, Leftovers]
+    awaits: int | None = None
 
     def since(self, earlier: ProduceProgress) -> dict[str, TaskProgress]:
         """Return what each task did since an earlier reading."""
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
-def _taken(keys: Keys, value: bytes | None) -> int:
-    return read_counts("ledger", keys.ledger("train"), ["taken"], [value])[0]
+def _steps(keys: Keys, values: Sequence[bytes | None]) -> list[int]:
+    return read_counts("ledger", keys.ledger("train"), ["taken", "awaits"], values)
 
 
 def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
@@ -144,8 +152,10 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     """
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
-    before = store.retrying("progress", lambda: store.control.hget(keys.ledger("train"), "taken"))
-    step = _taken(keys, before) + 1
+    steps = ("HMGET", keys.ledger("train"), "taken", "awaits")
+    (before,) = store.each("progress", [steps], "control")
+    taken, awaits = _steps(keys, before)
+    step = awaits or taken + 1
     reads: list[Command] = []
     for task, threshold in thresholds.items():
         cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"
@@ -156,8 +166,8 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     reads.append(("HMGET", keys.cursors, *tasks))
     # read last: if a batch is taken meanwhile, the newer step is combined with the older counts, so
     # that the producer starts too little rather than too much
-    reads.append(("HGET", keys.ledger("train"), "taken"))
-    *rows, cursors, taken = store.each("progress", reads, "control")
+    reads.append(steps)
+    *rows, cursors, after = store.each("progress", reads, "control")
     width = 2 + len(POOLS) + len(LANES)
     pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
@@ -165,8 +175,10 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     for task, cursor in zip(tasks, cursors, strict=True):
         counters[task]["cursor"] = str(read_counts("cursors", keys.cursors, [task], [cursor])[0])
         require_fields("progress", keys.progress(task), counters[task])
+    taken, awaits = _steps(keys, after)
     return ProduceProgress(
-        next_consumer_step=_taken(keys, taken) + 1,
+        next_consumer_step=taken + 1,
+        awaits=awaits or None,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
         leftovers={
             task: Leftovers(

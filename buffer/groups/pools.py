@@ -159,15 +159,16 @@ class Pools:
         if threshold == "":
             return None
         keys = self._keys
-        taken, cut, forks = self._store.each(
+        (taken, awaits), cut, forks = self._store.each(
             "age limit",
             [
-                ("HGET", keys.ledger("train"), "taken"),
+                ("HMGET", keys.ledger("train"), "taken", "awaits"),
                 ("HGET", keys.group(gid), "cut"),
                 ("LRANGE", keys.lineages, -1000, -1),
             ],
         )
-        lowest = max(int(cut or 0), int(taken or 0) + 1 - int(threshold))
+        step = int(awaits or int(taken or 0) + 1)
+        lowest = max(int(cut or 0), step - int(threshold))
         named = [fork.decode().rpartition(":") for fork in forks]
         pairs = [(lineage, int(step)) for lineage, _, step in named]
         return AgeLimit(lowest, self._limits.token_lag(task), pairs)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- expire_waiting: move groups out of the queue whose tokens became too old while they waited. Those of the index that run
 -- are ended by their workers (heartbeat.lua). Costs O(log N + those that are too old).
--- include: bells, events, expiry, numbers
+-- include: bells, events, expiry, numbers, steps
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS jobs_resume   STREAM   the only lane of groups with tokens that age
@@ -20,7 +20,7 @@
 -- replies OK moved running (of those that were read)
 -- keeps I1, I8, I12 (frees), I13 (a repeated call finds nothing)
 
-local step = num(redis.call('HGET', ledger, 'taken')) + 1
+local step = next_step(ledger)
 local cut = step - threshold
 local gids = redis.call('ZRANGEBYSCORE', age_index, '-inf', '(' .. int(cut), 'LIMIT', passed, limit)
 local waiting = {}

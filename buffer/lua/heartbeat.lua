@@ -3,7 +3,7 @@
 -- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
--- include: clock, control_state, grace, holds, numbers, receipts, staleness
+-- include: clock, control_state, grace, holds, numbers, receipts, staleness, steps
 -- KEYS control       HASH*
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
@@ -52,7 +52,7 @@ local is_agreed = count == held and num(redis.call('HGET', holds, 'digest')) == 
 table.insert(reply, 1, 'OK')
 if not is_agreed then reply[1] = 'DIFFERS' end
 for n, gid, token, lineage, version, threshold in each_unit do
-  step = step or num(redis.call('HGET', ledger, 'taken')) + 1
+  step = step or next_step(ledger)
   local weights = lineage .. ':' .. int(version)
   living[weights] = living[weights] or living_version(lineages, lineage, int(version))
   if tonumber(living[weights]) < step - threshold then reply[#reply + 1] = n end

@@ -1,6 +1,6 @@
 #!lua flags=no-writes
 -- peek: return the first groups of a pool in the order of their use, none of them too old. Takes nothing.
--- include: manifests, numbers, ready
+-- include: manifests, numbers, ready, steps
 -- KEYS ledger      HASH
 -- KEYS pool        ZSET
 -- KEYS order_index ZSET  of the completed groups of the task, if the policy needs one
@@ -14,7 +14,7 @@
 -- keeps I8 (does not rely on refresh)
 
 local cut = '-inf'
-if threshold then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold) end
+if threshold then cut = int(next_step(ledger) - threshold) end
 local members, problem = next_ready(policy, pool, order_index, progress, cut, limit, true)
 if problem == 'blocked' then return {'BLOCKED'} end
 if problem == 'unordered' then return {'UNORDERED'} end

@@ -1,7 +1,7 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: bells, byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness
+-- include: bells, byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness, steps
 -- KEYS progress      HASH    of the task
 -- KEYS ledger        HASH    of the trainer
 -- KEYS completed     ZSET    pool of the task
@@ -60,7 +60,7 @@ if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = fou
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields, newest = age_of(lineages, each_unit, lag)
-local cut = num(redis.call('HGET', ledger, 'taken')) + 1 - threshold
+local cut = next_step(ledger) - threshold
 if score ~= '+inf' and tonumber(score) < cut then status = 'expired' end
 -- as in refresh.lua: members that are not too old keep their tokens
 local keeps_bytes = status ~= 'expired' or (newest and newest >= cut)

@@ -1,12 +1,15 @@
 #!lua flags=allow-oom
--- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task.
--- include: events, manifests, numbers, ready
+-- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task. While
+-- some stay open, the ledger says what the trainer waits for, so that the producer starts it, and no group that can still
+-- serve this step is too old.
+-- include: bells, events, manifests, numbers, ready
 -- KEYS control     HASH
 -- KEYS ledger      HASH
 -- KEYS batch       LIST    the manifest of this step
 -- KEYS groups      prefix  of the group records (HASH)
 -- KEYS completed   ZSET    pool of the task
 -- KEYS progress    HASH    of the task
+-- KEYS bell_producer LIST  of the producer
 -- KEYS events      STREAM
 -- KEYS order_index ZSET    of the completed groups of the task, if the policy needs one
 -- ARGV nonce token  of the trainer
@@ -33,7 +36,22 @@ local policy = string.match(header, ' order=(%S+)') or 'staleness'
 local members, problem = next_ready(policy, completed, order_index, progress, cut_of(header, task), #open)
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
-if #members == 0 then return {'OK', 0, #open} end
+
+-- "awaits" of the ledger is there while positions of any task are open
+local function await(count)
+  if string.find(table.concat(notes, ',') .. ',', ':-,', 1, true) then
+    redis.call('HSET', ledger, 'awaits', int(step))
+  else
+    redis.call('HDEL', ledger, 'awaits')
+  end
+  redis.call('HSET', progress, 'awaited', int(count), 'awaited_step', int(step))
+  ring(bell_producer, 1)
+end
+
+if #members == 0 then
+  await(#open)
+  return {'OK', 0, #open}
+end
 
 local name, lines = string.match(batch, ':batch:(.*)$'), {}
 for i, member in ipairs(members) do
@@ -50,5 +68,6 @@ end
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
 take_out(completed, order_index, progress, members)
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
+await(#open - #members)
 log_event(events, 'refilled', 'step', int(step), 'groups', #members)
 return {'OK', #members, #open - #members}

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- refresh: move groups that the next train step may not use out of a pool. Costs O(log N + moved).
--- include: bells, byte_count, events, numbers, pool_records
+-- include: bells, byte_count, events, numbers, pool_records, steps
 -- KEYS ledger        HASH*
 -- KEYS pool          ZSET*    completed or aborted
 -- KEYS expired       ZSET     pool of the task
@@ -18,7 +18,7 @@
 -- replies OK moved
 -- keeps I1, I8 (take does not rely on it), I12 (frees), I13 (a repeated call finds nothing)
 
-local step = num(redis.call('HGET', ledger, 'taken')) + 1
+local step = next_step(ledger)
 local cut = int(step - threshold)
 local found = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. cut, 'LIMIT', 0, limit)
 local freed, went = {}, 0

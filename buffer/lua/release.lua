@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, bells, brakes, events, expiry, holds, numbers, retries, staleness, waiting
+-- include: ages, bells, brakes, events, expiry, holds, numbers, retries, staleness, steps, waiting
 -- KEYS leases        ZSET
 -- KEYS holds         HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
@@ -60,7 +60,7 @@ if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
   local oldest = age_of(lineages, each_unit)
   if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
-  cut = num(redis.call('HGET', ledger, 'taken')) + 1 - (threshold or 0)
+  cut = next_step(ledger) - (threshold or 0)
   is_doomed = threshold and oldest ~= '' and tonumber(oldest) < cut
   kind = 'aborted'
 end

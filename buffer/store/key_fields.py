@@ -73,7 +73,7 @@ OPTIONAL: Mapping[str, Forms] = {
         ),
         _COUNT,
     ),
-    "ledger": dict.fromkeys(("keep", "slice", "forgotten", "exported"), _COUNT),
+    "ledger": dict.fromkeys(("keep", "slice", "forgotten", "exported", "awaits"), _COUNT),
     "progress": {
         **dict.fromkeys(
             (
@@ -83,6 +83,7 @@ OPTIONAL: Mapping[str, Forms] = {
                 *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
                 *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
                 *("draws_to", "error_ms", "leases_lost", "quarantined", "halt_step"),
+                *("awaited", "awaited_step"),
             ),
             r"-?\d{1,16}",
         ),

@@ -37,6 +37,8 @@ class ProduceContext:
     train_step: int
     progress: TaskProgress
     leftovers: Leftovers
+    awaited: int = 0
+    """groups that the trainer waits for to complete a batch that it has taken"""
 
     @property
     def version(self) -> int:
@@ -69,10 +71,11 @@ class ProduceContext:
     def shortfall(self) -> int:
         """Return by how many groups the batches so far were smaller than planned.
 
-        It is negative if they were larger, and never made up for.
+        It is negative if they were larger, and never made up for. What the trainer waits for is
+        still to come.
         """
         planned = self.limits.mix().groups_until(self.task, self.train_step - 1)
-        return planned - self.progress.consumed
+        return planned - self.progress.consumed - self.awaited
 
 
 def contexts(
@@ -81,7 +84,15 @@ def contexts(
     """Return the context of each task in `progress`."""
     step = progress.next_consumer_step
     return {
-        task: ProduceContext(task, limits, state, step, counts, progress.leftovers[task])
+        task: ProduceContext(
+            task,
+            limits,
+            state,
+            step,
+            counts,
+            progress.leftovers[task],
+            counts.awaited if counts.awaited_step == progress.awaits else 0,
+        )
         for task, counts in progress.tasks.items()
     }
 

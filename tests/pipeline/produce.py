@@ -30,13 +30,14 @@ def make_producer(
     threshold: int = 1,
     slice_size: int = 7,
     to_problem: ToProblem = problem_of,
+    sample_params: SampleParams | None = None,
 ) -> AgentLoopManager:
     """Return a producer that starts `share` groups for every step that the newest weights serve."""
     sampler = Sampler(
         TASK,
         JsonlDataset(dataset, to_problem),
         Letters(),
-        SampleParams(),
+        sample_params or SampleParams(),
         prompt_repeat_k=2,
         seed=3,
         max_prompt_tokens=50,

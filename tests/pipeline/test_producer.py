@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import random
 import re
@@ -20,6 +21,7 @@ from buffer.control import roles, work
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.model.ids import group_id, new_nonce
+from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
@@ -28,7 +30,7 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import TASK, Letters, Yard
+from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
 from tests.servers import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,39 @@ def test_target_ends_with_the_last_step(yard: Yard, dataset: Path) -> None:
     yard.publish(3)
     play(producer, yard)
     assert yard.places()["waiting"] == 40
+
+
+@on_both
+@pytest.mark.parametrize("threshold", [1, 3])
+def test_groups_in_place_of_unusable_ones_are_made(
+    yard: Yard, dataset: Path, threshold: int
+) -> None:
+    """All of the last batch are unusable; with a threshold of 1, nothing else could use others."""
+    long = SampleParams(max_tokens=60, min_tokens=60)
+    producer = make_producer(
+        yard.run, dataset, share=2, threshold=threshold, steps=1, sample_params=long
+    )
+    take_the_role(producer, yard)
+    ledger, nonce = yard.run.ledger, yard.trainer
+
+    async def work() -> Manifest | NotReady:
+        async with yard.working(yard.worker(token_s=SLOW_S)):
+            play(producer, yard)
+            await yard.until_places(completed=2)
+            batch = ledger.take(nonce, 1, {TASK: 2})
+            assert isinstance(batch, Manifest)
+            for entry in batch.entries:
+                ledger.quarantine(nonce, 1, entry, "unusable")
+            assert ledger.refill(nonce, 1) == NotReady({TASK: (0, 2)})
+            play(producer, yard)
+            await yard.until_places(completed=2, dead=2)
+            return ledger.refill(nonce, 1)
+
+    filled = asyncio.run(work())
+    assert isinstance(filled, Manifest)
+    assert len(filled.gids) == 2
+    assert producer.round(yard.run.control.state()) == 0
+    yard.check()
 
 
 @on_both

@@ -1,5 +1,5 @@
 -- room: room, how many more groups of a task may be started.
--- include: ages, numbers
+-- include: ages, numbers, steps
 
 -- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
 -- most `most` of the last two. Those of them that can serve no train step any more are not counted: others are started in
@@ -10,7 +10,7 @@ local function room(progress, jobs, completed, age_index, ledger, target, thresh
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
   local cut, doomed = '-inf', 0
   if threshold then
-    cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold)
+    cut = int(next_step(ledger) - threshold)
     doomed = doomed_groups(age_index, cut)
   end
   local free = target - num(counts[1]) - (in_flight - doomed) - redis.call('ZCOUNT', completed, cut, '+inf')
