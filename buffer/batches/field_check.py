@@ -119,6 +119,7 @@ class FieldCheck:
                 yield Damage(DamageKind.STEPS, f"{key}: {text}", key)
 
     def _contradictions(self, counts: Sequence[int], steps: set[int]) -> Iterator[str]:
+        *counts, awaits = counts
         found = dict(zip(_STEPS, counts, strict=True))
         if self._read(("HGET", self._keys.control, "recovering"), "control", "hash"):
             # a trainer commits again what a server has lost before it resets the ledger
@@ -127,6 +128,8 @@ class FieldCheck:
             shown = ", ".join(f"{name} {step}" for name, step in found.items())
             yield f"{shown} are not in this order"
         forgotten, taken = found["forgotten"], found["taken"]
+        if awaits > taken:
+            yield f"awaits {awaits}, and the last step that was taken is {taken}"
         beyond = sorted(step for step in steps if not forgotten < step <= taken)
         if beyond:
             shown = ", ".join(map(str, beyond[:5]))
@@ -134,7 +137,7 @@ class FieldCheck:
             yield f"there are manifests of the steps {shown}, and {kept}"
 
     def _counts(self, ledger: str) -> list[int] | None:
-        command = ("HMGET", self._keys.ledger(ledger), *_STEPS)
+        command = ("HMGET", self._keys.ledger(ledger), *_STEPS, "awaits")
         values = self._read(command, f"ledger:{ledger}", "hash")
         try:
             return [int(value or 0) for value in values] if values else None

@@ -167,7 +167,7 @@ class Pools:
                 ("LRANGE", keys.lineages, -1000, -1),
             ],
         )
-        step = int(awaits or int(taken or 0) + 1)
+        step = int(awaits or 0) or int(taken or 0) + 1
         lowest = max(int(cut or 0), step - int(threshold))
         named = [fork.decode().rpartition(":") for fork in forks]
         pairs = [(lineage, int(step)) for lineage, _, step in named]

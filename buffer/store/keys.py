@@ -83,7 +83,7 @@ TABLE: Mapping[str, KeyRow] = {
     "ledger:<name>": KeyRow(
         "HASH",
         "taken, committed, keep, freed (= archived), forgotten, exported: "
-        "steps of a consumer (train, eval)",
+        "steps of a consumer (train, eval); awaits: a taken one that lacks groups",
     ),
     "batch:<name>:<step>": KeyRow("LIST", "the manifest of one taken batch, a header first"),
     # workers

@@ -4,5 +4,6 @@
 -- Return the step that is taken next, or the one whose batch the trainer waits to complete (refill.lua).
 local function next_step(ledger)
   local steps = redis.call('HMGET', ledger, 'taken', 'awaits')
-  return steps[2] and num(steps[2]) or num(steps[1]) + 1
+  local taken, awaits = num(steps[1]), num(steps[2])
+  return awaits > 0 and math.min(awaits, taken + 1) or taken + 1
 end

@@ -300,6 +300,7 @@ class LedgerRepair:
             "slice": sliced,
             "forgotten": forgotten,
             "exported": exported,
+            "awaits": _between(fields.get("awaits"), 0, taken, 0),
         }
         self._state.ledgers[self._name] = _changed(fields, wanted)
 

@@ -142,6 +142,12 @@ def test_fsck_finds_a_lost_manifest(busy: Scene) -> None:
     assert found.faults == ["the manifest of train step 2 is gone"]
 
 
+def test_fsck_finds_a_step_that_was_not_taken_and_lacks_groups(busy: Scene) -> None:
+    busy.raw.hset(busy.keys.ledger("train"), "awaits", 3)
+    (text,) = audit(busy).faults
+    assert text.endswith("awaits 3, and the last step that was taken is 2")
+
+
 @pytest.mark.parametrize("stage", ["archived", "filtered", "dropped"])
 def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, stage: str) -> None:
     key = busy.keys.ended("math", stage)

@@ -52,12 +52,15 @@ def a_place_that_was_left_is_filled_once_and_in_the_record(scene: Scene) -> None
     bad, kept = scene.take(1, math=2).entries
     assert scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad").open_places == {"math": 1}
     assert isinstance(scene.run.ledger.refill(scene.trainer, 1), NotReady)
-    assert scene.counters()["consumed"] == "1"
+    ledger = scene.keys.ledger("train")
+    assert (scene.counters()["consumed"], scene.raw.hget(ledger, "awaits")) == ("1", b"1")
+    scene.check()
     late, _ = scene.ready(0, 0)
     filled = scene.run.ledger.refill(scene.trainer, 1)
     assert scene.run.ledger.refill(scene.trainer, 1) == filled == scene.take(1, math=2)
     assert isinstance(filled, Manifest)
     assert (filled.gids, filled.open_places.total()) == ([kept.gid, late], 0)
+    assert scene.raw.hget(ledger, "awaits") is None
     assert scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad") == filled
     assert (scene.record(late)["stage"], scene.counters()["consumed"]) == ("taken", "2")
     scene.check()
