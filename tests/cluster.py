@@ -209,11 +209,9 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def start_cluster(
-    binary: str, folder: Path, *options: str, timeout_ms: int = PATIENCE_MS
-) -> Iterator[Cluster]:
+def start_cluster(binary: str, folder: Path, *options: str) -> Iterator[Cluster]:
     """A cluster of three masters; killed at the end."""
-    cluster = Cluster(binary, folder, *options, timeout_ms=timeout_ms)
+    cluster = Cluster(binary, folder, *options)
     try:
         cluster.start()
         yield cluster

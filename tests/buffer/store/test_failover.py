@@ -44,8 +44,8 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    when_told = ("--cluster-replica-no-failover", "yes")
-    with start_cluster(_find_redis(), tmp_path, *SAFE, *when_told) as started:
+    options = (*SAFE, "--cluster-replica-no-failover", "yes")
+    with start_cluster(_find_redis(), tmp_path, *options) as started:
         yield started
 
 
