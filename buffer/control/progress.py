@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.model.ids import LANES, POOLS
+from buffer.rollouts.staleness import next_step
 from buffer.store.connection.bulk_io import Command
 from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys
@@ -78,9 +79,8 @@ class TaskProgress:
     draws_to: int = 0
     """draw at which an evaluation ends, however many of its groups failed; 0: none was requested"""
     awaited: int = 0
-    """groups that the trainer waited for, to complete a batch that it had taken"""
+    """groups that the batch of step `awaited_step` lacked when the trainer last waited for some"""
     awaited_step: int = 0
-    """step of that batch"""
     stopped: str = ""
     """why the scripts start nothing more of the task; empty while they do"""
 
@@ -126,8 +126,8 @@ class Leftovers:
 class ProduceProgress:
     """One reading of a run; `tasks` and `leftovers` have an entry for every task asked for.
 
-    `next_consumer_step` is the train step that is taken next; `awaits` one that was taken, while
-    the trainer waits for groups in place of unusable ones.
+    `next_consumer_step` is the train step that is taken next. `awaits` is a step that was taken and
+    lacks groups, while the trainer waits for them.
     """
 
     next_consumer_step: int
@@ -154,8 +154,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
     steps = ("HMGET", keys.ledger("train"), "taken", "awaits")
     (before,) = store.each("progress", [steps], "control")
-    taken, awaits = _steps(keys, before)
-    step = awaits or taken + 1
+    step = next_step(*_steps(keys, before))
     reads: list[Command] = []
     for task, threshold in thresholds.items():
         cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"

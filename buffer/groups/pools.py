@@ -20,7 +20,7 @@ from buffer.model.manifest import ManifestEntry
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.signed_bytes import split_signed
-from buffer.rollouts.staleness import AgeLimit
+from buffer.rollouts.staleness import AgeLimit, next_step
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import unknown_reply
@@ -167,7 +167,7 @@ class Pools:
                 ("LRANGE", keys.lineages, -1000, -1),
             ],
         )
-        step = int(awaits or 0) or int(taken or 0) + 1
+        step = next_step(int(taken or 0), int(awaits or 0))
         lowest = max(int(cut or 0), step - int(threshold))
         named = [fork.decode().rpartition(":") for fork in forks]
         pairs = [(lineage, int(step)) for lineage, _, step in named]

@@ -61,7 +61,7 @@ if member then
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
-  -- the position is open again: the producer starts another group for it
+  -- the position is open: a trainer that waits for another group asks for it (refill.lua)
   for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, -1) end
 end
 local note = gid .. ':' .. token .. ':' .. substitute

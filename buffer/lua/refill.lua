@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task. While
--- some stay open, the ledger says what the trainer waits for, so that the producer starts it, and no group that can still
--- serve this step is too old.
+-- some stay open, ledger and progress name the step and the number of groups: the producer starts them, and all scripts
+-- keep groups that this step can use (include/steps.lua).
 -- include: bells, events, manifests, numbers, ready
 -- KEYS control     HASH
 -- KEYS ledger      HASH

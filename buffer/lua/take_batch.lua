@@ -83,7 +83,7 @@ end
 -- first: a caller that may not write them (ACL) is stopped before a group has moved
 redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
-redis.call('HDEL', ledger, 'awaits')
+redis.call('HDEL', ledger, 'awaits')  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
 for n, completed, order_index, progress in each_unit do
   take_out(completed, order_index, progress, chosen[n])

@@ -43,7 +43,7 @@ if not again then
   -- what the trainer before announced is never published
   redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum')
   redis.call('HSET', ledger, 'committed', int(step))
-  redis.call('HDEL', ledger, 'awaits')
+  redis.call('HDEL', ledger, 'awaits')  -- the trainer before waits for no groups any more
   redis.call('RPUSH', lineages, lineage .. ':' .. int(step))
   -- take is refused until rescore has clamped groups of dead lineages after S (I8), or after the S of a trainer that died
   -- before that: its lineage counts, too

@@ -21,6 +21,14 @@ def staleness(step: int, oldest_version: int) -> int:
     return step - oldest_version - 1
 
 
+def next_step(taken: int, awaits: int) -> int:
+    """Return the train step that groups are generated for, as `steps.lua` does.
+
+    It follows the last one taken, or is one that was taken and lacks groups (`awaits`; 0: none).
+    """
+    return min(awaits, taken + 1) or taken + 1
+
+
 def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     """Return the staleness, in train steps, from which a group is expired."""
     return (max_staleness + 1) * sync_weights_interval

@@ -37,7 +37,7 @@ class ProduceContext:
     train_step: int
     progress: TaskProgress
     leftovers: Leftovers
-    awaited: int = 0
+    awaited: int
     """groups that the trainer waits for to complete a batch that it has taken"""
 
     @property

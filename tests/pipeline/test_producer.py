@@ -83,7 +83,10 @@ def test_target_ends_with_the_last_step(yard: Yard, dataset: Path) -> None:
 def test_groups_in_place_of_unusable_ones_are_made(
     yard: Yard, dataset: Path, threshold: int
 ) -> None:
-    """All of the last batch are unusable; with a threshold of 1, nothing else could use others."""
+    """No group of the last batch can be used.
+
+    With a threshold of 1, groups that are generated now are too old for any later step.
+    """
     long = SampleParams(max_tokens=60, min_tokens=60)
     producer = make_producer(
         yard.run, dataset, share=2, threshold=threshold, steps=1, sample_params=long

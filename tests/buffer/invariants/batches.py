@@ -55,6 +55,10 @@ def a_place_that_was_left_is_filled_once_and_in_the_record(scene: Scene) -> None
     ledger = scene.keys.ledger("train")
     assert (scene.counters()["consumed"], scene.raw.hget(ledger, "awaits")) == ("1", b"1")
     scene.check()
+    scene.open_trainer(lineage="l0", take_over=True)
+    assert scene.raw.hget(ledger, "awaits") is None
+    assert isinstance(scene.run.ledger.refill(scene.trainer, 1), NotReady)
+    assert scene.raw.hget(ledger, "awaits") == b"1"
     late, _ = scene.ready(0, 0)
     filled = scene.run.ledger.refill(scene.trainer, 1)
     assert scene.run.ledger.refill(scene.trainer, 1) == filled == scene.take(1, math=2)
