@@ -49,7 +49,7 @@ def test_pipeline_trains_the_same_draws_as_the_model(interruption: Interruption)
         assert outcome.trained_tokens <= total(lengths, 24)
         assert outcome.busy_s >= outcome.trained_tokens * setting.token_s * 0.999
     if interruption != "abort":
-        assert real.trained_tokens * setting.token_s <= real.busy_s <= real.capacity_s
+        assert real.busy_s <= real.capacity_s
 
 
 def test_pictures_of_idle_shares_need_nothing_but_figures(tmp_path: Path) -> None:
