@@ -17,7 +17,7 @@ from producer_workers.datasets.records import ToProblem, problem_of
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
-from producer_workers.producer.strategy import AsyncProduceStrategy
+from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.yard import TASK, Letters
 
 
@@ -48,8 +48,7 @@ def make_producer(
             update={"batch_size": share, "steps": steps, "stale_threshold": threshold}
         )
     )
-    strategy = AsyncProduceStrategy(TASK, run.limits)
-    return AgentLoopManager(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
+    return AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits), slice_size=slice_size)
 
 
 def main(url: str, name: str, dataset: str, share: str, standby: str = "") -> None:

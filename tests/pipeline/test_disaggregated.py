@@ -18,7 +18,9 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
+from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.limits import TaskLimits
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import AgentLoopManager
@@ -134,6 +136,44 @@ def test_a_batch_that_will_never_be_made_is_an_error_with_all_counters(
         assert len(take(consumer, 2, 3 * SHARE).groups) == 3 * SHARE
 
     with producing(make_producer(yard.run, dataset, SHARE, threshold=3)):
+        play(yard, trainer)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_last_batch_without_a_usable_group_is_made_again(
+    make_yard: Callable[..., Yard], dataset: Path, strategy: str
+) -> None:
+    """The trainer is replaced while it waits; its successor completes the same batch."""
+    yard = make_yard(tasks={TASK: TaskLimits(strategy=strategy)})
+    first = consumer_of(yard)
+
+    def replace(_: Any) -> None:
+        yard.trainer = new_nonce()
+        yard.run.trainers.open(yard.trainer, step=1, lineage=LINEAGE, take_over=True)
+
+    def let_run(_: Any) -> None:
+        yard.control(Mode.RUN)
+
+    def trainer() -> None:
+        take(first, 1)
+        first.commit(1, keep=1)
+        yard.publish(1)
+        asyncio.run(yard.until_places(archived=SHARE, completed=SHARE))
+        # the producer is to make others only while the successor waits
+        yard.control(Mode.ABORT)
+        bad = {group_id(TASK, draw) for draw in range(SHARE, 2 * SHARE)}
+        for gid in bad:
+            key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
+            yard.store.control.set(key, bytes(reversed(yard.store.control.get(key))))
+        with pytest.raises(Fenced):
+            first.take_batch(2, {TASK: SHARE}, waiting=replace)
+        second = consumer_of(yard)
+        batch = second.take_batch(2, {TASK: SHARE}, deadline_s=400.0, waiting=let_run)
+        assert {letter.gid for letter in yard.run.dead_letters.newest()} == bad
+        assert len(batch.groups) == SHARE
+        assert not bad & set(batch.manifest.gids)
+
+    with producing(make_producer(yard.run, dataset, SHARE, steps=2)):
         play(yard, trainer)
 
 
