@@ -239,7 +239,7 @@ class ReplayBuffer(Pools):
 
         `thresholds`: by task, in train steps; default: the run's. Returns how many groups of each
         task were moved, in slices of `limit`; O(log N + moved). The step is the server's, the one
-        after the last that was taken: no caller can expire groups for a later step. Nothing depends
+        that groups are generated for: no caller can expire groups for a later step. Nothing depends
         on this being called (I8). Raises ConfigError for an unknown task, another status than
         completed and aborted, and a threshold below 1.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from buffer.model.manifest import Manifest
 from tests.model_check.operations import Pending
 from tests.model_check.processes import Janitor, Operator, Process, Producer, Trainer, Worker
 from tests.model_check.state_invariants import find_places, plain
@@ -33,12 +34,20 @@ def finish(world: World, state: State) -> None:
 
 def _all_kinds(state: State) -> tuple[Process, ...]:
     """Return the processes, with one of each kind that a run needs."""
-    groups = max(1, len(find_places(state.image)))
+    # others, in place of those that a batch lacks
+    lacking = sum(manifest.open_places.total() for manifest in _under_way(state))
+    groups = max(1, len(find_places(state.image)) + lacking)
     kinds = {type(process) for process in state.processes}
     janitor = Janitor(("reap", "refresh", "expire_waiting"))
     needed = (Producer(groups), Worker("w9"), Trainer(0), janitor)
     present = (*state.processes, *(one for one in needed if type(one) not in kinds))
     return tuple(_with_room(process, groups) for process in present)
+
+
+def _under_way(state: State) -> list[Manifest]:
+    """Return the batches that trainers have taken and not yet trained on."""
+    trainers = [process for process in state.processes if isinstance(process, Trainer)]
+    return [trainer.manifest for trainer in trainers if trainer.manifest]
 
 
 def _with_room(process: Process, groups: int) -> Process:
@@ -55,6 +64,8 @@ def _has_ended(state: State) -> bool:
     places = find_places(state.image)
     groups = max(getattr(process, "groups", 0) for process in state.processes)
     found = [place for (place,) in places.values()]
+    if any(manifest.open_places for manifest in _under_way(state)):
+        return False
     # a trainer waits for a whole batch
     spare = min(process.batch for process in state.processes if isinstance(process, Trainer)) - 1
     left = [place for place in found if place not in ENDED]

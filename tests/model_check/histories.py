@@ -229,6 +229,18 @@ HISTORIES = (
         waiting=1,
         ready=2,
     ),
+    History(
+        "open positions are filled, on-policy",
+        (
+            TRAINER._replace(steps=1, batch=2),
+            W0._replace(beats=False),
+            Janitor(("reap", "refresh")),
+        ),
+        Budget(bad_groups=1),
+        waiting=1,
+        ready=2,
+        limits={"stale_threshold": 1},
+    ),
     History("a worker confirms a pause", (Operator(0), W0), Budget(pauses=1), waiting=1),
     History("a worker has old weights", (TRAINER, W0._replace(beats=False)), Budget(), 1, 1),
     History(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.buffer.invariants import batches
-from tests.buffer.invariants.batches import FIFO, RETAINED
+from tests.buffer.invariants.batches import FIFO, ON_POLICY, RETAINED
 from tests.buffer.invariants.mutation import Mutation
 
 FENCED = "if redis.call('HGET', control, '{role}') ~= nonce then return {{'FENCED'}} end\n"
@@ -51,6 +51,18 @@ BATCHES = [
         "I5",
         "refill",
         "redis.call('RPUSH', batch, unpack(lines))\n",
+        batches.a_place_that_was_left_is_filled_once_and_in_the_record,
+    ),
+    Mutation(
+        "I5",
+        "refill",
+        "    redis.call('HDEL', ledger, 'awaits')\n",
+        batches.a_place_that_was_left_is_filled_once_and_in_the_record,
+    ),
+    Mutation(
+        "I5",
+        "trainer_open",
+        "redis.call('HDEL', ledger, 'awaits')",
         batches.a_place_that_was_left_is_filled_once_and_in_the_record,
     ),
     Mutation(
@@ -164,6 +176,22 @@ BATCHES = [
         "cut_of(header, task)",
         batches.nothing_too_stale_is_taken,
         new="'-inf'",
+    ),
+    *(
+        Mutation(
+            "I8",
+            file,
+            old,
+            batches.what_a_batch_lacks_is_still_of_use,
+            limits=ON_POLICY,
+        )
+        for file, old in (
+            ("include/steps", "awaits > 0 and math.min(awaits, taken + 1) or "),
+            ("refill", "    redis.call('HSET', ledger, 'awaits', int(step))\n"),
+            ("refill", "  await(#open)\n"),
+            ("refill", "await(#open - #members)\n"),
+            ("take_batch", "redis.call('HDEL', ledger, 'awaits')"),
+        )
     ),
     Mutation(
         "I8",

@@ -20,6 +20,7 @@ from tests.buffer.scene import Scene, extend
 
 RETAINED = {"retain_batches": 9}
 FIFO = {"order": "fifo"}
+ON_POLICY = {"stale_threshold": 1}
 
 
 def a_step_is_taken_once_and_in_turn(scene: Scene) -> None:
@@ -67,6 +68,26 @@ def a_place_that_was_left_is_filled_once_and_in_the_record(scene: Scene) -> None
     assert scene.raw.hget(ledger, "awaits") is None
     assert scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad") == filled
     assert (scene.record(late)["stage"], scene.counters()["consumed"]) == ("taken", "2")
+    scene.check()
+
+
+def what_a_batch_lacks_is_still_of_use(scene: Scene) -> None:
+    """Staleness 1 is too much: what completes step 1 is too old for step 2."""
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0, 0, 0)
+    for bad in scene.take(1, math=4).entries:
+        scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad")
+    assert isinstance(scene.run.ledger.refill(scene.trainer, 1), NotReady)
+    assert scene.counters().get("awaited") == "4"
+    late = scene.ready(0, 0)
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 0}
+    scene.run.ledger.refill(scene.trainer, 1)
+    assert (scene.take(1).gids, scene.counters()["awaited"]) == (late, "2")
+    # the trainer continues with what it has
+    scene.ready(1)
+    scene.take(2)
+    scene.ready(1, 2)
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
     scene.check()
 
 
