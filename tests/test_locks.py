@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,24 @@ def test_the_locks_hold_what_is_tested() -> None:
     cuda = versions("cuda.lock")
     other = {name for name, version in tested.items() if cuda.get(name) not in (version, None)}
     assert len(other) <= 3, (other, STALE)
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
+def test_the_packages_of_the_lock_serve_each_version_of_python(python: str) -> None:
+    """The locks are installed without resolving, and some packages need others on old versions."""
+    environment = LINUX | {"extra": "", "python_full_version": python, "python_version": python[:4]}
+    locked = versions("cpu.txt")
+    for name in locked | versions("docs.txt"):
+        try:
+            about = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue  # `make docs` has not run, or this is another build
+        assert python in SpecifierSet(about["Requires-Python"] or ""), name
+        for needed in map(Requirement, metadata.requires(name) or []):
+            if needed.marker and "python" in str(needed.marker) and name in locked:
+                is_needed = needed.marker.evaluate(environment)
+                is_left_out = needed.marker.evaluate()
+                assert not is_needed or is_left_out or needed.name in locked, (name, str(needed))
 
 
 def test_the_lock_for_cuda_has_every_dependency_of_the_project() -> None:
