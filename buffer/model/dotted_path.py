@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from buffer.errors import ConfigError
@@ -64,9 +65,15 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     if not hasattr(module, name):
         raise ConfigError(
             f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
-            hint=f"the module is {module.__file__}",
+            hint=f"the module is {_origin(module)}",
         )
     return getattr(module, name)
+
+
+def _origin(module: ModuleType) -> str:
+    """Return the file of a module, or the folder of one that has no file."""
+    folders: Iterable[str] = getattr(module, "__path__", ["built in"])
+    return getattr(module, "__file__", None) or next(iter(folders))
 
 
 def _not_importable(spec: str, kind: str, module_name: str, reason: str) -> ConfigError:

@@ -33,3 +33,15 @@ def test_a_module_that_cannot_be_imported(
     assert words in caught.value.message
     assert line in caught.value.hint
     assert caught.value.hint
+
+
+def test_a_module_without_a_file_has_no_such_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder_of_judges"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, origin in (("sys", "built in"), (folder.name, str(folder))):
+        with pytest.raises(ConfigError, match=f"'{module}' has no 'score'") as caught:
+            load_object(f"{module}:score", kind="judge")
+        assert caught.value.hint == f"the module is {origin}"

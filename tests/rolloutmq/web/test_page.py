@@ -92,8 +92,7 @@ def test_a_group_offers_what_may_be_done_with_it(
         ("archived", "trained and committed; its payload is freed", []),
     ):
         gid = next(gid for gid, place in zip(gids, places, strict=True) if place == [stage])
-        chromium.execute_script(f"location.hash = '#/groups/{gid}'")
-        until(chromium, gid)
+        turn(chromium, f"groups/{gid}")
         until(chromium, words)
         shown = [button.text for button in chromium.find_elements(By.CSS_SELECTOR, "main button")]
         assert [text for text in shown if text in ("Requeue…", "Drop…")] == buttons, stage
