@@ -43,7 +43,7 @@ class ForkedProcess(subprocess.Popen[Any]):
                 stream.flush()
             environment = options.get("env") or dict(os.environ)
             options["preexec_fn"] = partial(_run_here, list(args)[3:], environment)
-            # a Python that starts ignores SIGPIPE, as this one does
+            # Python ignores SIGPIPE from its start on; Popen would undo that in the forked one
             options["restore_signals"] = False
         super().__init__(args, **options)
 

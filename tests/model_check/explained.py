@@ -33,7 +33,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
     "needs a trainer that dies between quarantine and refill, and its late call: story who_was_replaced_changes_nothing": (
         "I7 | refill | if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end",
     ),
-    "keeps groups that are too old for the next step, or counts groups as awaited that came: no invariant of the scripts, only what the producer plans. Stories a_place_that_was_left_is_filled_once_and_in_the_record, what_a_batch_lacks_is_still_of_use": (
+    "keeps groups that are too old for the next step, or counts groups that came as still awaited. No invariant of the scripts forbids it; only the plan of the producer is wrong. Stories a_place_that_was_left_is_filled_once_and_in_the_record, what_a_batch_lacks_is_still_of_use": (
         "I5 | refill | redis.call('HDEL', ledger, 'awaits')",
         "I5 | trainer_open | redis.call('HDEL', ledger, 'awaits')",
         "I8 | refill | await(#open - #members) | {'stale_threshold': 1}",

@@ -61,11 +61,11 @@ def _with_room(process: Process, groups: int) -> Process:
 
 
 def _has_ended(state: State) -> bool:
+    if any(manifest.open_places for manifest in _under_way(state)):
+        return False
     places = find_places(state.image)
     groups = max(getattr(process, "groups", 0) for process in state.processes)
     found = [place for (place,) in places.values()]
-    if any(manifest.open_places for manifest in _under_way(state)):
-        return False
     # a trainer waits for a whole batch
     spare = min(process.batch for process in state.processes if isinstance(process, Trainer)) - 1
     left = [place for place in found if place not in ENDED]

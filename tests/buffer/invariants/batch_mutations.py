@@ -178,13 +178,7 @@ BATCHES = [
         new="'-inf'",
     ),
     *(
-        Mutation(
-            "I8",
-            file,
-            old,
-            batches.what_a_batch_lacks_is_still_of_use,
-            limits=ON_POLICY,
-        )
+        Mutation("I8", file, old, batches.what_a_batch_lacks_is_still_of_use, limits=ON_POLICY)
         for file, old in (
             ("include/steps", "awaits > 0 and math.min(awaits, taken + 1) or "),
             ("refill", "    redis.call('HSET', ledger, 'awaits', int(step))\n"),
