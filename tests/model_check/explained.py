@@ -39,7 +39,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I8 | refill | await(#open - #members) | {'stale_threshold': 1}",
         "I8 | take_batch | redis.call('HDEL', ledger, 'awaits') | {'stale_threshold': 1}",
     ),
-    "needs more calls in one order than the first states of a history have; the line that writes what this one reads is found: story what_a_batch_lacks_is_still_of_use": (
+    'not understood: all states of history "open positions are filled, on-policy" do not find it either, although they find the line that writes what this one reads. Story what_a_batch_lacks_is_still_of_use': (
         "I8 | include/steps | awaits > 0 and math.min(awaits, taken + 1) or | {'stale_threshold': 1}",
     ),
     "needs another order policy: tests/buffer/groups/test_order.py": (
