@@ -72,9 +72,15 @@ def run_command(log: Path, words: list[str], environment: dict[str, str]) -> NoR
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
+    fork_commands()
+    os._exit(call_command(words, environment))
+
+
+def fork_commands() -> None:
+    """Fork each `python -m rolloutmq …` that this process starts from now on."""
     # multiprocessing closes these numbers later, so nothing else may get one of them
     _inherited.update(file.name for file in OPEN_FILES.iterdir())
-    os._exit(call_command(words, environment))
+    subprocess.Popen = ForkedProcess  # type: ignore[assignment,misc]
 
 
 def call_command(words: list[str], environment: dict[str, str]) -> int:
@@ -89,7 +95,6 @@ def call_command(words: list[str], environment: dict[str, str]) -> int:
     _streams.extend((sys.stdout, sys.stderr))
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    subprocess.Popen = ForkedProcess  # type: ignore[assignment,misc]
     code: object = 1
     try:
         main()

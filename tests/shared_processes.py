@@ -20,6 +20,7 @@ SHARED = {
         "tests/consumer/test_ranks.py",
         "tests/consumer/examples/",
         "tests/docs/test_readme.py",
+        "tests/rolloutmq/launch/test_gpu_check.py",
     ),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""

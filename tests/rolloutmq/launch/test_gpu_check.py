@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
@@ -13,9 +14,11 @@ from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.models.model_folder import load_model
 from consumer.models.tiny_model import build_tiny_model
-from rolloutmq.launch.gpu_check import CONFIG, measure, require_gpu
+from rolloutmq.launch.gpu_check import CONFIG, require_gpu
 from rolloutmq.launch.placement import place
-from tests.rolloutmq.conftest import ROOT, in_process
+from tests.rolloutmq.conftest import in_process
+from tests.rolloutmq.launch import small_check
+from tests.warm_process import run_in_warm_process
 
 SMALL = [
     "tiny_model.hidden=64",
@@ -82,11 +85,10 @@ def test_model_of_the_check_has_rows_beyond_its_tokenizer(tmp_path: Path) -> Non
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_check_runs_on_a_cpu_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_runs_on_a_cpu_in_small(tmp_path: Path) -> None:
     """The same code, processes and config, with another shape and two steps."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    rows = dict(measure(2, [*SMALL, *QUICK]))
+    run_in_warm_process(tmp_path, small_check.main, tmp_path, [*SMALL, *QUICK])
+    rows = dict(orjson.loads((tmp_path / "rows.json").read_bytes()))
     assert rows["train steps"] == "2"
     # at least the first weights; the run may end before the worker loads those of both steps
     assert re.search(r"\([123] updates\)$", rows["weights loaded by the engine"])
