@@ -30,6 +30,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
+MADE = VENV / "made.txt"
+"""the version of Python that .venv was made with; missing until it is whole"""
 LOCK = ROOT / "requirements" / "cpu.txt"
 CPU_HASHES = ROOT / "requirements" / "cpu.lock"
 """the same versions, without torch, with the hashes of their files"""
@@ -83,8 +85,8 @@ def set_up(build: str) -> None:
         f"setting up {VENV.name} with Python {platform.python_version()}: {BUILDS[build]}",
         flush=True,
     )
-    make_venv()
     STAMP.unlink(missing_ok=True)
+    make_venv()
     {"cpu": install_cpu, "cuda": install_cuda, "none": install_without_vllm}[build]()
     # After the dependencies and without them: pip must not resolve again.
     pip("rolloutmq itself", "--no-deps", "--no-build-isolation", "--editable", ".")
@@ -186,8 +188,11 @@ def install_without_vllm() -> None:
 
 
 def make_venv() -> None:
-    if PYTHON.exists() and venv_version() == platform.python_version():
+    version = platform.python_version()
+    if PYTHON.exists() and MADE.exists() and MADE.read_text(encoding="utf-8") == version:
         return
+    # without its pyvenv.cfg, Python in .venv would install into the system's packages
+    MADE.unlink(missing_ok=True)
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(VENV)],
         capture_output=True,
@@ -199,16 +204,7 @@ def make_venv() -> None:
         raise SetupError(
             f"cannot create {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
         )
-
-
-def venv_version() -> str:
-    asked = subprocess.run(
-        [str(PYTHON), "-c", "import platform; print(platform.python_version())"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip()
+    MADE.write_text(version, encoding="utf-8")
 
 
 def pip(what: str, *arguments: str, failure: str = "failed") -> None:

@@ -1,0 +1,32 @@
+"""`make setup` after one that was killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAKE_VENV = "import bootstrap; bootstrap.make_venv()"
+INSTALLED = "import pip._internal.cli.main, sys; print(sys.prefix)"
+
+
+def test_a_folder_that_was_half_made_is_made_again(tmp_path: Path) -> None:
+    """Its Python would install into the system's packages, or has no pip."""
+    shutil.copy(ROOT / "bootstrap.py", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    command = [sys.executable, "-c", MAKE_VENV]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as making:
+        while not python.exists():
+            assert making.poll() is None
+            time.sleep(0.001)
+        os.killpg(making.pid, signal.SIGKILL)
+    subprocess.run(command, cwd=tmp_path, check=True)
+    asked = subprocess.run(
+        [python, "-c", INSTALLED], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.strip() == str(python.parents[1])
