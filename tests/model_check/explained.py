@@ -39,9 +39,6 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I8 | refill | await(#open - #members) | {'stale_threshold': 1}",
         "I8 | take_batch | redis.call('HDEL', ledger, 'awaits') | {'stale_threshold': 1}",
     ),
-    'not understood: all states of history "open positions are filled, on-policy" do not find it either, although they find the line that writes what this one reads. Story what_a_batch_lacks_is_still_of_use': (
-        "I8 | include/steps | awaits > 0 and math.min(awaits, taken + 1) or | {'stale_threshold': 1}",
-    ),
     "needs another order policy: tests/buffer/groups/test_order.py": (
         "I8 | include/ready | (version == 'inf' or tonumber(version) >= oldest) | true | {'order': 'fifo'}",
     ),
@@ -56,9 +53,6 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I8 | trainer_open | math.min(step, tonumber(undone or step)) | step",
         "I8 | rescore | step = math.min(step, tonumber(undone or step))",
         "I9 | include/staleness | if least[1] == '' or tonumber(living) < tonumber(least[1]) then | if least[1] == '' then",
-    ),
-    "expires a group one step early, which breaks no invariant: story expiring_leaves_what_may_still_be_used": (
-        "I8 | refresh | '(' .. cut | cut",
     ),
     "a paused run has no open lane, so nothing is claimed without this line; the worker only misses the reason: story a_paused_worker_claims_nothing": (
         "I10 | claim | if reply[4] == '' then reply[1] = 'PAUSED' return reply end",

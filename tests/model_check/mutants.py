@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ from tests.buffer.invariants.one_place_mutations import ONE_PLACE
 from tests.buffer.invariants.running_mutations import RUNNING
 from tests.chaos import mutations as chaos_mutations
 from tests.model_check.explore import Violation, checked, explore, explore_from
+from tests.model_check.finish import finish
 from tests.model_check.histories import HISTORIES, History
 from tests.model_check.operations import Finished
-from tests.model_check.server_image import frozen
+from tests.model_check.server_image import Image, frozen
 from tests.model_check.world import SETTINGS, Made, State, World
 
 _OF_CHAOS = [
@@ -89,26 +91,32 @@ def _follow(world: World, made: list[Made]) -> bool:
             after, came = checked(None, partial(world.call_server, call.state, call.pending))
             is_other = isinstance(came, Finished) or came.reply != call.reply
             if is_other or after.numbers != call.after.numbers:
-                branches.append(call.state)
-        for state in branches[:BRANCHES]:
-            _explore_branch(world, state)
+                branches.append((call, after))
+        for call, after in branches[:BRANCHES]:
+            _explore_branch(world, call, after)
     return bool(branches)
 
 
-def _explore_branch(world: World, state: State) -> None:
+def _explore_branch(world: World, call: Made, after: Image) -> None:
     """Raise Violation for mutated scripts, unless those of the product end alike."""
     mutated = world.store.scripts
     try:
-        explore_from(world, state, STATES_OF_A_BRANCH, 1e9, STATES_OF_A_BRANCH // 2)
+        _see_what_follows(world, call.state, after)
     except Violation as found:
         world.use_scripts(library())
         try:
-            explore_from(world, state, STATES_OF_A_BRANCH, 1e9, STATES_OF_A_BRANCH // 2)
+            _see_what_follows(world, call.state, call.after)
         except Violation:
             return
         raise found
     finally:
         world.use_scripts(mutated)
+
+
+def _see_what_follows(world: World, state: State, after: Image) -> None:
+    """Explore from a state, and finish the run from the server that its next call leaves."""
+    explore_from(world, state, STATES_OF_A_BRANCH, 1e9, STATES_OF_A_BRANCH // 2)
+    checked(None, partial(finish, world, replace(state, image=after)))
 
 
 _worlds: dict[tuple[str, str], tuple[World, list[Made]]] = {}

@@ -24,7 +24,7 @@ NAMES = PUBLIC.split()
 HEAVY = {"torch", "vllm", "rq", "transformers", "fakeredis"}
 PAGES = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/pages/*.md")]
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md"), *ROOT.glob("docs/pages/*.md")]
     if not path.is_relative_to(ROOT / "tests")
 )
 
