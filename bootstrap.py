@@ -30,8 +30,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
-MADE = VENV / "made.txt"
-"""the version of Python that .venv was made with; missing until it is whole"""
+VENV_VERSION = VENV / "python-version.txt"
+"""of the Python that made .venv; written once .venv is whole"""
 LOCK = ROOT / "requirements" / "cpu.txt"
 CPU_HASHES = ROOT / "requirements" / "cpu.lock"
 """the same versions, without torch, with the hashes of their files"""
@@ -189,10 +189,14 @@ def install_without_vllm() -> None:
 
 def make_venv() -> None:
     version = platform.python_version()
-    if PYTHON.exists() and MADE.exists() and MADE.read_text(encoding="utf-8") == version:
+    if (
+        PYTHON.exists()
+        and VENV_VERSION.exists()
+        and VENV_VERSION.read_text(encoding="utf-8") == version
+    ):
         return
-    # without its pyvenv.cfg, Python in .venv would install into the system's packages
-    MADE.unlink(missing_ok=True)
+    # Python in a .venv that is half made has no pip, or installs into the system's packages.
+    VENV_VERSION.unlink(missing_ok=True)
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(VENV)],
         capture_output=True,
@@ -204,7 +208,7 @@ def make_venv() -> None:
         raise SetupError(
             f"cannot create {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
         )
-    MADE.write_text(version, encoding="utf-8")
+    VENV_VERSION.write_text(version, encoding="utf-8")
 
 
 def pip(what: str, *arguments: str, failure: str = "failed") -> None:

@@ -15,8 +15,8 @@ MAKE_VENV = "import bootstrap; bootstrap.make_venv()"
 INSTALLED = "import pip._internal.cli.main, sys; print(sys.prefix)"
 
 
-def test_a_folder_that_was_half_made_is_made_again(tmp_path: Path) -> None:
-    """Its Python would install into the system's packages, or has no pip."""
+def test_a_venv_that_was_half_made_is_made_again(tmp_path: Path) -> None:
+    """Python in it has no pip, or installs into the system's packages."""
     shutil.copy(ROOT / "bootstrap.py", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
     command = [sys.executable, "-c", MAKE_VENV]
