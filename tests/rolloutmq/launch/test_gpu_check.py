@@ -87,8 +87,8 @@ def test_model_of_the_check_has_rows_beyond_its_tokenizer(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_check_runs_on_a_cpu_in_small(tmp_path: Path) -> None:
     """The same code, processes and config, with another shape and two steps."""
-    run_in_warm_process(tmp_path, small_check.main, tmp_path, [*SMALL, *QUICK])
-    rows = dict(orjson.loads((tmp_path / "rows.json").read_bytes()))
+    printed = run_in_warm_process(tmp_path, small_check.main, tmp_path, [*SMALL, *QUICK])
+    rows = dict(orjson.loads(printed.splitlines()[-1]))
     assert rows["train steps"] == "2"
     # at least the first weights; the run may end before the worker loads those of both steps
     assert re.search(r"\([123] updates\)$", rows["weights loaded by the engine"])
