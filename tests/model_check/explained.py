@@ -90,9 +90,6 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
     "needs two different reports of one producer: story a_call_that_is_repeated_late_is_harmless": (
         "I13 | halt | begin_operation(progress, 'halt_ops', operation) | true",
     ),
-    "needs a group with tokens that expires while its run retries nothing: story bytes_follow_what_expires": (
-        "I12 | refresh | went = went + num(record[5])",
-    ),
     "needs groups that no worker made: tests/buffer/groups/test_put.py, test_update.py": (
         "I12 | put | count_bytes(bytes, prompt, 0) | {'tail_batch_trigger_size': 0}",
         "I12 | put | count_bytes(bytes, prompt + size, 0) | {'tail_batch_trigger_size': 0}",
