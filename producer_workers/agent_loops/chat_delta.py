@@ -25,6 +25,9 @@ _USER = {"role": "user", "content": "a"}
 _THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"}
 """A turn as reasoning models write it; templates drop the thought, or keep it."""
 
+_ALWAYS_READ = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""Fields of messages that belong to the conversation whatever the template."""
+
 ZERO_WIDTH_SPACE = "\u200b"
 
 Messages = Sequence[dict[str, Any]]
@@ -43,6 +46,7 @@ class ChatDelta:
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._special = _special_tokens(tokenizer)
+        self._names = _names(tokenizer)
         self._checked: set[tuple[bool, tuple[str, ...]]] = set()
         self._keep_turns = keep_turns
         self._end_of_turn([_USER, _THOUGHT], generation=False)
@@ -60,21 +64,39 @@ class ChatDelta:
         self._check(safe, has_thought and not self._keep_turns)
         return self._tail(safe, end_turn)
 
+    def readable(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages without the fields that the chat template cannot read.
+
+        Clients add fields of their own to the model's turns, which the model never wrote.
+        """
+        names = self._names
+        if names is None:
+            return list(messages)
+        return [{key: message[key] for key in message if key in names} for message in messages]
+
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with the special tokens in their texts broken up.
 
         A zero-width space goes behind the first letter.
         """
         return [
-            message | {"content": self._broken_up(message.get("content"))} for message in messages
+            {key: value if key == "role" else self._broken_up(value) for key, value in each.items()}
+            for each in messages
         ]
 
-    def _broken_up(self, content: Any) -> Any:
-        if self._special is None or not isinstance(content, str):
-            return content
-        return self._special.sub(
-            lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], content
-        )
+    def _broken_up(self, value: Any) -> Any:
+        if self._special is None:
+            return value
+        match value:
+            case str():
+                return self._special.sub(
+                    lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], value
+                )
+            case dict():
+                return {key: self._broken_up(each) for key, each in value.items()}
+            case list():
+                return [self._broken_up(each) for each in value]
+        return value
 
     def _behind_a_turn(self, messages: Messages) -> tuple[list[int], int]:
         """Return a conversation with `messages` behind a turn of the model, and that turn's end."""
@@ -175,6 +197,14 @@ def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
         for number, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _names(tokenizer: Any) -> frozenset[str] | None:
+    """Return the names that a tokenizer's chat templates use; None where it shows no template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    return frozenset([*_ALWAYS_READ, *re.findall(r"\w+", str(template))])
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:

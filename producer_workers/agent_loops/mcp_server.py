@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, RolloutMQError
+from producer_workers.agent_loops.loopback import keep_loopback_direct
 
 START_S = 60.0
 """Seconds that a server may take until it answers."""
@@ -29,6 +30,7 @@ class McpServer:
     """One server. `command` is a program with its arguments, or the URL of a running server."""
 
     def __init__(self, command: Sequence[str] | str) -> None:
+        keep_loopback_direct()
         self._command = command
         self._lock = asyncio.Lock()
         self._connection: _Connection | None = None

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from buffer.errors import RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from producer_workers.user_code.checked_result import check_reward
 from producer_workers.user_code.user_function import USER_ERRORS, attempt, describe
 
@@ -115,19 +115,24 @@ class FunctionAgent:
 class ProgramAgent:
     """Runs a program.
 
-    In its arguments `{question}`, `{base_url}`, `{api_key}` and `{model}` are replaced.
+    In its arguments `{question}`, `{base_url}` and `{model}` are replaced. Raises ConfigError for
+    `{api_key}`: every user of the machine can read the arguments of a program.
     """
 
     resumable = False
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = [str(part) for part in command]
+        if any("{api_key}" in part for part in self._command):
+            raise ConfigError(
+                "the agent's command would show {api_key} to every user of this machine",
+                hint="leave it out: the program finds the key in its environment, OPENAI_API_KEY",
+            )
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         known = {
             "question": task.question,
             "base_url": task.base_url,
-            "api_key": task.api_key,
             "model": task.model,
         }
         names = ("messages", "data_source", "extra", "session_id", "finished")

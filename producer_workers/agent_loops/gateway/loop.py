@@ -30,6 +30,7 @@ from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
 from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.gateway.session_record import SessionRecord, without_record
+from producer_workers.agent_loops.loopback import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
@@ -72,6 +73,7 @@ class GatewayAgentLoop:
                 "the gateway needs an agent or a command, not both",
                 hint='set agent = "module:function", or command = [...]',
             )
+        keep_loopback_direct()
         self._agent = ProgramAgent(command) if command else _function(agent)
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge

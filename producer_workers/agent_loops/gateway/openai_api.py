@@ -44,8 +44,14 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length
 DEFAULT_MAX_TOKENS = 16
 """The default `max_tokens` of /v1/completions."""
 
-_TEXT_KEYS = ("role", "name", "tool_call_id")
-_MESSAGE_KEYS = (*_TEXT_KEYS, "tool_calls")
+_TEXT_KEYS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning")
+
+REFUSED_IN_MESSAGES = {
+    "function_call": "use tool_calls",
+    "audio": "only text can be asked",
+    "refusal": "put its text into content",
+}
+"""Fields of a message that are part of the conversation and that no chat template reads."""
 
 REFUSED = {
     "functions": "offer tools",
@@ -61,6 +67,8 @@ REFUSED = {
     "chat_template": "the policy has its own",
     "chat_template_kwargs": "set chat_template_kwargs of the task",
     "continue_final_message": "ask /v1/completions",
+    "documents": "put them into the messages",
+    "truncate_prompt_tokens": "shorten the messages",
     "logit_bias": "the logprobs would not be the policy's",
 }
 """Fields that would change what is read or sampled, and what to do instead.
@@ -242,9 +250,13 @@ class ChatRequest(Request):
 def plain_message(message: Json) -> Json:
     """Return a message in one form, so that the same conversation compares equal.
 
-    Raises ValueError for anything but text.
+    Fields that this API does not know stay: a chat template may read them. Raises ValueError for a
+    part of the conversation that is not text.
     """
-    kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    kept = {key: value for key, value in message.items() if value is not None}
+    for name, instead in REFUSED_IN_MESSAGES.items():
+        if kept.get(name):
+            raise ValueError(f"{name}: {instead}")
     if not all(isinstance(kept.get(key, ""), str) for key in _TEXT_KEYS) or "role" not in kept:
         raise ValueError(f"a message has a role; {', '.join(_TEXT_KEYS)} are texts")
     calls = kept.pop("tool_calls", [])
@@ -252,12 +264,12 @@ def plain_message(message: Json) -> Json:
         raise ValueError("tool_calls is a list")
     if calls:
         kept["tool_calls"] = [_plain_call(call) for call in calls]
-    kept["content"] = _plain_content(message.get("content"))
+    kept["content"] = _plain_content(kept.get("content", ""))
     return kept
 
 
 def _plain_content(content: Any) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return "".join(_text(part) for part in parts)
 
 
@@ -273,19 +285,18 @@ def _plain_call(call: Any) -> Json:
 
     Agents send calls back with other white space, or with fields of their own.
     """
-    try:
-        name = str(call["function"]["name"])
-        arguments = call["function"]["arguments"]
-    except (KeyError, TypeError) as error:
-        message = "tool_calls: each has an id, and a function with name and arguments"
-        raise ValueError(message) from error
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments}}:
+            function = {"name": name, "arguments": _plain_arguments(arguments)}
+            return {"id": call.get("id"), "type": "function", "function": function}
+    raise ValueError("tool_calls: each has an id, and a function with name and arguments")
+
+
+def _plain_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
-    if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments).decode()
-    function = {"name": name, "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": function}
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
 
 
 def _finish(turn: Turn) -> str:
@@ -299,7 +310,7 @@ class TextRequest(Request):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0)
     echo: Literal[False] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
 
     @field_validator("prompt", mode="before")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import secrets
 from types import TracebackType
 from typing import Any
@@ -41,6 +42,11 @@ LARGEST_REQUEST = 64 * 2**20
 MOST_FAULTS = 8
 LONGEST_REFUSAL = 4096
 """Limits of an error message: faults of a request, which may have a million, and characters."""
+
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
+)
+"""An escape of JSON: a surrogate pair, half of one (the group), or any other."""
 
 
 class Endpoint:
@@ -149,8 +155,9 @@ class Endpoint:
     async def _answer(
         self, request: web.Request, kind: type[ChatRequest | TextRequest], session: Session
     ) -> web.StreamResponse:
+        body = await request.read()
         try:
-            asked = kind.model_validate_json(await request.read())
+            asked = _parse(kind, body)
         except ValidationError as error:
             return _refuse_fields(error)
         try:
@@ -181,6 +188,21 @@ class Endpoint:
     def _pieces(self, turn: Turn) -> list[str]:
         """Return the text of each token."""
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
+
+
+def _parse(kind: type[ChatRequest | TextRequest], body: bytes) -> ChatRequest | TextRequest:
+    """Return the request in `body`, with U+FFFD for what is half a character.
+
+    Agents that cut a text after a number of UTF-16 units or bytes cut an emoji in two.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError:
+        text = body.decode(errors="replace")
+        whole = _ESCAPE.sub(lambda found: "\ufffd" if found[1] else found[0], text).encode()
+        if whole == body:
+            raise
+        return kind.model_validate_json(whole)
 
 
 async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

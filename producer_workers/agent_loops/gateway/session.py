@@ -115,6 +115,7 @@ class Session:
         """
         if overrides.call_one_of:
             overrides = overrides.forcing_a_call(self._parser)
+        messages = self._delta.readable(messages)
         with self._request(overrides) as number:
             parent, context = await in_tokenizer_thread(self._context, messages, tools)
             made = await self._generate(number, parent, context, overrides)

@@ -113,7 +113,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {}, "messages: "),
         (CHAT, {"messages": []}, "messages: "),
         (CHAT, {"messages": [{"content": "x"}]}, "has a role"),
-        (CHAT, {"messages": [{"role": 5, "content": "x"}]}, "role, name, tool_call_id are texts"),
+        (CHAT, {"messages": [{"role": 5, "content": "x"}]}, "role, name, tool_call_id"),
         (CHAT, {"messages": [{"role": "poet", "content": "x"}]}, "no such role: poet"),
         (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, "only text"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
