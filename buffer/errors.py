@@ -45,13 +45,16 @@
     ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
     └── AccountError                    6  the account of groups does not add up
 
-The number is the exit code of the command; 0 is success, 130 an interrupt by Ctrl-C. "Empty", "not
-ready" and "paused" are results, not errors.
+The number is the exit code of the command; 0 is success, 130 a signal that ended it before the run
+was over. "Empty", "not ready" and "paused" are results, not errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+INTERRUPTED = 130
+"""Exit code of a process that a signal stopped before the run was over: it is to be replaced."""
 
 
 class RolloutMQError(Exception):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
@@ -49,7 +49,7 @@ Exit codes:
     4  a model, an engine or weights cannot be loaded
     5  the run cannot be opened in this way
     6  the account of groups does not add up
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C or SIGTERM
 
 \b
 Environment:
@@ -139,7 +139,7 @@ def main() -> None:
         _exit(known, as_json=as_json)
     except KeyboardInterrupt:
         # outside of a command; typer exits with 130 for one inside
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def _accept_any_text() -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from buffer.errors import ConfigError, RankLost, RolloutMQError, RunError
+from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
 from buffer.server.process import OWNER
 from buffer.store.connection.retry import Backoff
 
@@ -21,7 +21,10 @@ HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which a restart would fail in the same way."""
 
 RESTART_DELAY_S = 5.0
-"""Seconds to a restart after exit code 0: at the end of a run, others exit before the trainer."""
+"""Seconds to a restart after an end that is no failure.
+
+At the end of a run, others exit before the trainer.
+"""
 
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)
 """Pauses before a process that died is started again."""
@@ -156,8 +159,8 @@ class Child:
         return f"{self.name} restarted"
 
     def _note_end(self, code: int) -> str | None:
-        if code == 0:
-            # it saw the end of a run that has been continued since
+        if code in (0, INTERRUPTED):
+            # it saw the end of a run that has been continued since, or was stopped by hand
             self._retry_at = time.monotonic() + RESTART_DELAY_S
             return None
         return self._note_death(code)

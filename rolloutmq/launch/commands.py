@@ -9,6 +9,7 @@ import typer
 
 from buffer.config.load import load_config
 from buffer.config.sources import fetch
+from buffer.errors import INTERRUPTED
 from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
 from buffer.store.connection.url import mask_url
@@ -156,7 +157,7 @@ def train(
     run, model_dir = training.open_run(settings, redis_url, metrics, regenerate=regenerate)
     if not training.train(run, settings, model_dir, take_over=take_over, regenerate=regenerate):
         # stopped before its last step: the launcher must not take that for the end of the run
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:

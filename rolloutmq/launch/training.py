@@ -37,19 +37,19 @@ def open_run(
 ) -> tuple[Run, Path]:
     """Return the run and its model folder; rank 0 creates the run if it is new.
 
-    `metrics`: the address at which rank 0 serves metrics.
+    `metrics`: the address at which the first rank of each machine serves metrics.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
+    if metrics is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        from buffer.monitoring.process_metrics import serve_process
+
+        serve_process("trainer", store, metrics)
     if own_rank():
         run = wait_for_run(store, settings.run.name)
         run.check_signatures(settings.trainer.keys_file)
         return run, model_dir
-    if metrics is not None:
-        from buffer.monitoring.process_metrics import serve_process
-
-        serve_process("trainer", store, metrics)
     run = make_run(store, settings, model_dir, regenerate=regenerate)
     run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:

@@ -33,6 +33,10 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip("kubectl is not installed")
     docker = shutil.copytree(DOCKER, tmp_path_factory.mktemp("overlay") / "docker")
     shutil.copy(DOCKER.parent / "configs/demo.toml", docker / "kubernetes/my_run/run.toml")
+    return build(docker)
+
+
+def build(docker: Path) -> list[dict[str, Any]]:
     built = subprocess.run(
         ["kubectl", "kustomize", docker / "kubernetes/my_run"],
         capture_output=True,
@@ -71,6 +75,29 @@ def test_the_overlay_is_valid_and_complete(rendered: list[dict[str, Any]]) -> No
             assert container["resources"]["requests"].keys() == {"cpu", "memory"}, name
             assert container["image"].startswith(("registry.example/", "valkey/", "prom/"))
             assert "livenessProbe" in container or name == "server"
+
+
+def test_a_trainer_of_several_ranks_is_an_indexed_job_whose_pods_have_names(
+    rendered: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    docker = shutil.copytree(DOCKER, tmp_path / "docker")
+    overlay = docker / "kubernetes/my_run/kustomization.yaml"
+    text = overlay.read_text(encoding="utf-8")
+    overlay.write_text(text.replace("# - ../trainer_ranks", "- ../trainer_ranks"), encoding="utf-8")
+    shutil.copy(DOCKER.parent / "configs/demo.toml", docker / "kubernetes/my_run/run.toml")
+    several = build(docker)
+    kinds = {(d["kind"], d["metadata"]["name"]): d for d in several}
+    added = set(kinds) - {(d["kind"], d["metadata"]["name"]) for d in rendered}
+    assert added == {("Service", "trainer")}
+    job = kinds["Job", "trainer"]
+    for document in (job, kinds["Service", "trainer"]):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    pod = job["spec"]["template"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] > 1
+    assert pod["spec"]["subdomain"] == "trainer"
+    assert (
+        kinds["Service", "trainer"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    )
 
 
 def unknown(pod: dict[str, Any], made: dict[str, set[str]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Several ranks of the trainer, by `rolloutmq run` and by torchrun: one is killed."""
+"""Several ranks of the trainer, by `rolloutmq run`, by torchrun, and in pods: one is killed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import yaml
 
 from consumer.training.step_log import read_evaluations
-from tests.pipeline.site import Process, Site
+from tests.pipeline.site import ROOT, Process, Site
 
 
 def rank_of(launcher: Process, rank: int) -> psutil.Process:
@@ -75,4 +76,40 @@ flow = "exclusive"
     rank_of(trainer, 1).kill()
     assert trainer.wait() == 0, site.words()
     assert set(read_evaluations(site.run_dir)) == {("held_out", step) for step in (0, 3, 6, 9)}
+    site.check()
+
+
+def pod_command(pod: int) -> list[str]:
+    """Return what a pod of the Indexed Job runs, for pods that are processes of this host."""
+    component = ROOT / "docker/kubernetes/trainer_ranks/kustomization.yaml"
+    (patch,) = yaml.safe_load(component.read_text(encoding="utf-8"))["patches"]
+    (command,) = [
+        change["value"]
+        for change in yaml.safe_load(patch["patch"])
+        if change["path"].endswith("/command")
+    ]
+    assert command[:3] == ["tini", "--", "torchrun"]
+    known = {"$(JOB_COMPLETION_INDEX)": str(pod), "trainer-0.trainer": "127.0.0.1"}
+    for name, value in known.items():
+        command = [word.replace(name, value) for word in command]
+    return command[3:]
+
+
+@pytest.mark.slow
+def test_pods_are_ranks_of_one_trainer_and_drained_ones_ask_to_be_replaced(
+    make_site: Callable[..., Site],
+) -> None:
+    """Kubernetes replaces what fails; what succeeds has seen the end of the run."""
+    site = make_site(steps=6)
+    site.server.start()
+    pods = [
+        site.start_module("torch.distributed.run", *pod_command(pod), "train", str(site.config))
+        for pod in (0, 1)
+    ]
+    drained = [site.start("producer"), site.start("worker", "--id", "w0")]
+    site.until_step(1)
+    assert [process.end(signal.SIGTERM) for process in drained] == [130, 130]
+    replaced = [site.start("producer", "--standby"), site.start("worker", "--id", "w1")]
+    assert [pod.wait() for pod in pods] == [0, 0], site.words()
+    assert [process.wait() for process in replaced] == [0, 0]
     site.check()

@@ -19,7 +19,7 @@ import typer
 from buffer.config.load import load_config
 from buffer.config.sections.sandbox import is_url
 from buffer.config.sources import fetch
-from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from buffer.store.signing import PRODUCER, Key
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
@@ -82,8 +82,8 @@ def worker(
 ) -> None:
     """Start one rollout worker.
 
-    It runs an inference engine and claims jobs until it is stopped. SIGTERM lets it finish its
-    groups; a second one stops it at once.
+    It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
+    groups, and ends it with exit code 130; a second one stops it at once.
     """
     settings = _load(config, overrides)
     key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
@@ -91,7 +91,8 @@ def worker(
     name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
     log_json("worker", settings.run.name, name)
     follow_owner()
-    asyncio.run(_work(settings, redis_url, name, metrics, take_over, key))
+    if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key)):
+        raise typer.Exit(INTERRUPTED)
 
 
 def producer(
@@ -132,6 +133,8 @@ def producer(
         stand_by(run, member, stop)
     else:
         member.produce_loop(stop, take_over=take_over)
+    if stop.is_set():
+        raise typer.Exit(INTERRUPTED)
 
 
 def judge(
@@ -252,32 +255,35 @@ async def _work(
     metrics: str | None,
     take_over: bool,
     key: Key | None,
-) -> None:
+) -> bool:
+    """Return whether a signal ended the work before the run was over."""
     from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
     from producer_workers.user_functions import check_functions
     from producer_workers.worker import engine_restarts
 
+    stopped = threading.Event()
     # before the engine, which takes long to load
     check_functions(settings, for_judges=False)
 
     async def start() -> Engine:
         # While it holds no groups there is nothing to clean up; what the engine started ends
         # with this process.
-        _on_signals(os._exit, 130)
+        _on_signals(os._exit, INTERRUPTED)
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
         member = make_worker(settings, run, engine, name, restarts=restarts, tracer=tracer)
-        _on_signals(_drain, member)
+        _on_signals(_drain, member, stopped)
         await member.run()
 
-    _on_signals(os._exit, 130)
+    _on_signals(os._exit, INTERRUPTED)
     run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     tracer = trace_run(run, name)
     await engine_restarts.serve(start, work, settings.engine.restarts)
+    return stopped.is_set()
 
 
 def _await_silence(run: Run, worker: str) -> None:
@@ -303,8 +309,9 @@ def _on_signals(do: Callable[..., object], *args: object) -> None:
         asyncio.get_running_loop().add_signal_handler(number, do, *args)
 
 
-def _drain(member: Worker) -> None:
+def _drain(member: Worker, stopped: threading.Event) -> None:
     """Drain the worker at the first signal; the second one ends the process at once."""
     log.info("stopping: finishing the groups that are held")
-    _on_signals(os._exit, 130)
+    _on_signals(os._exit, INTERRUPTED)
+    stopped.set()
     member.stop()
