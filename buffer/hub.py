@@ -160,6 +160,6 @@ def _huggingface_hub() -> Any:
     except ImportError as error:
         raise ConfigError(
             "models and data sets of the Hub need huggingface_hub",
-            hint="pip install 'rolloutmq[hub]'",
+            hint="pip install huggingface-hub",
         ) from error
     return huggingface_hub

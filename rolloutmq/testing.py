@@ -4,7 +4,7 @@
     groups = rehearse(problems, judge=my_judge, agent_loop=MyLoop, samples=8)
 
 Producer, worker, scripts and wire format are the real ones; the server is in memory
-(`rolloutmq[testing]`), and the engine makes random tokens. So a rehearsal shows that loop and judge
+(extra `testing`), and the engine makes random tokens. So a rehearsal shows that loop and judge
 work in a run, not that a model learns from them.
 """
 

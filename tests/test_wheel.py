@@ -125,3 +125,59 @@ def test_extras_are_in_the_metadata_and_all_has_every_one_but_the_engines(site: 
     named = re.fullmatch(r"rolloutmq\[(.*)\]", everything)
     assert named is not None
     assert set(named[1].split(",")) == set(extras) - {"all", "dev", "vllm-cpu", "vllm-cuda"}
+
+
+CONSUMER = """
+import pathlib, sys
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.server.embedded import EmbeddedServer
+from rolloutmq import RolloutConsumer, Run, Store
+
+with EmbeddedServer(pathlib.Path("server")) as server:
+    limits = RunLimits(tasks={"math": TaskLimits()})
+    store = Store(server.url)
+    run = Run.create(store, "w", new_nonce(), limits, FIRST_WEIGHTS, "/w")
+    consumer = RolloutConsumer(run)
+    consumer.open()
+    print(len(consumer.take_batch(1, {"math": 0}).groups), "torch" in sys.modules)
+    consumer.close()
+    store.close()
+"""
+
+REHEARSAL = """
+from rolloutmq import rehearse
+
+def judge(*, response, ground_truth, state):
+    return 0.5
+
+(group,) = rehearse([{"question": "2 + 2 = ?", "answer": "4"}], judge=judge)
+print(group.scores.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_into_an_empty_environment_and_does_what_readme_says(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """Install it with its dependencies from the package index, and without torch."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [python, *words],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    # without compiling: half of the time, and nothing here runs twice
+    run("-m", "pip", "install", "--quiet", "--no-compile", f"{wheel}[testing]")
+    assert run("-c", CONSUMER) == "0 False\n"
+    assert "Usage" in run("-m", "rolloutmq", "worker", "--help")
+    assert run("-c", REHEARSAL) == "[0.5, 0.5]\n"
+    missing = "from buffer.model.extras import install_command as c; print(c('http'))"
+    assert "aiohttp" in run("-c", missing)

@@ -17,6 +17,7 @@ import orjson
 
 from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
+from buffer.model.extras import install_command
 
 LINE_BYTES = 256 * 2**20
 """A longer line of JSON is refused before it is parsed."""
@@ -210,6 +211,6 @@ def _pyarrow() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             "Parquet files need the package pyarrow",
-            hint="pip install 'rolloutmq[parquet]', or use a .jsonl file",
+            hint=f"{install_command('parquet')}, or use a .jsonl file",
         ) from error
     return pyarrow, pyarrow.parquet

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+
 from buffer.errors import ConfigError
 
 EXTRAS = {
@@ -39,5 +42,16 @@ def missing_extra(error: ImportError) -> ConfigError | None:
         return None
     return ConfigError(
         f"this needs the package {package}, which is not installed",
-        hint=f"pip install 'rolloutmq[{EXTRAS[package]}]'",
+        hint=install_command(EXTRAS[package]),
     )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra brings.
+
+    It names the packages: the extra itself can be installed only from a checkout or a wheel.
+    """
+    # `aiohttp>=3.11; extra == "http"`
+    named = re.compile(rf"(.+?)\s*;.*\bextra == [\"']{re.escape(extra)}[\"']")
+    found = [named.fullmatch(line) for line in metadata.requires("rolloutmq") or ()]
+    return " ".join(["pip install", *(f"'{match[1]}'" for match in found if match)])

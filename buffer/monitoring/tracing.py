@@ -1,4 +1,4 @@
-"""Traces of a group's life across processes, by OpenTelemetry (`pip install 'rolloutmq[otel]'`).
+"""Traces of a group's life across processes, by OpenTelemetry (`pip install '.[otel]'`).
 
     enqueue ─ wait ─ claim ─ generate ┬ judge (each) ─ submit or release ─ take ─ train ─ commit
     producer         worker           └                                     trainer
@@ -145,7 +145,7 @@ def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
         exporter = _exporter(wanted)
     except ImportError as error:
         log.warning(
-            "no traces: %s=%s needs a package: %s (pip install 'rolloutmq[otel]')",
+            "no traces: %s=%s needs a package: %s (pip install '.[otel]')",
             SWITCH,
             wanted,
             error,

@@ -70,6 +70,6 @@ def zstandard() -> Any:
     except ImportError as error:
         raise ConfigError(
             "the payloads of this run are compressed, and the package zstandard is not installed",
-            hint="pip install 'rolloutmq[zstd]'",
+            hint="pip install zstandard",
         ) from error
     return module

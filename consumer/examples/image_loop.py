@@ -1,6 +1,6 @@
 """GRPO on prompts with images: the plain loop with a vision-language model.
 
-[trainer] loop = "consumer.examples.image_loop:train"; needs `pip install 'rolloutmq[images]'`.
+[trainer] loop = "consumer.examples.image_loop:train"; needs `pip install '.[images]'`.
 
 `group.multimodal` lists the images of a group's prompt, and the run's media folder has their files.
 The prompt's ids already contain the tokens of each image, as many as the model's processor creates

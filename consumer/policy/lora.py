@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from buffer.config.sections.learner import LoraConfig
 from buffer.errors import ConfigError, ModelError
+from buffer.model.extras import install_command
 from buffer.weights.safetensors_files import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -133,9 +134,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(
-            "[learner.lora] needs peft", hint="pip install 'rolloutmq[lora]'"
-        ) from error
+        raise ConfigError("[learner.lora] needs peft", hint=install_command("lora")) from error
     return peft
 
 

@@ -26,6 +26,7 @@ from rich.progress import (
 
 from buffer.config.config import Config
 from buffer.errors import ConfigError
+from buffer.model.extras import install_command
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.sample_log import Sample
 from consumer.training.sample_text import (
@@ -200,7 +201,7 @@ def _load(module: str, writer: WriterName) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"[trainer] writers: {module} is not installed",
-            hint=f"pip install 'rolloutmq[{writer}]', or remove {writer!r} from [trainer] writers",
+            hint=f"{install_command(writer)}, or remove {writer!r} from [trainer] writers",
         ) from error
 
 

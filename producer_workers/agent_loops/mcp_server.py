@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, RolloutMQError
+from buffer.model.extras import install_command
 from producer_workers.agent_loops.loopback import keep_loopback_direct
 
 START_S = 60.0
@@ -155,7 +156,7 @@ def _client(command: Sequence[str] | str) -> Any:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
         raise ConfigError(
-            "MCP servers need the package mcp", hint="pip install 'rolloutmq[mcp]'"
+            "MCP servers need the package mcp", hint=install_command("mcp")
         ) from error
     if isinstance(command, str):
         return Client(command)

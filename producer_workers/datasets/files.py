@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from buffer.errors import ConfigError, DatasetError
+from buffer.model.extras import install_command
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, problem_of
 
@@ -167,7 +168,5 @@ def _pyarrow_parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(
-            "Parquet needs pyarrow", hint="pip install 'rolloutmq[parquet]'"
-        ) from error
+        raise ConfigError("Parquet needs pyarrow", hint=install_command("parquet")) from error
     return parquet

@@ -19,6 +19,7 @@ from buffer.config.sections.dataset import (
 from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
 from buffer.model.dotted_path import load_object
+from buffer.model.extras import install_command
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
 from producer_workers.datasets.image_records import ImageRecords, without_images
@@ -83,7 +84,7 @@ def _read_by_datasets(section: HuggingFaceDataset) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "kind = hugging_face needs `datasets`", hint="pip install 'rolloutmq[datasets]'"
+            "kind = hugging_face needs `datasets`", hint=install_command("datasets")
         ) from error
     folder = str(_folder(section))
     found: Any

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
 from buffer.model.byte_size import format_size
+from buffer.model.extras import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -120,5 +121,5 @@ def _pillow() -> Any:
     try:
         import PIL.Image
     except ImportError as error:
-        raise ConfigError("images need Pillow", hint="pip install 'rolloutmq[images]'") from error
+        raise ConfigError("images need Pillow", hint=install_command("images")) from error
     return PIL.Image

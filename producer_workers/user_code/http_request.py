@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import AnswerTooLong, ConfigError, JudgeError
+from buffer.model.extras import install_command
 from buffer.store.connection.retry import Backoff
 
 log = logging.getLogger("rolloutmq.judge")
@@ -30,7 +31,7 @@ def check_aiohttp(what: str) -> None:
     try:
         import aiohttp  # noqa: F401 (only tried)
     except ImportError as error:
-        raise ConfigError(f"{what} needs aiohttp", hint="pip install 'rolloutmq[http]'") from error
+        raise ConfigError(f"{what} needs aiohttp", hint=install_command("http")) from error
 
 
 @dataclass(frozen=True, slots=True)

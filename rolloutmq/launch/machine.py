@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from buffer.config.config import Config
 from buffer.config.sections.engine import HttpConfig, VllmConfig
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.extras import EXTRAS
+from buffer.model.extras import EXTRAS, install_command
 from rolloutmq.launch.placement import Placement, count_gpus, place
 
 
@@ -59,4 +59,4 @@ def _is_installed(package: str) -> bool:
 
 def _hint(package: str) -> str:
     extra = EXTRAS.get(package)
-    return f"pip install 'rolloutmq[{extra}]'" if extra else f"pip install {package}"
+    return install_command(extra) if extra else f"pip install {package}"

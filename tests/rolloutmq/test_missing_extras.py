@@ -12,7 +12,7 @@ from contextlib import closing
 import orjson
 import pytest
 
-from buffer.model.extras import EXTRAS
+from buffer.model.extras import EXTRAS, install_command
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.rolloutmq.conftest import ROOT
@@ -89,6 +89,7 @@ def answers(
 def test_every_extra_is_one_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(EXTRAS.values()) <= project["optional-dependencies"].keys()
+    assert all("'" in install_command(extra) for extra in EXTRAS.values()), "names no package"
 
 
 @pytest.mark.parametrize("name", ABSENT_FOR)
@@ -97,7 +98,7 @@ def test_a_command_names_the_extra_that_it_lacks(
 ) -> None:
     code, errors = answers[name]
     assert code == 2, errors
-    assert f"pip install 'rolloutmq[{ABSENT_FOR[name][1]}]'" in errors
+    assert install_command(ABSENT_FOR[name][1]) in errors
     assert "Traceback" not in errors
     assert re.match(r"error: .+\n(hint:|  .+ \(pip)", errors)
 

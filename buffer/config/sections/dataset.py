@@ -108,7 +108,7 @@ class ReasoningGymDataset(_Dataset):
 class ParquetDataset(_Records):
     """[tasks.<name>.dataset] kind = "parquet": one row per problem.
 
-    Needs `pip install 'rolloutmq[parquet]'`.
+    Needs `pip install '.[parquet]'`.
     """
 
     kind: Literal["parquet"]
@@ -120,7 +120,7 @@ class ParquetDataset(_Records):
 class HuggingFaceDataset(_Records):
     """[tasks.<name>.dataset] kind = "hugging_face": a data set of the Hub, or saved by `datasets`.
 
-    Needs `pip install 'rolloutmq[datasets]'`.
+    Needs `pip install '.[datasets]'`.
     """
 
     kind: Literal["hugging_face"]

@@ -162,7 +162,7 @@ class LearnerConfig(Section):
 
     optimizer: OptimizerKind = "adamw"
     """adamw: float32 moments. adamw_8bit: moments in 8 bits, 6 bytes per parameter less (`pip
-    install 'rolloutmq[bitsandbytes]'`), on one rank only. A run keeps its optimizer
+    install '.[bitsandbytes]'`), on one rank only. A run keeps its optimizer
     """
     learning_rate: float = Field(1e-6, gt=0, le=10)
     """step size of AdamW"""
@@ -228,7 +228,7 @@ class LearnerConfig(Section):
     longer. It needs a C++ compiler on a CPU, a C compiler for CUDA; no mixture of experts
     """
     lora: LoraConfig | None = None
-    """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); default: train the model's weights"""
+    """train a LoRA adapter (`pip install '.[lora]'`); default: train the model's weights"""
     sharding: ShardingConfig = ShardingConfig()
     """how several ranks share the models"""
     loss: LossConfig = LossConfig()

@@ -50,7 +50,7 @@ class MemorySection(Section):
     groups
     """
     compression: Compression = "none"
-    """compression of payloads; zstd needs `pip install 'rolloutmq[zstd]'`"""
+    """compression of payloads; zstd needs `pip install '.[zstd]'`"""
     group_bytes: Annotated[Bytes, Field(gt=0, le=MAX_BYTES)] | None = None
     """bytes of a finished group, to check the budget with; default: an estimate for the longest
     responses

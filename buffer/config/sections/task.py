@@ -51,7 +51,7 @@ JUDGES = {
     "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
     "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal last number"),
     "math_verify": BuiltInJudge(
-        f"{_FUNCTIONS}:math_verify", "mathematical equality (`rolloutmq[math]`)", is_unsafe=True
+        f"{_FUNCTIONS}:math_verify", "mathematical equality (extra `math`)", is_unsafe=True
     ),
     RUNS_PROGRAMS: BuiltInJudge(
         f"{_FUNCTIONS}:python_tests",

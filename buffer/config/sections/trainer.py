@@ -63,7 +63,7 @@ class TrainerSection(Section):
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
-    (`pip install 'rolloutmq[tensorboard]'`), wandb (`pip install 'rolloutmq[wandb]'`)
+    (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
     """
 
     @property

@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError
+from buffer.model.extras import install_command
 from buffer.store.connection.wrong_type import NamingClient
 
 try:
@@ -32,7 +33,7 @@ try:
     from fakeredis._socket import FakeSocket
 except ImportError as error:
     raise ConfigError(
-        "memory:// needs fakeredis and Lua", hint="pip install 'rolloutmq[testing]'"
+        "memory:// needs fakeredis and Lua", hint=install_command("testing")
     ) from error
 
 _servers: dict[str, FakeServer] = {}

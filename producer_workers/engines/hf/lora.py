@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from buffer.model.extras import install_command
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import AdapterCheck
 
@@ -78,5 +79,5 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise WeightsError("an adapter needs peft", hint="pip install 'rolloutmq[lora]'") from error
+        raise WeightsError("an adapter needs peft", hint=install_command("lora")) from error
     return peft

