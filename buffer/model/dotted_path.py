@@ -65,7 +65,7 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     if not hasattr(module, name):
         raise ConfigError(
             f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
-            hint=f"the module is {_origin(module)}",
+            hint=_hidden(module_name) or f"the module is {_origin(module)}",
         )
     return getattr(module, name)
 
@@ -77,10 +77,21 @@ def _origin(module: ModuleType) -> str:
 
 
 def _not_importable(spec: str, kind: str, module_name: str, reason: str) -> ConfigError:
+    hint = _hidden(module_name) or "add its folder to PYTHONPATH, or put the file beside the config"
     return ConfigError(
-        f"{kind} {spec!r}: module {module_name!r} cannot be imported: {reason}",
-        hint="add its folder to PYTHONPATH, or put the file beside the config",
+        f"{kind} {spec!r}: module {module_name!r} cannot be imported: {reason}", hint=hint
     )
+
+
+def _hidden(module_name: str) -> str:
+    """Return which module hides the user's one of the same name; "" if none does."""
+    top = module_name.partition(".")[0]
+    if top not in sys.modules:
+        return ""
+    origin = Path(_origin(sys.modules[top])).resolve()
+    files = [Path(folder, f"{top}.py") for folder in sys.path]
+    hidden = next((file for file in files if file.is_file() and file.resolve() != origin), None)
+    return f"{hidden} is hidden by {origin}, which has its name: rename it" if hidden else ""
 
 
 def _describe(error: BaseException) -> str:

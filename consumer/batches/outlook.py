@@ -88,7 +88,7 @@ class WaitReason(NotReady):
             f"of {task}, {waiting} wait and {running} run"
             for task, (waiting, running) in self.started.items()
         ]
-        parts.append(f"{self.workers} live workers" if self.workers else "there is no live worker")
+        parts.append(f"live workers: {self.workers}" if self.workers else "there is no live worker")
         if self.refusals and self.refusals.reasons:
             parts.append(str(self.refusals))
         if self.status in _STATUS_REASONS:

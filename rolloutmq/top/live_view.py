@@ -28,7 +28,7 @@ from rolloutmq.commands.look.status import (
     workers_text,
 )
 from rolloutmq.commands.look.tail import event_text
-from rolloutmq.output import age, bar, count, sparkline, state, table, worker_state
+from rolloutmq.output import age, bar, count, plural, sparkline, state, table, worker_state
 from rolloutmq.top.starting import starting_lines
 
 EVENTS = 5
@@ -103,7 +103,7 @@ class LiveView:
             f"ready {sum(task.ready for task in snap.training)}"
             + (f" of {wanted}" if wanted else ""),
             f"{count(snap.tokens_per_s)} tok/s",
-            f"{len(snap.live_workers)} workers",
+            plural(len(snap.live_workers), "worker"),
             *_barred(snap),
             *starting_lines(snap, self.started_s),
         ]

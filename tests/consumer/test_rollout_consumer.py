@@ -70,7 +70,9 @@ def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: T
             consumer.take_batch(
                 1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: reasons.append(str(reason))
             )
-    assert reasons == ["waiting for groups: math 2 of 3; of math, 0 wait and 0 run; 1 live workers"]
+    assert reasons == [
+        "waiting for groups: math 2 of 3; of math, 0 wait and 0 run; live workers: 1"
+    ]
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
     assert batch.step == 1

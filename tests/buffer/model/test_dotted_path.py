@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+import consumer
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 
@@ -45,3 +47,16 @@ def test_a_module_without_a_file_has_no_such_object(
         with pytest.raises(ConfigError, match=f"'{module}' has no 'score'") as caught:
             load_object(f"{module}:score", kind="judge")
         assert caught.value.hint == f"the module is {origin}"
+
+
+@pytest.mark.parametrize("spec", ["consumer:score", "consumer.mine:score"])
+def test_a_module_that_another_one_hides_is_named_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
+    mine = tmp_path / "consumer.py"
+    mine.write_text("def score(): ...", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ConfigError) as caught:
+        load_object(spec, kind="judge")
+    assert str(mine) in caught.value.hint
+    assert str(Path(consumer.__file__)) in caught.value.hint
