@@ -91,7 +91,7 @@ def _check(
     enough = per_worker if launch.colocated else needed
     if len(pool) < enough:
         raise ConfigError(
-            f"{launch.workers} workers of {per_worker} GPUs need {needed}, but "
+            f"[launch] workers = {launch.workers} of {per_worker} GPUs need {needed}, but "
             f"{len(pool)} are left for them",
             hint="use fewer workers, smaller parallel sizes in [engine], or [launch] "
             "colocated = true on one GPU",

@@ -74,11 +74,9 @@ def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) ->
     elif record.stage is Stage.FINISHED:
         console().print(f"run {record.run} had just finished all {record.steps} steps")
     else:
-        done = (
-            f"at step {step}" + (f" of {record.steps}" if step <= record.steps else "")
-            if step
-            else "before its first checkpoint"
-        )
+        # `set` may have raised the number of steps since the start
+        of = f" of {record.steps}" if step <= record.steps else ""
+        done = f"at step {step}{of}" if step else "before its first checkpoint"
         rest = "".join(f"; {part}" for part in (record.detail, record.account) if part)
         took = age(took_s * 1000)
         console().print(

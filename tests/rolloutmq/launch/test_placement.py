@@ -34,9 +34,9 @@ CASES = [
 ERRORS = [
     ({"workers": 1, "trainer_gpus": [0]}, 0, 1, "this machine has none"),
     ({"workers": 1, "worker_gpus": [0]}, 0, 1, "this machine has none"),
-    ({"workers": 1}, 1, 1, "1 workers of 1 GPUs need 1, but 0 are left"),
+    ({"workers": 1}, 1, 1, "workers = 1 of 1 GPUs need 1, but 0 are left"),
     ({"workers": 8}, 8, 1, "need 8, but 7 are left"),
-    ({"workers": 2}, 4, 2, "2 workers of 2 GPUs need 4, but 3 are left"),
+    ({"workers": 2}, 4, 2, "workers = 2 of 2 GPUs need 4, but 3 are left"),
     ({"workers": 1, "colocated": True}, 1, 2, "need 2, but 1 are left"),
     ({"workers": 1, "trainer_gpus": [1], "worker_gpus": [1, 2]}, 4, 1, r"both use GPUs \[1\]"),
     ({"workers": 1, "worker_gpus": [4]}, 4, 1, r"names GPUs \[4\], but this machine has 0 to 3"),
