@@ -24,7 +24,7 @@ from buffer.model.trainer_report import TrainerReport
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.store.store import Store
-from consumer.examples.plain_loop import train
+from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
@@ -129,13 +129,22 @@ def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request
     site.store.close()
 
 
-@pytest.mark.parametrize("site", ["consumer.examples.plain_loop:train"], indirect=True)
+LOOPS = {"plain": plain_loop.train, "low_level": low_level_loop.train}
+
+
+@pytest.mark.parametrize(
+    ("site", "loop"),
+    [(f"consumer.examples.{name}_loop:train", name) for name in LOOPS],
+    indirect=["site"],
+    ids=list(LOOPS),
+)
 @pytest.mark.parametrize(
     ("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v))
 )
-def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
-    site: Site, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+def test_a_loop_trains_every_step_once_although_it_dies_right_after(
+    site: Site, loop: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
 ) -> None:
+    train = LOOPS[loop]
     calls: list[str] = []
 
     def dying(*args: Any, **kwargs: Any) -> Any:
