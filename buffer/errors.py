@@ -23,6 +23,7 @@
     ├── Fenced                          5  a newer process holds what this process held
     ├── TaskStopped                     5  too many tries of a task failed one after the other
     ├── GradientNotFinite               5  too many optimizer steps in a row could not be taken
+    ├── GroupChanged                    5  a received group is not what the server sent any more
     ├── GroupHeld                       1  a group that cannot be moved: running, in a batch, ended
     ├── GroupTimeout                    1  a group took longer than its task allows
     ├── LedgerError                     1  a step that cannot be taken or committed
@@ -260,6 +261,12 @@ class TaskStopped(RolloutMQError):
 
 class GradientNotFinite(RolloutMQError):
     """The gradients of too many optimizer steps in a row were not finite; no weight was changed."""
+
+    exit_code = 5
+
+
+class GroupChanged(RolloutMQError):
+    """Columns of a received group changed in this process: what was made of it is not right."""
 
     exit_code = 5
 

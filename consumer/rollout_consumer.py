@@ -16,6 +16,10 @@
 Between any two of these lines the process may die. `open` with the position of a checkpoint
 delivers the steps after it again, byte for byte (I5, I6), and restores on a server that lost data
 what was trained (`open(step)` cannot).
+
+`take_batch`, `commit`, and every announcement of weights first compare the delivered groups that
+the trainer still holds with what the server sent. They raise GroupChanged where these differ: then
+neither the weights nor the step may be used.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from buffer.run import Run
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
 from consumer.batches.batch import Batch, Stopped, check_not_abandoned
+from consumer.batches.delivered import DeliveredGroups
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.batches.outlook import status_of_taken
 from consumer.batches.prefetch import Prefetcher
@@ -99,6 +104,11 @@ class RolloutConsumer:
     def nonce(self) -> str:
         """Identifies this trainer to the scripts."""
         return self.role.nonce
+
+    @property
+    def delivered(self) -> DeliveredGroups:
+        """The groups that are compared with what the server sent."""
+        return self._taker.delivered
 
     @property
     def vocabulary(self) -> int | None:
@@ -188,11 +198,13 @@ class RolloutConsumer:
         commit or, if there is one of the step before, keep no older one.
 
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`; Fenced if
-        another trainer was opened; CheckpointNow if memory is full and there is no `checkpoint`;
-        ExpiredBatch, NoBatch, ProducerGone, WeightsRefused if waiting is useless (see
-        `consumer.batches.outlook`; that workers refuse the weights is logged at once);
-        TaskStopped if nothing more is produced of a task that is short.
+        another trainer was opened; GroupChanged if a group that it holds is not what was sent;
+        CheckpointNow if memory is full and there is no `checkpoint`; ExpiredBatch, NoBatch,
+        ProducerGone, WeightsRefused if waiting is useless (see `consumer.batches.outlook`; that
+        workers refuse the weights is logged at once); TaskStopped if nothing more is produced of a
+        task that is short.
         """
+        self.delivered.check()
         # before the take: groups that left the pool would be forgotten as unwanted
         self._prefetcher.end()
         started = time.monotonic()
@@ -222,8 +234,9 @@ class RolloutConsumer:
     def commit(self, step: int, *, keep: int) -> None:
         """Record that the checkpoint of `step` is durable and `keep` is the oldest kept one.
 
-        Batches up to `keep` are freed.
+        Batches up to `keep` are freed. Raises GroupChanged.
         """
+        self.delivered.check()
         self._run.ledger.commit(self.nonce, step, keep)
 
     # -- control -------------------------------------------------------------------------
@@ -270,7 +283,8 @@ class RolloutConsumer:
 
         Workers load them before they claim again. `path` and `checksum` are what a sender's `write`
         returned (`FolderSender`; `publish` calls both). Raises ModelError, and announces nothing,
-        unless weights with this checksum are there, as far as file names, sizes and headers show.
+        unless weights with this checksum are there, as far as file names, sizes and headers show;
+        GroupChanged.
         """
         return self._publish_weights("newest", version, path, checksum).weights
 
@@ -296,6 +310,7 @@ class RolloutConsumer:
     def _publish_weights(
         self, stage: Literal["next", "newest"], version: int, path: str, checksum: str
     ) -> ControlState:
+        self.delivered.check()
         weights = PolicyVersion(self.lineage, version)
         try:
             self._receiver.check(PublishedWeights(path, checksum))

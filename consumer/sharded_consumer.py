@@ -21,7 +21,7 @@ from typing import Any
 
 from buffer.batches.position import Position
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import CheckpointNow, Fenced, StepFailed
+from buffer.errors import CheckpointNow, Fenced, GroupChanged, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
@@ -32,7 +32,7 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.shares import BatchShares
 
 SHARED_ERRORS: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)
+    kind.__name__: kind for kind in (CheckpointNow, Fenced, GroupChanged, Stopped, TimeoutError)
 }
 """Errors of rank 0 that every rank raises as they are, since the caller can act on them."""
 
@@ -87,7 +87,11 @@ class ShardedConsumer:
 
         A group that some rank cannot read or train is quarantined, another one awaited, and the
         batch shared out again. Raises StepFailed on all ranks if one of them fails otherwise.
+
+        `take_batch`, `confirm` and `commit` raise GroupChanged on all ranks if a group of one is
+        not what the server sent any more.
         """
+        self._shares.check_unchanged()
 
         def take(leader: RolloutConsumer) -> tuple[list[str], float, str]:
             batch = leader.take_batch(step, counts, strict=strict, deadline_s=deadline_s)
@@ -112,6 +116,7 @@ class ShardedConsumer:
         Then rank 0 may make it visible and commit. If a rank failed or died, all ranks raise
         StepFailed or RankLost.
         """
+        self._shares.check_unchanged()
         steps = self.ranks.gather(step)
         if any(found != step for found in steps):
             raise StepFailed(
@@ -121,6 +126,7 @@ class ShardedConsumer:
 
     def commit(self, step: int, *, keep: int) -> None:
         """Commit `step`, whose checkpoint is complete and visible; see `RolloutConsumer.commit`."""
+        self._shares.check_unchanged()
         self._on_leader(lambda leader: leader.commit(step, keep=keep))
 
     def _on_leader(self, act: Callable[[RolloutConsumer], Any]) -> Any:

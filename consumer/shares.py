@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.errors import RolloutMQError, StepFailed
+from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
@@ -59,6 +59,25 @@ class BatchShares:
                 f"step {step}: {found['']}", hint="take the step again; it is unchanged"
             )
         return found
+
+    def check_unchanged(self) -> None:
+        """Compare the shares of all ranks with what the server sent, after their use.
+
+        Raises GroupChanged on all ranks if one of them differs.
+        """
+        changed = None
+        try:
+            self.check_own()
+        except GroupChanged as error:
+            changed = (f"rank {self._ranks.rank}: {error.message}", error.hint)
+        for found in self._ranks.gather(changed):
+            if found:
+                raise GroupChanged(found[0], hint=found[1])
+
+    def check_own(self) -> None:
+        """Raise GroupChanged unless this rank's share is what the server sent."""
+        for group in self.groups:
+            group.check_unchanged()
 
     def _tokens(self, manifest: Manifest) -> list[int]:
         """Return the generated tokens of each group by its record, or its bytes if it has none."""

@@ -123,6 +123,8 @@ class Submission:
             ref, commands = self._payloads.commands(
                 result.job.gid, result.job.token, data, result.group.signatures
             )
+            # after the checksum: wrong bytes must not have a right one
+            result.group.check_unchanged()
             return commands, self.call(worker, result, ref)
         except Exception as error:  # an order policy is a user's code and may raise anything
             return error

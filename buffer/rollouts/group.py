@@ -16,9 +16,10 @@ import numpy as np
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from buffer.errors import WireError
+from buffer.errors import GroupChanged, WireError
 from buffer.rollouts.column_checks import Bounds, bounds_of
 from buffer.rollouts.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.rollouts.seal import Seal
 from buffer.rollouts.staleness import last_trained, living_version, token_mask
 from buffer.rollouts.table import (
     STATUSES,
@@ -73,10 +74,11 @@ class RolloutGroup:
     signatures: Sequence[str] = ()
     """Who signed what this group is made of: the lines of `buffer.rollouts.signed_bytes`."""
 
-    def __init__(
-        self, gid: str, task: str, states: Sequence[RolloutState], signatures: Sequence[str] = ()
-    ) -> None:
-        """Make a group of rollouts; `signatures` are those of the group that they continue."""
+    seal: Seal | None = None
+    """Of the columns that were received, of which this group consists or is made."""
+
+    def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
+        """Make a group of rollouts."""
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         try:
@@ -86,12 +88,13 @@ class RolloutGroup:
         self.gid = gid
         self.task = task
         self.table = table
-        self.signatures = signatures
         self._states: list[RolloutState] | None = list(states)
         self._bounds: Bounds | None = None
 
     @classmethod
-    def of_table(cls, gid: str, task: str, table: Table, bounds: Bounds) -> RolloutGroup:
+    def of_table(
+        cls, gid: str, task: str, table: Table, bounds: Bounds, seal: Seal
+    ) -> RolloutGroup:
         """Return a received group; `buffer.rollouts.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
@@ -99,6 +102,14 @@ class RolloutGroup:
         group.table = table
         group._states = None
         group._bounds = bounds
+        group.seal = seal
+        return group
+
+    def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
+        """Return the group of these rollouts, which were made of those of this one."""
+        group = RolloutGroup(self.gid, self.task, states)
+        group.signatures = self.signatures
+        group.seal = self.seal
         return group
 
     def __len__(self) -> int:
@@ -115,6 +126,19 @@ class RolloutGroup:
         if self._states is None:
             self._states = list(rollouts(self.table))
         return self._states
+
+    def check_unchanged(self) -> None:
+        """Raise GroupChanged unless the received columns are what the server sent.
+
+        Call it after their use, before anything that was made of them is stored or published.
+        """
+        if self.seal and (changed := list(self.seal.changed())):
+            raise GroupChanged(
+                f"group {self.gid}: {', '.join(changed)} changed in memory after it was received",
+                hint="trust nothing that was made of it; copy a column before you change it in "
+                "place. If your code changes none, test this machine's memory and report this as a "
+                "bug. Then start again: a trainer continues from its newest checkpoint",
+            )
 
     # -- columns -------------------------------------------------------------
 

@@ -56,6 +56,7 @@ import msgspec
 from buffer.errors import WireError
 from buffer.rollouts.compression import MAX_BYTES, expand
 from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.seal import Seal
 from buffer.rollouts.table import Table
 from buffer.rollouts.wire_checks import check_containers, check_table
 from buffer.rollouts.wire_columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
@@ -114,7 +115,8 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
     """
     document = read_document(expand(data))
     table = _table(document)
-    return RolloutGroup.of_table(document.gid, document.task, table, check_table(table))
+    seal = Seal(table.columns)
+    return RolloutGroup.of_table(document.gid, document.task, table, check_table(table), seal)
 
 
 def read_document(data: bytes | memoryview) -> Document:

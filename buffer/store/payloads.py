@@ -42,10 +42,10 @@ UNPINNED_S = 3600
 """Seconds until bytes expire that no script has accepted."""
 
 ROUND_BYTES = 8 * 2**20
-"""Bytes of one round trip at most: larger ones delay all other clients (measured)."""
+"""Bytes of one round trip at most: larger ones delay all other clients (measured).
 
-READ_BYTES = 4 * 2**20
-"""Bytes of one round trip at most if they are used while the next ones are received."""
+Smaller ones are received more slowly: from 4 MiB on, numpy asks the kernel for huge pages.
+"""
 
 PIN = 200
 """Payloads whose expiry one round removes."""
@@ -169,10 +169,10 @@ class PayloadStore:
     ) -> list[T]:
         """Return what `use` makes of the payloads of each round trip, in order.
 
-        Round trips have a bounded size. Bytes of one share memory, which is used again after the
-        last of them. While `use` works on them, the next two round trips are under way.
+        Round trips have a bounded size, and the bytes of one share memory. While `use` works on
+        them, the next two round trips are under way.
         """
-        rounds = list(_rounds(((ref.size or CHUNK_BYTES, ref) for ref in refs), READ_BYTES))
+        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):

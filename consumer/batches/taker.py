@@ -19,6 +19,7 @@ from buffer.errors import (
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from consumer.batches.delivered import DeliveredGroups
 from consumer.batches.outlook import BatchOutlook, WaitReason, explain
 from consumer.batches.reader import NOTHING, GroupReader, Known
 
@@ -58,6 +59,7 @@ class BatchTaker:
         self._check = check
         self.quarantined = 0
         """groups that were quarantined so far"""
+        self.delivered = DeliveredGroups()
 
     # -- take ----------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class BatchTaker:
         while True:
             groups, problems = reader.read(manifest, known)
             if not problems:
+                self.delivered.add(groups)
                 return manifest, groups
             known = NOTHING
             manifest = self._quarantine_all(ledger, manifest, problems)

@@ -187,6 +187,8 @@ class EvaluationPlan:
         newest = max((spans[:, 3].max() for spans in columns if spans is not None), default=step)
         metrics = self._evaluator.evaluate(groups)
         metrics["eval/newest_version"] = float(newest)
+        for group in groups:
+            group.check_unchanged()
         self._writer.add_evaluation(step, task, metrics)
         self._reporter.add_evaluation(step, task, metrics)
         self._consumer.report(step, metrics, task=task)

@@ -2,8 +2,7 @@
 
 Per step: take the batch, train, copy the new weights, which are published beside the next step,
 write a checkpoint where one is due and commit it. The position is in the checkpoint; Redis delivers
-again what follows it (I5, I6). With several ranks (`trainer_rank.py`), rank 0 runs the code of this
-file.
+again what follows it (I5, I6). With several ranks (`trainer_rank.py`), rank 0 runs this code.
 """
 
 from __future__ import annotations
@@ -184,6 +183,7 @@ class Trainer:
         with self._devices(timing):
             train_started = time.monotonic()
             metrics, columns = self.rank.fit()
+            self.consumer.delivered.clear()  # every rank has compared its own
             timing.train = time.monotonic() - train_started
             if self._is_sync_due(step):
                 self._publish(timing, is_paused=self._is_colocated)

@@ -187,9 +187,15 @@ class TrainerRank:
         """Train on the batch that was read.
 
         Returns the metrics of the learner and the filter, and the columns of the whole batch.
+        Raises GroupChanged on all ranks where a group is not what the server sent any more.
         """
         groups = self._shares.groups
-        metrics = self._controller.fit(groups)
+        try:
+            metrics = self._controller.fit(groups)
+        except Exception:  # lengths that have changed fail a step in many ways
+            self._shares.check_own()
+            raise
+        self._shares.check_unchanged()
         counts = [name for name in metrics if name.startswith("filtered/")]
         totals = self.ranks.sum([metrics[name] for name in counts])
         metrics |= dict(zip(counts, totals, strict=True))

@@ -22,6 +22,7 @@ import numpy as np
 
 from buffer.errors import (
     Fenced,
+    GroupChanged,
     GroupTimeout,
     JudgeInterrupted,
     PayloadMissing,
@@ -187,10 +188,11 @@ class GroupRunner:
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
 
-        Raises EngineDeadError, and RunDamaged where the result cannot be submitted: any other
-        failure is the group's own, and is released.
+        Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted:
+        any other failure is the group's own, and is released.
         """
         known_tokens = 0
+        group: RolloutGroup | None = None
         try:
             group = await self._begin(job)
             known_tokens = len(group.response_ids)
@@ -214,8 +216,10 @@ class GroupRunner:
                 return
             # what a submission finds damaged, all groups share; what is read is the group's own
             is_shared = isinstance(error, RunDamaged) and job in self._members
-            if isinstance(error, GeneratorExit) or is_cancelled or is_shared:
+            if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
                 raise
+            if group:  # lengths that have changed fail a group in many ways
+                group.check_unchanged()
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
             await self._release(job, "failed", describe(error))
@@ -248,7 +252,7 @@ class GroupRunner:
             states = restart_too_old(states, limit)
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(states)
-        return RolloutGroup(job.gid, job.task, states, group.signatures)
+        return group.continued(states)
 
     async def _read(self, job: Job) -> RolloutGroup:
         """Return the group as it was claimed, or only its prompt if its tokens are not readable.
@@ -281,7 +285,7 @@ class GroupRunner:
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
         await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
-        result = RolloutGroup(job.gid, job.task, made, group.signatures)
+        result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
         return result

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.function_judge import Call
 from producer_workers.user_code.checked_result import check_verdict
 
@@ -34,19 +34,49 @@ _APPEND = (
 
 
 @dataclass(frozen=True, slots=True)
+class _Known:
+    """The tokens that a rollout had. They are not copied: received columns are read-only."""
+
+    index: int
+    is_completed: bool
+    response_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    spans: list[VersionSpan]
+
+    def is_kept(self, made: RolloutState) -> bool:
+        """Return whether a rollout that continues this one, or is complete, has its tokens."""
+        count = len(self.spans)
+        if self.is_completed:
+            return _same(made.response_ids, self.response_ids) and _same(
+                made.logprobs, self.logprobs
+            )
+        if not count or len(made.spans) == count or made.spans[:count] != self.spans:
+            return True  # untouched, or started again
+        return _begins(made.response_ids, self.response_ids) and _begins(
+            made.logprobs, self.logprobs
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
-    """What a loop was given: the rollouts, their prompt, and the weights of their tokens."""
+    """What a loop was given: the rollouts, their prompt, tokens, and the weights of these."""
 
     indexes: frozenset[int]
     prompt_ids: NDArray[np.int32] | None
     weights: frozenset[PolicyVersion]
+    known: tuple[_Known, ...]
 
     @classmethod
     def of(cls, states: Sequence[RolloutState]) -> Given:
         """Return what these rollouts are now; a loop may change them."""
         prompt = states[0].prompt_ids
         indexes = frozenset(state.index for state in states)
-        return cls(indexes, None if prompt is None else prompt.copy(), _weights_of(states))
+        known = tuple(
+            _Known(s.index, s.status is Status.COMPLETED, s.response_ids, s.logprobs, s.spans)
+            for s in states
+            if len(s.response_ids)
+        )
+        return cls(indexes, None if prompt is None else prompt.copy(), _weights_of(states), known)
 
 
 def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> list[RolloutState]:
@@ -73,6 +103,8 @@ def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> lis
             "the agent loop changed the prompt of the group",
             hint="leave prompt_ids as they are, or set `makes_prompts = True` in the loop's class",
         )
+    if not makes_prompts:  # tokens may move between prompt and response
+        _check_known(given, alive)
     return made
 
 
@@ -94,8 +126,12 @@ def _weights_of(states: Sequence[RolloutState]) -> frozenset[PolicyVersion]:
     return frozenset(PolicyVersion(span.lineage, span.version) for span in spans)
 
 
-def _same(left: NDArray[np.int32] | None, right: NDArray[np.int32] | None) -> bool:
+def _same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
     return left is right or np.array_equal(left, right)  # type: ignore[arg-type]
+
+
+def _begins(made: NDArray[Any], known: NDArray[Any]) -> bool:
+    return np.array_equal(made[: len(known)], known)
 
 
 def _check_rollout(state: RolloutState) -> None:
@@ -118,6 +154,17 @@ def _check_rollout(state: RolloutState) -> None:
     if state.status is Status.COMPLETED and not math.isfinite(score):
         hint = 'the judge, or the loop, gives it {"score": ...}, a finite number'
         raise LoopError(f"{name} is completed without a reward", hint=hint)
+
+
+def _check_known(given: Given, alive: Sequence[RolloutState]) -> None:
+    for known in given.known:
+        made = [state for state in alive if state.index == known.index]
+        if made and not any(map(known.is_kept, made)):
+            raise LoopError(
+                f"the agent loop changed tokens that rollout {known.index} had before",
+                hint="leave a COMPLETED rollout as it is; add to others with state.append and "
+                "state.read, or discard all that they have with state.reset_response()",
+            )
 
 
 def _check_prompts(states: Sequence[RolloutState]) -> None:

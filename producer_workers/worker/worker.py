@@ -41,6 +41,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
@@ -156,9 +157,8 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop`, or until the run is finished.
 
-        A server that is unreachable does not end it: results are kept and submitted when it is
-        back. Raises EngineDeadError, Fenced if another process registers under this id, LostRun and
-        RunNotFound if the run is gone.
+        While the server is unreachable, results are kept. Raises EngineDeadError, GroupChanged,
+        Fenced if another process has this id now, LostRun and RunNotFound if the run is gone.
         """
         contain_exits(asyncio.get_running_loop())
         self._loop_watch.start()
@@ -375,6 +375,8 @@ class Worker:
             self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left while groups are held; their leases will run out")
+        if isinstance(self._failure, GroupChanged):
+            raise self._failure
 
     async def _finish_groups(self) -> None:
         await self._engine.thaw()

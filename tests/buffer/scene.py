@@ -63,7 +63,7 @@ def extend(group: RolloutGroup, status: Status, weights: PolicyVersion | None) -
         state.status = status
         state.reward = {"score": 1.0} if status is Status.COMPLETED else None
         state.finish_reason = "stop" if status is Status.COMPLETED else "abort"
-    return RolloutGroup(group.gid, group.task, group.states, group.signatures)
+    return group.continued(group.states)
 
 
 class Scene:

@@ -50,7 +50,7 @@ def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
         state.status = Status.COMPLETED
         state.finish_reason = "stop"
         state.reward = {"score": float(position % 2)}
-    return RolloutGroup(group.gid, group.task, group.states, group.signatures)
+    return group.continued(group.states)
 
 
 class Crew:

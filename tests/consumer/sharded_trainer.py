@@ -1,7 +1,7 @@
 """A program: lives of a data-parallel trainer of two ranks that only records its batches.
 
-Its order: url, run, folder, and lives: of each the first and last step, and die_at: the step after
-whose take rank 1 exits. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0 keeps its position.
+Its order: url, run, folder, and lives: of each the first and last step, die_at: the step after
+whose take rank 1 exits, and change_at: the one in which a group of rank 1 changes in memory. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0 keeps its position.
 Prints how each rank ended.
 """
 
@@ -17,6 +17,7 @@ import orjson
 import torch.distributed as dist
 
 from buffer.batches.position import Position
+from buffer.errors import GroupChanged
 from buffer.rollouts import wire
 from buffer.run import Run
 from buffer.store.payloads import checksum
@@ -25,6 +26,7 @@ from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset
 from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
+from tests.memory_fault import overwrite
 
 KILLED = 9
 RANKS = 2
@@ -56,6 +58,8 @@ def train(order: dict[str, Any], life: int, rank: int) -> None:
         note(batch, folder, rank)
         if rank == 1 and steps.get("die_at") == batch.step:
             os._exit(KILLED)
+        if rank == 1 and steps.get("change_at") == batch.step:
+            overwrite(batch.groups[0].response_ids)
         position.add(batch.manifest)
         consumer.confirm(batch.step)
         if rank == 0:
@@ -71,6 +75,8 @@ def fork(order: dict[str, Any], life: int, rank: int) -> int:
     try:
         train(order, life, rank)
         os._exit(0)
+    except GroupChanged as error:
+        os._exit(error.exit_code)
     except Exception:
         traceback.print_exc()
     os._exit(1)

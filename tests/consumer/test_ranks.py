@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from buffer.errors import GroupChanged
 from buffer.run import Run
 from consumer.models.model_folder import load_model
 from consumer.weights.saved_state import SavedState
-from tests.consumer import many_lives, sharded_trainer
+from tests.consumer import changed_share, many_lives, sharded_trainer
 from tests.consumer.crew import at_work, wait_until
 from tests.consumer.learner.sharded_learner import CUT, STEPS, Life, main
 from tests.servers import Server
@@ -211,6 +212,29 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     assert "WireError" in run.dead_letters.reason(bad)["reason"]
     assert run.ledger.steps() == (4, 4, 4)
     assert run.account.fsck().clean
+
+
+def test_a_group_that_changes_in_memory_ends_all_ranks_before_the_commit(
+    server: Server, run: Run, tmp_path: Path
+) -> None:
+    with at_work(run, math=17):
+        wait_until(lambda: run.buffer.count("math") == 17, "all groups")
+    lives = [{"first": 1, "last": 3, "change_at": 2}, {"first": 2, "last": 3}]
+    order = {"url": server.url, "run": run.name, "folder": tmp_path, "lives": lives}
+    ends = orjson.loads(run_in_warm_process(tmp_path, sharded_trainer.main, order).splitlines()[-1])
+    assert ends == [[GroupChanged.exit_code] * 2, [0, 0]]
+    assert read(tmp_path, 0, 2) == read(tmp_path, 1, 2)
+
+
+def test_the_reference_trainer_ends_all_ranks_when_a_group_of_one_changes_in_memory(
+    server: Server, run: Run, model_dir: Path, tmp_path: Path
+) -> None:
+    with at_work(run, math=17, stamp=0):
+        order = {"url": server.url, "run": run.name, "folder": tmp_path, "model": model_dir}
+        printed = run_in_warm_process(tmp_path, changed_share.main, order)
+    assert orjson.loads(printed.splitlines()[-1]) == [GroupChanged.exit_code] * 2
+    assert run.ledger.steps()[:2] == (changed_share.STEP, 0)
+    assert run.control.state().weights.version < changed_share.STEP
 
 
 @pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])

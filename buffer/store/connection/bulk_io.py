@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hiredis
+import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
-from buffer.store.connection.receive_memory import receive_memory
 from buffer.store.connection.wrong_type import named
 
 log = logging.getLogger("rolloutmq.buffer")
@@ -90,7 +90,7 @@ def receive(
 
     `sizes` are the bytes of all values of an entry; 0 if unknown. The values of an entry are joined
     to one part; if some are missing, there is a None for each of those instead. Parts are
-    read-only, and share memory that is used again after the last of them.
+    read-only, and share memory that this call allocates.
     """
     commands = [("GET", name) for keys in names for name in keys]
     pool: Any = client.connection_pool
@@ -203,6 +203,15 @@ class _NotAValue(Exception):
     """The server answered with no value, probably an error, which the library then reports."""
 
 
+def _memory(size: int) -> memoryview:
+    """Return memory of one read alone, which lives as long as any view of it.
+
+    It is never lent again: views of views refer to its array only, so nothing can tell which part
+    is still in use. (A bytearray would be cleared first.)
+    """
+    return np.empty(size, np.uint8).data
+
+
 class _Inbox:
     """Receives answers into one piece of memory, one behind the other.
 
@@ -212,7 +221,7 @@ class _Inbox:
 
     def __init__(self, sock: Any, size: int) -> None:
         self._sock = sock
-        self._memory = receive_memory(size)
+        self._memory = _memory(size)
         self._start = self._end = self._base = self._joined = 0
 
     def fill(self, count: int) -> None:
@@ -304,7 +313,7 @@ class _Inbox:
     def _grow(self) -> None:
         """Move the bytes that are still needed into a larger array."""
         kept = self._base if self._joined else self._start
-        larger = receive_memory(2 * (self._end - kept) + _LARGE_BYTES)
+        larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]
         self._memory = larger
         self._base = 0

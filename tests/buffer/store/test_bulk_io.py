@@ -79,13 +79,13 @@ def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
 
 
 def test_the_garbage_collector_rests_while_groups_are_read_and_goes_on_behind(scene: Scene) -> None:
-    refs = [scene.run.payloads.write(f"math-{i:010d}", "t", payload(2_500_000)) for i in range(4)]
+    refs = [scene.run.payloads.write(f"math-{i:010d}", "t", payload(4_500_000)) for i in range(4)]
     assert scene.run.payloads.read_each(refs, lambda *_: [gc.isenabled()]) == [False] * 4
     with pytest.raises(ZeroDivisionError):
         scene.run.payloads.read_each(refs, lambda *_: [1 // 0])
     assert gc.isenabled()
     assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, parts: parts)] == [
-        2_500_000
+        4_500_000
     ] * 4
 
 

@@ -17,12 +17,14 @@ from buffer.config.config import TrainingConfig
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.errors import Fenced, LedgerError, LostRun, ModelError
+from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.sample_log import SampleLog
+from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.learner.learner import Learner
+from consumer.learner.train_controller import TrainController
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
@@ -32,6 +34,7 @@ from consumer.training.trainer import Trainer
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.consumer.models.tiny import build_model
+from tests.memory_fault import overwrite
 from tests.servers import on_both
 
 STEPS = 5
@@ -576,3 +579,37 @@ def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
     assert len(history(config).steps) == STEPS
     assert "memory is full of batches that are not committed" in caplog.text
     assert run.account.fsck().clean
+
+
+def test_a_step_whose_groups_changed_in_memory_is_not_published_or_committed(
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit = TrainController.fit
+    steps = []
+
+    def overwriting(controller: TrainController, groups: list[RolloutGroup]) -> dict[str, float]:
+        metrics = fit(controller, groups)
+        steps.append(groups[-1].gid)
+        if len(steps) == 3:
+            overwrite(groups[-1].logprobs)
+        return metrics
+
+    with at_work(run, stamp=0, math=DRAWS):
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainController, "fit", overwriting)
+            with pytest.raises(GroupChanged, match="logprobs") as error:
+                train(run, config, model_dir)
+        assert steps[-1] in str(error.value)
+        assert [step.step for step in history(config).steps] == [1, 2]
+        taken, committed, _ = run.ledger.steps()
+        assert taken == 3
+        assert committed in (0, 2)  # the checkpoint of step 2 may be in writing
+        assert CheckpointFolder(config.run.folder / "checkpoints").steps() in ([], [2])
+        assert run.control.state().weights.version < 3
+        assert "3" not in published(run)
+        assert train(run, config, model_dir)
+    check_end(run, config, undisturbed)
