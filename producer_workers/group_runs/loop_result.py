@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from producer_workers.group_runs.drawn import Drawn
 from producer_workers.judges.function_judge import Call
 from producer_workers.user_code.checked_result import check_verdict
 
@@ -33,24 +33,10 @@ _APPEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a loop was given: the rollouts, their prompt, and the weights of their tokens."""
-
-    indexes: frozenset[int]
-    prompt_ids: NDArray[np.int32] | None
-    weights: frozenset[PolicyVersion]
-
-    @classmethod
-    def of(cls, states: Sequence[RolloutState]) -> Given:
-        """Return what these rollouts are now; a loop may change them."""
-        prompt = states[0].prompt_ids
-        indexes = frozenset(state.index for state in states)
-        return cls(indexes, None if prompt is None else prompt.copy(), _weights_of(states))
-
-
-def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> list[RolloutState]:
-    """Return what the loop made of the rollouts.
+def check_result(
+    drawn: Drawn, given: Sequence[RolloutState], made: Any, *, makes_prompts: bool = False
+) -> list[RolloutState]:
+    """Return copies of what the loop made of the rollouts `given`, see `Drawn.restore`.
 
     `makes_prompts`: the loop may give the group a prompt of its own. Raises LoopError.
     """
@@ -59,32 +45,51 @@ def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> lis
             f"the agent loop returned {made!r:.80}",
             hint="return the list of states that it was given",
         )
-    if lost := given.indexes - {state.index for state in made}:
-        hint = "return every rollout; one that cannot be made is FAILED, with its `error`"
-        raise LoopError(
-            f"the agent loop returned nothing for the rollouts {sorted(lost)}", hint=hint
-        )
-    alive = [state for state in made if state.status is not Status.FAILED]
+    _check_indexes({state.index for state in given}, {state.index for state in made})
+    for state in made:
+        if not isinstance(state.extra, dict):
+            message = f"rollout {state.index} has {type(state.extra).__name__} as `extra`"
+            raise LoopError(message, hint="it is a dict")
+    restored = drawn.restore(given, made, makes_prompts=makes_prompts)
+    alive = [state for state in restored if state.status is not Status.FAILED]
     for state in alive:
         _check_rollout(state)
     _check_prompts(alive)
-    if alive and not makes_prompts and not _same(alive[0].prompt_ids, given.prompt_ids):
+    if alive and not makes_prompts and not _same(alive[0].prompt_ids, drawn.prompt_ids):
         raise LoopError(
             "the agent loop changed the prompt of the group",
             hint="leave prompt_ids as they are, or set `makes_prompts = True` in the loop's class",
         )
-    return made
+    for state in restored:
+        if state.status is Status.FAILED:  # the group is stored with one prompt
+            state.prompt_ids = alive[0].prompt_ids if alive else drawn.prompt_ids
+    return restored
+
+
+def _check_indexes(given: set[int], made: set[int]) -> None:
+    if lost := given - made:
+        raise LoopError(
+            f"the agent loop returned nothing for the rollouts {sorted(lost)}",
+            hint="return every rollout; one that cannot be made is FAILED, with its `error`",
+        )
+    if invented := made - given:
+        raise LoopError(
+            f"the agent loop returned rollouts that it was not given: {sorted(invented)}",
+            hint="several states of one rollout have its `index`",
+        )
 
 
 def check_weights(
-    given: Given, made: Sequence[RolloutState], sampled: Collection[PolicyVersion]
+    claimed: Sequence[RolloutState],
+    made: Sequence[RolloutState],
+    sampled: Collection[PolicyVersion],
 ) -> None:
     """Check that all tokens are stamped with weights that made them (I9).
 
     `sampled`: the weights of everything that the engine has returned. Raises LoopError.
     """
     alive = [state for state in made if state.status is not Status.FAILED]
-    if invented := _weights_of(alive) - given.weights - set(sampled):
+    if invented := _weights_of(alive) - _weights_of(claimed) - set(sampled):
         names = ", ".join(sorted(map(str, invented)))
         raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
 
