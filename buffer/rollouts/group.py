@@ -88,7 +88,7 @@ class RolloutGroup:
         self.gid = gid
         self.task = task
         self.table = table
-        self._states: list[RolloutState] | None = list(states)
+        self._states: list[RolloutState] | None = None
         self._bounds: Bounds | None = None
 
     @classmethod
@@ -122,7 +122,10 @@ class RolloutGroup:
 
     @property
     def states(self) -> list[RolloutState]:
-        """Return the rollouts as objects, which are made on first use."""
+        """Return the rollouts as objects, which are made on first use.
+
+        They are copies: to change one does not change the group.
+        """
         if self._states is None:
             self._states = list(rollouts(self.table))
         return self._states
@@ -173,6 +176,7 @@ class RolloutGroup:
     @mask.setter
     def mask(self, mask: NDArray[np.uint8]) -> None:
         self.table.columns["mask"] = mask
+        self._states = None
 
     def column(self, name: str) -> NDArray[Any] | None:
         """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
@@ -260,8 +264,7 @@ class RolloutGroup:
         """Give all rollouts this status."""
         codes = np.full(len(self), STATUSES.index(status), "u1")
         self.table.columns["statuses"] = codes
-        for state in self._states or ():
-            state.status = status
+        self._states = None
 
     # -- ages ----------------------------------------------------------------
 
@@ -357,8 +360,6 @@ class RolloutGroup:
 
     def experts(self) -> list[NDArray[np.int16] | str | None]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
-        if self._states is not None:
-            return [state.routed_experts for state in self._states]
         return experts_of(self.table)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:

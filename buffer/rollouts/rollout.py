@@ -276,7 +276,7 @@ class RolloutState(BaseModel):
         self.status = Status.INIT
 
 
-ENDED = frozenset({"stop", "length"})
+ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs the engine no more, unless it starts again."""
 
 

@@ -1,6 +1,7 @@
 """Turns the rollouts of a group into a table, and a table into rollouts.
 
-What rollouts have in common is in `shared`, as the first one has it; what another one has instead
+Neither shares anything with the other that can be changed; nor do two rollouts of a table. What
+rollouts have in common is in `shared`, as the first one has it; what another one has instead
 is in `own`. Numbers are columns (`buffer.rollouts.wire_columns`).
 """
 
@@ -15,6 +16,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
+from buffer.rollouts.own_copy import own_copy, read_only
 from buffer.rollouts.rollout import (
     MediaRef,
     RolloutState,
@@ -65,7 +67,7 @@ def tabulate(states: Sequence[RolloutState]) -> Table:
         "rewards": rewards,
         "indices": np.array([state.index for state in states], "<i4"),
         "lengths": np.array(lengths, "<i4"),
-        "prompt_ids": np.empty(0, "<i4") if prompt is None else prompt,
+        "prompt_ids": np.empty(0, "<i4") if prompt is None else np.array(prompt),
         "response_ids": np.concatenate([state.response_ids for state in states]),
         "logprobs": np.concatenate([state.logprobs for state in states]),
         "ref_logprobs": _optional([state.ref_logprobs for state in states], lengths),
@@ -209,12 +211,12 @@ def _bytes(value: Any) -> bytes | None:
 
 def _shared(state: RolloutState) -> Shared:
     return Shared(
-        messages=state.messages,
+        messages=own_copy(state.messages),
         data_source=state.data_source,
-        ground_truth=state.ground_truth,
-        extra=state.extra,
-        tools=state.tools,
-        tool_choice=state.tool_choice,
+        ground_truth=own_copy(state.ground_truth),
+        extra=own_copy(state.extra),
+        tools=own_copy(state.tools),
+        tool_choice=own_copy(state.tool_choice),
         multimodal=[Media(**media.model_dump()) for media in state.multimodal],
         sample=_sample(state.sample_params),
     )
@@ -246,9 +248,10 @@ def _differences(shared: Shared, other: Shared) -> dict[str, Any]:
 
 def _sample(params: SampleParams) -> Sample:
     # what has its default is left out of the document
-    fields = {name: value for name, value in params if value != _SAMPLE_DEFAULTS[name]}
+    given = {name: value for name, value in params if value != _SAMPLE_DEFAULTS[name]}
+    fields = own_copy(given)
     if params.structured is not None:
-        fields["structured"] = Structure(**dict(params.structured))
+        fields["structured"] = Structure(**dict(fields["structured"]))
     return Sample(**fields)
 
 
@@ -256,13 +259,13 @@ def _sample(params: SampleParams) -> Sample:
 
 
 def rollouts(table: Table) -> Iterator[RolloutState]:
-    """Yield the rollouts of a table, with columns as parts of the table's."""
-    columns = table.columns
+    """Yield the rollouts of a table, with columns as read-only parts of the table's."""
+    columns = {name: read_only(column) for name, column in table.columns.items()}
     prompt_ids = columns["prompt_ids"]
     finishes = columns.get("finishes")
     mask = columns.get("mask")
     spans = spans_of(table)
-    experts = experts_of(table)
+    experts = experts_of(table._replace(columns=columns))
     shared = _state_fields(table.shared)
     ends = np.cumsum(columns["lengths"]).tolist()
     for n, (end, length) in enumerate(zip(ends, columns["lengths"].tolist(), strict=True)):
@@ -273,7 +276,7 @@ def rollouts(table: Table) -> Iterator[RolloutState]:
         if n in table.own:
             fields |= _state_fields(table.own[n])
         yield RolloutState(
-            **fields,
+            **own_copy(fields),
             index=int(columns["indices"][n]),
             prompt_ids=prompt_ids,
             response=table.responses[n],
@@ -283,7 +286,7 @@ def rollouts(table: Table) -> Iterator[RolloutState]:
             ref_logprobs=_own(columns.get("ref_logprobs"), part),
             values=_own(columns.get("values"), part),
             token_rewards=_own(columns.get("token_rewards"), part),
-            teacher_logprobs=_own_teachers(table, part),
+            teacher_logprobs=_own_teachers(table.teachers, columns, part),
             routed_experts=experts[n],
             spans=spans[n],
             reward=_reward(table, n),
@@ -331,10 +334,12 @@ def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32]
     return column[part]
 
 
-def _own_teachers(table: Table, part: slice) -> dict[str, NDArray[np.float32]] | None:
-    if "teacher_logprobs" not in table.columns:
+def _own_teachers(
+    teachers: Sequence[str], columns: Columns, part: slice
+) -> dict[str, NDArray[np.float32]] | None:
+    if "teacher_logprobs" not in columns:
         return None
-    rows = zip(table.teachers, table.columns["teacher_logprobs"], strict=True)
+    rows = zip(teachers, columns["teacher_logprobs"], strict=True)
     parts = {name: _own(row, part) for name, row in rows}
     return {name: own for name, own in parts.items() if own is not None} or None
 

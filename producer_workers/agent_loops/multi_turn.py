@@ -22,6 +22,7 @@ import numpy as np
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy, readers_copy
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -158,7 +159,8 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         texts = await in_tokenizer_thread(
             lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns]
         )
-        return await self._environment.answer(state, Turn(len(turns) - 1, texts[-1], texts[:-1]))
+        turn = Turn(len(turns) - 1, texts[-1], texts[:-1])
+        return own_copy(await self._environment.answer(readers_copy(state), turn))
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
         """Append the tokens of an answer, and return whether the model has another turn.

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.user_code.program import Limits
@@ -91,7 +92,7 @@ class Toolbox:
             return f"error: there is no tool {call.name!r}; known: {', '.join(known)}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                result = await self._run(call.name, call.arguments)
+                result = await self._run(call.name, own_copy(call.arguments))
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s"
         except ValidationError as error:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from buffer.config.sections.dataset import FieldName
 from buffer.errors import DatasetError, WireError
 from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.sampling import StructuredOutput
 from buffer.rollouts.wire_checks import check_nesting
 from producer_workers.datasets.dataset import Problem
@@ -40,7 +41,7 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     change = load_object(spec, kind="record function")
 
     def to_problem(record: Any) -> Problem:
-        changed = change(record)
+        changed = change(own_copy(record))  # the data set may return the same object again
         return changed if isinstance(changed, Problem) else problem_of(changed)
 
     return to_problem

@@ -11,14 +11,11 @@ becomes a dead letter, and no group beside it does.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
-
-import numpy as np
 
 from buffer.errors import (
     Fenced,
@@ -36,12 +33,13 @@ from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
-from buffer.store.media_folder import MediaFolder
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.group_runs.drawn import Drawn
+from producer_workers.group_runs.expert_files import put_experts_into_files
 from producer_workers.group_runs.failure_backoff import FailureBackoff
 from producer_workers.group_runs.group_tokens import oldest_weights
-from producer_workers.group_runs.loop_result import Given, GroupFilter, check_result, check_weights
+from producer_workers.group_runs.loop_result import GroupFilter, check_result, check_weights
 from producer_workers.group_runs.restarts import (
     interrupt,
     is_interrupted,
@@ -56,10 +54,8 @@ from producer_workers.user_code.user_function import describe
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
+UNJUDGED = (Status.INIT, Status.ABORTED)
 """Statuses of a sampled rollout whose judge has not answered yet."""
-INLINE_BYTES = 64 << 10
-"""Routed experts of at most this size stay in their column: a file costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +73,20 @@ class TaskRunner:
     on_failed_member: Literal["drop", "train"] = "drop"
 
     async def generate(
-        self, states: list[RolloutState], engine: Engine, gid: str
+        self, states: list[RolloutState], engine: Engine, gid: str, drawn: Drawn
     ) -> list[RolloutState]:
         """Run the agent loop on one group, see `AgentLoop.generate_group`.
 
-        Raises GroupTimeout when the time is up; its requests are aborted then.
+        In `states` are the copies that the loop works on until it ends. Raises GroupTimeout when
+        the time is up; its requests are aborted then.
         """
-        given = Given.of(states)
+        makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
+        given = list(states)
+        states[:] = drawn.lend(given, makes_prompts=makes_prompts)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(states, engine, gid)
-            makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
-            return check_result(given, made, makes_prompts=makes_prompts)
+                made = await self.agent_loop.generate_group(list(states), engine, gid)
+            return check_result(drawn, given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
@@ -98,7 +96,7 @@ class TaskRunner:
             raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
 
     async def generate_each(
-        self, states: list[RolloutState], engine: Engine, gid: str, tries: int
+        self, states: list[RolloutState], engine: Engine, gid: str, drawn: Drawn, tries: int
     ) -> list[RolloutState]:
         """Run the agent loop, and again for members that failed, up to `tries` times in all.
 
@@ -107,7 +105,7 @@ class TaskRunner:
         trains such groups and at least 2 are left. Raises what `generate` raises.
         """
         while True:
-            made = await self.generate(states, engine, gid)
+            made = await self.generate(states, engine, gid, drawn)
             failed = {state.index: state.error for state in made if state.status is Status.FAILED}
             others = [state for state in made if state.index not in failed]
             if not failed or not others:
@@ -116,23 +114,23 @@ class TaskRunner:
                 log.warning("rollout %d failed: %s", index, error, extra={"gid": gid})
             tries -= 1
             if any(map(is_interrupted, others)):
-                states = restart(made, failed)
-                for state in states:
+                made = restart(made, failed)
+                for state in made:
                     if state.index in failed:
                         interrupt(state)
-                return states
+                return made
             if tries > 0:
-                states = restart(made, failed)
+                states[:] = restart(made, failed)
             elif self.on_failed_member == "train" and len({s.index for s in others}) > 1:
-                states = others
+                states[:] = others
                 if all(state.status is Status.COMPLETED for state in others):
                     return others
             else:
                 return made
 
-    async def is_valid(self, states: list[RolloutState]) -> bool:
+    async def is_valid(self, group: RolloutGroup) -> bool:
         """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
-        return self.is_valid_sample is None or await self.is_valid_sample.keeps(states)
+        return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -267,6 +265,16 @@ class GroupRunner:
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
             return await self._insist(self._run.buffer.read, job.prompt)
 
+    async def _prompt(self, job: Job) -> list[RolloutState]:
+        """Return the rollouts of a begun group as they were drawn; none where that is lost."""
+        if not job.is_begun:
+            return []
+        try:
+            return (await self._insist(self._run.buffer.read, job.prompt)).states
+        except (PayloadMissing, WireError) as error:
+            log.warning("going on without its prompt: %s", error, extra={"gid": job.gid})
+            return []
+
     async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
         """Return the group sampled and judged, with the time that this took in all."""
         # if every try were the last one, every group would be alone
@@ -274,13 +282,15 @@ class GroupRunner:
             self._engine.alone.add(job.gid)
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
-        states = self._members[job] = group.states
-        given = Given.of(states)
+        claimed = group.states
+        drawn = Drawn(claimed, await self._prompt(job))
+        states = self._members[job] = list(claimed)
         engine = cast(Engine, self._engine)
-        with shown(engine, job.gid, states[0].multimodal):
+        with shown(engine, job.gid, group.multimodal):
             tries = self._run.limits.max_tries - job.tries + 1
-            made = await self._runners[job.task].generate_each(states, engine, job.gid, tries)
-        check_weights(given, made, self._engine.sampled_with)
+            runner = self._runners[job.task]
+            made = await runner.generate_each(states, engine, job.gid, drawn, tries)
+        check_weights(claimed, made, self._engine.sampled_with)
         self._members[job] = made
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(made)
@@ -303,7 +313,7 @@ class GroupRunner:
         filtered = False
         if status is Status.COMPLETED:
             try:
-                filtered = not await runner.is_valid(group.states)
+                filtered = not await runner.is_valid(group)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)
@@ -359,28 +369,6 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
-
-
-def put_experts_into_files(
-    states: Sequence[RolloutState], media: MediaFolder | None, gid: str, token: str
-) -> None:
-    """Move the routed experts of completed rollouts into the run's media folder, if it has one.
-
-    For a large model they are megabytes per rollout. `token`: of the claim, so that a slow worker
-    cannot overwrite the files of a later one.
-    """
-    if media is None:
-        return
-    for position, state in enumerate(states):
-        experts = state.routed_experts
-        if not isinstance(experts, np.ndarray) or experts.nbytes <= INLINE_BYTES:
-            continue
-        # an interrupted rollout keeps its column: the next worker needs its rows
-        if state.status is Status.COMPLETED:
-            file = io.BytesIO()
-            np.save(file, experts, allow_pickle=False)
-            name = f"experts-{token}-{position}.npy"
-            state.routed_experts = media.put(gid, name, file.getbuffer())
 
 
 def _open_share(members: Sequence[RolloutState]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from producer_workers.group_runs.drawn import Drawn
 from producer_workers.judges.function_judge import Call
 from producer_workers.user_code.checked_result import check_verdict
 
@@ -33,54 +33,10 @@ _APPEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The tokens that a rollout had. They are not copied: received columns are read-only."""
-
-    index: int
-    is_completed: bool
-    response_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    spans: list[VersionSpan]
-
-    def is_kept(self, made: RolloutState) -> bool:
-        """Return whether a rollout that continues this one, or is complete, has its tokens."""
-        count = len(self.spans)
-        if self.is_completed:
-            return _same(made.response_ids, self.response_ids) and _same(
-                made.logprobs, self.logprobs
-            )
-        if not count or len(made.spans) == count or made.spans[:count] != self.spans:
-            return True  # untouched, or started again
-        return _begins(made.response_ids, self.response_ids) and _begins(
-            made.logprobs, self.logprobs
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a loop was given: the rollouts, their prompt, tokens, and the weights of these."""
-
-    indexes: frozenset[int]
-    prompt_ids: NDArray[np.int32] | None
-    weights: frozenset[PolicyVersion]
-    known: tuple[_Known, ...]
-
-    @classmethod
-    def of(cls, states: Sequence[RolloutState]) -> Given:
-        """Return what these rollouts are now; a loop may change them."""
-        prompt = states[0].prompt_ids
-        indexes = frozenset(state.index for state in states)
-        known = tuple(
-            _Known(s.index, s.status is Status.COMPLETED, s.response_ids, s.logprobs, s.spans)
-            for s in states
-            if len(s.response_ids)
-        )
-        return cls(indexes, None if prompt is None else prompt.copy(), _weights_of(states), known)
-
-
-def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> list[RolloutState]:
-    """Return what the loop made of the rollouts.
+def check_result(
+    drawn: Drawn, given: Sequence[RolloutState], made: Any, *, makes_prompts: bool = False
+) -> list[RolloutState]:
+    """Return copies of what the loop made of the rollouts `given`, see `Drawn.restore`.
 
     `makes_prompts`: the loop may give the group a prompt of its own. Raises LoopError.
     """
@@ -89,34 +45,53 @@ def check_result(given: Given, made: Any, *, makes_prompts: bool = False) -> lis
             f"the agent loop returned {made!r:.80}",
             hint="return the list of states that it was given",
         )
-    if lost := given.indexes - {state.index for state in made}:
-        hint = "return every rollout; one that cannot be made is FAILED, with its `error`"
-        raise LoopError(
-            f"the agent loop returned nothing for the rollouts {sorted(lost)}", hint=hint
-        )
-    alive = [state for state in made if state.status is not Status.FAILED]
+    _check_indexes({state.index for state in given}, {state.index for state in made})
+    for state in made:
+        if not isinstance(state.extra, dict):
+            message = f"rollout {state.index} has {type(state.extra).__name__} as `extra`"
+            raise LoopError(message, hint="it is a dict")
+    restored = drawn.restore(given, made, makes_prompts=makes_prompts)
+    alive = [state for state in restored if state.status is not Status.FAILED]
     for state in alive:
         _check_rollout(state)
     _check_prompts(alive)
-    if alive and not makes_prompts and not _same(alive[0].prompt_ids, given.prompt_ids):
+    if alive and not makes_prompts and not _same(alive[0].prompt_ids, drawn.prompt_ids):
         raise LoopError(
             "the agent loop changed the prompt of the group",
             hint="leave prompt_ids as they are, or set `makes_prompts = True` in the loop's class",
         )
     if not makes_prompts:  # tokens may move between prompt and response
         _check_known(given, alive)
-    return made
+    for state in restored:
+        if state.status is Status.FAILED:  # the group is stored with one prompt
+            state.prompt_ids = alive[0].prompt_ids if alive else drawn.prompt_ids
+    return restored
+
+
+def _check_indexes(given: set[int], made: set[int]) -> None:
+    if lost := given - made:
+        raise LoopError(
+            f"the agent loop returned nothing for the rollouts {sorted(lost)}",
+            hint="return every rollout; one that cannot be made is FAILED, with its `error`",
+        )
+    if invented := made - given:
+        raise LoopError(
+            f"the agent loop returned rollouts that it was not given: {sorted(invented)}",
+            hint="several states of one rollout have its `index`",
+        )
 
 
 def check_weights(
-    given: Given, made: Sequence[RolloutState], sampled: Collection[PolicyVersion]
+    claimed: Sequence[RolloutState],
+    made: Sequence[RolloutState],
+    sampled: Collection[PolicyVersion],
 ) -> None:
     """Check that all tokens are stamped with weights that made them (I9).
 
     `sampled`: the weights of everything that the engine has returned. Raises LoopError.
     """
     alive = [state for state in made if state.status is not Status.FAILED]
-    if invented := _weights_of(alive) - given.weights - set(sampled):
+    if invented := _weights_of(alive) - _weights_of(claimed) - set(sampled):
         names = ", ".join(sorted(map(str, invented)))
         raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
 
@@ -156,15 +131,23 @@ def _check_rollout(state: RolloutState) -> None:
         raise LoopError(f"{name} is completed without a reward", hint=hint)
 
 
-def _check_known(given: Given, alive: Sequence[RolloutState]) -> None:
-    for known in given.known:
+def _check_known(given: Sequence[RolloutState], alive: Sequence[RolloutState]) -> None:
+    for known in given:
         made = [state for state in alive if state.index == known.index]
-        if made and not any(map(known.is_kept, made)):
+        if made and not any(_keeps(state, known) for state in made):
             raise LoopError(
                 f"the agent loop changed tokens that rollout {known.index} had before",
-                hint="leave a COMPLETED rollout as it is; add to others with state.append and "
-                "state.read, or discard all that they have with state.reset_response()",
+                hint="add to a rollout with state.append and state.read, or discard all that it "
+                "has with state.reset_response()",
             )
+
+
+def _keeps(made: RolloutState, known: RolloutState) -> bool:
+    """Return whether a rollout that continues `known` has its tokens. It may have started again."""
+    count = len(known.spans)
+    if not count or len(made.spans) == count or made.spans[:count] != known.spans:
+        return True
+    return _begins(made.response_ids, known.response_ids) and _begins(made.logprobs, known.logprobs)
 
 
 def _check_prompts(states: Sequence[RolloutState]) -> None:

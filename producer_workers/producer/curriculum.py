@@ -22,6 +22,7 @@ from buffer.control.live_settings import LiveSettings
 from buffer.control.progress import ProduceProgress
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.producer")
@@ -71,7 +72,7 @@ class Curriculum:
     def _settings(self, progress: ProduceProgress) -> LiveSettings | None:
         """Return the weights that the function wants, None if they are the present ones."""
         try:
-            wanted = self._function(progress) or {}
+            wanted = self._function(own_copy(progress)) or {}
             weights = {task: float(weight) for task, weight in wanted.items()}
             tasks = {task: {"weight": weight} for task, weight in weights.items()}
             settings = LiveSettings.model_validate({"tasks": tasks})

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import JudgeError
+from buffer.rollouts.own_copy import readers_copy
 from buffer.rollouts.rollout import RolloutState
 
 TURNS = 4
@@ -165,7 +166,7 @@ class UserFunction:
 
     async def __call__(self, states: Sequence[RolloutState]) -> Any:
         """Return its result. Raises JudgeError for anything that it raises, and after its limit."""
-        call = partial(call_with, self._function, self._shape, states)
+        call = partial(call_with, self._function, self._shape, list(map(readers_copy, states)))
         if inspect.iscoroutinefunction(self._function):
             return await self._in_loop(call)
         result = (await self._in_turn(call)).unwrap(self._what)

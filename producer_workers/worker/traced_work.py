@@ -18,6 +18,7 @@ class TracedLoop:
     def __init__(self, loop: AgentLoop, tracer: Tracer) -> None:
         self._loop = loop
         self._tracer = tracer
+        self.makes_prompts = bool(getattr(loop, "makes_prompts", False))
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str

@@ -134,6 +134,20 @@ class Yard:
         assert done.count == count
         return gids
 
+    def enqueue_states(self, *groups: list[RolloutState]) -> list[str]:
+        """Enqueue groups of these rollouts."""
+        cursor = self.run.jobs.cursor(TASK)
+        gids = [group_id(TASK, cursor + i) for i in range(len(groups))]
+        data = {
+            gid: wire.encode(RolloutGroup(gid, TASK, states))
+            for gid, states in zip(gids, groups, strict=True)
+        }
+        self.run.payloads.write_prompts(data)
+        sizes = [len(states) for states in groups]
+        done = self.run.jobs.enqueue(self.producer, new_nonce(), TASK, cursor, sizes, 10_000)
+        assert done.count == len(groups)
+        return gids
+
     def reissue(self) -> int:
         return self.run.jobs.reissue(self.producer, TASK, "aborted", 10_000)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
 from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.agents import (
@@ -146,12 +147,12 @@ class GatewayAgentLoop:
         task = AgentTask(
             endpoint.url,
             key,
-            state.messages,
+            own_copy(state.messages),
             state.data_source,
-            without_record(state.extra),
-            state.ground_truth,
+            own_copy(without_record(state.extra)),
+            own_copy(state.ground_truth),
             session_id=name,
-            finished=[list(segment.messages) for segment in finished],
+            finished=[own_copy(list(segment.messages)) for segment in finished],
         )
         state.session_id = name
         try:

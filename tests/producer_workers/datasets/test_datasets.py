@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pytest
 import torch
@@ -26,7 +27,7 @@ from buffer.errors import ConfigError, DatasetError
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset
-from producer_workers.datasets.records import RecordsDataset
+from producer_workers.datasets.records import RecordsDataset, load_to_problem
 from producer_workers.datasets.stream import StreamDataset
 from producer_workers.producer.sampler import Sampler
 
@@ -291,3 +292,25 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
     assert (problem.ground_truth, problem.extra) == ("2", {})
     with pytest.raises(DatasetError, match='there is no "task", which `fields` names for "prompt"'):
         open_dataset(JsonlSection(kind="jsonl", path=path, fields={"prompt": "task"}), tmp_path)
+
+
+def take_apart(row: Any) -> dict[str, Any]:
+    """Make a problem as many functions do: what is used is taken out of the record."""
+    question = row.pop("text")
+    row["about"]["seen"] = True
+    return {"question": question["q"].pop(), "answer": row.pop("answer"), "about": row["about"]}
+
+
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+def test_a_record_function_may_change_its_record(kind: str) -> None:
+    """A data set in memory returns the same record again, in a later epoch or after a restart."""
+    rows = [{"text": {"q": [f"{n}?"]}, "answer": [n], "about": {}} for n in range(3)]
+    before = orjson.dumps(rows)
+    change = load_to_problem(f"{HERE}:take_apart")
+    if kind == "rows":
+        data: Any = RecordsDataset(rows, "rows", change)
+    else:
+        data = StreamDataset(rows, "stream", change)
+    drawn = [[data.row(row, epoch) for row in (0, 1, 2, 0)] for epoch in range(2)]
+    assert drawn[0] == drawn[1]
+    assert orjson.dumps(rows) == before
