@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.load import load_config
 from buffer.config.sections.sandbox import is_url
 from buffer.config.sources import fetch
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from buffer.store.signing import PRODUCER, Key
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
-from rolloutmq.presets import find_config
+from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
@@ -214,7 +213,7 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
     from buffer.config.config import ProducingConfig
 
-    return load_config(ProducingConfig, find_config(config), overrides or [])
+    return open_config(ProducingConfig, config, overrides)
 
 
 def _open(
