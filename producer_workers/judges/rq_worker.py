@@ -2,8 +2,8 @@
 
 So a judge can harm only its own process. The queue of a run carries plain JSON, never pickle: a job
 that is not JSON is never decoded, fails, and stays in the failed registry. A worker runs the judges
-of its own config; a job in Redis that names another one fails. `rq info` and rq's dashboards
-show the queue; its FailedJobRegistry holds what failed, with the traceback.
+of its own config; a job in Redis that names another one fails. `rq info rmq-judge:RUN`
+shows the queue; its FailedJobRegistry holds what failed, with the traceback.
 """
 
 from __future__ import annotations

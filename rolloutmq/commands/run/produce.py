@@ -142,8 +142,8 @@ def judge(
     """Judge rollouts of tasks whose judging is of kind rq.
 
     Starts rq workers for the run's judge queue. Each forks a process for every rollout, with limits
-    of time and memory. SIGTERM lets them finish their rollouts. `rq info` shows queue, workers and
-    failures.
+    of time and memory. SIGTERM lets them finish their rollouts. `rq info rmq-judge:RUN` shows
+    queue, workers and failures.
     """
     settings = _load(config, overrides)
     log_json("judge", settings.run.name)

@@ -16,7 +16,7 @@ from rq.serializers import JSONSerializer
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.errors import StoreError
+from buffer.errors import StoreError, StoreUnavailable
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import can_wait_for_disk
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
@@ -151,6 +151,20 @@ def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
         kinds = [channel.get_message(timeout=400.0) for _ in range(2)]
         assert [kind and kind["type"] for kind in kinds] == ["subscribe", "message"]
     assert site.denied() == []
+
+
+def test_scripts_that_the_server_lost_are_loaded_by_a_role_that_may(site: Site) -> None:
+    """All of them: those of a worker, too, which waits for that."""
+    site.acting("trainer").open_trainer()
+    site.acting("producer").enqueue(1)
+    site.raw.script_flush()
+    worker = site.runs["worker"]
+    worker.store.deadline_s = 0.0
+    with pytest.raises(StoreUnavailable, match="may not load"):
+        worker.janitor.sweep(files=False, archive=False)
+    assert site.runs["producer"].account.fsck().clean
+    worker.store.deadline_s = 400.0
+    assert site.acting("worker").claim(1)
 
 
 def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
