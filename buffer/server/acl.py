@@ -17,7 +17,7 @@ A script may only do what its caller may do: the server checks each command insi
 three parts: keys to read, a selector for keys to write, and a selector that permits to call scripts
 with any key of the run, which alone permits nothing. Scripts are called by their hash; producer,
 trainer and operator load them. Every role but judge reads all of its run, and how many rollouts
-wait for judges; of other runs, producer, trainer, viewer and operator see the names of the keys.
+wait for judges; of other runs, trainer, viewer and operator see the names of the keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WRITE = _allow(
 )
 _SUBSCRIBE = _allow("subscribe unsubscribe")
 _FIND_RUNS = _allow("scan")
-_LOAD_SCRIPTS = _allow("script|load")
+_LOAD_SCRIPTS = _allow("script|load script|exists")
 _TRANSACTION = _allow("multi exec discard watch unwatch")
 
 _GROUPS = (
@@ -83,7 +83,7 @@ class Role:
 ROLES = {
     "producer": Role(
         (*_GROUPS, "control", "cursors", "meta*", "ledger:*", "batch:*", "ended:*"),
-        (_FIND_RUNS, _LOAD_SCRIPTS),
+        (_LOAD_SCRIPTS,),
     ),
     "worker": Role(_GROUPS, asks_judges=True),
     # a judge may execute code that a model wrote, so it sees nothing of the run

@@ -119,13 +119,18 @@ class ScriptRunner:
             raise self._explain(script, _keys(calls), error) from error
 
     def _load(self, missing: NoScriptError) -> None:
-        """Load all scripts: those, too, of processes whose users may not load any.
+        """Load all scripts that the server lacks: other processes may have users who cannot.
 
         Raises `missing` where this is such a user; it is transient, as another process loads them.
         """
-        loads = [("SCRIPT LOAD", entry.source) for entry in self.scripts.values()]
+        scripts = self.scripts.values()
         try:
-            pipelined(self.client, loads)
+            # after a restart, a whole fleet finds that they are gone: most of it sends no source
+            known = self.client.script_exists(*(script.sha for script in scripts))
+            lacks = [
+                script for script, is_known in zip(scripts, known, strict=True) if not is_known
+            ]
+            pipelined(self.client, [("SCRIPT LOAD", script.source) for script in lacks])
         except NoPermissionError:
             raise missing from None
 

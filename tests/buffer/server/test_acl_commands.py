@@ -40,8 +40,8 @@ COMMANDS = {
     "xrange xrevrange xread zcard zrange zscore zrangebyscore subscribe unsubscribe": EVERY,
     "hlen": SEES,
     # names of keys
-    "scan": "producer trainer viewer operator",
-    "script|load": LOADS,
+    "scan": "trainer viewer operator",
+    "script|load script|exists": LOADS,
     # writing
     "rename copy setrange setbit getdel lset ltrim xdel": WRITES,
     "del unlink expire pexpire persist set hset hincrby hdel rpush lrem blpop sadd srem xadd zadd zrem": f"{WRITES} judge",
