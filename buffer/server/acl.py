@@ -9,8 +9,8 @@
     viewer    nothing                                                status, top, ls, show, fsck
     operator  everything of the run                                  every command
 
-Commands are named one by one, so that a newer server or a module adds nothing to a role. None of
-them reads or changes the server's settings, users, functions or other clients: CONFIG GET would
+Commands on keys are named one by one, so that a newer server or a module adds none to a role. No
+role reads or changes the server's settings, users, functions or other clients: CONFIG GET would
 also read its passwords, and no rule of an ACL can exclude these.
 
 A script may only do what its caller may do: the server checks each command inside it. So a user has
