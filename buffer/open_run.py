@@ -6,7 +6,6 @@ import logging
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import orjson
 import redis
@@ -18,7 +17,7 @@ from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.server.check import Finding, require_all_safe
+from buffer.server.check import Finding, fsync_policy, require_all_safe
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
@@ -74,16 +73,17 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
 def can_wait_for_disk(store: Store) -> bool:
     """Return whether durable calls must wait for the server's disk, and can.
 
-    They need not with appendfsync always, and cannot without WAITAOF (Redis 7.2, Valkey).
+    They need not with appendfsync always, and cannot without WAITAOF (Redis 7.2, Valkey). Where the
+    policy is not known, they wait: that costs little, and is right for each.
     """
-    settings: list[dict[Any, Any]] = []
+    policies = []
     for _, client in store.servers.masters():
+        policies.append(fsync_policy(client))
         try:
-            settings.append(client.config_get("appendfsync"))
             client.execute_command("WAITAOF", 0, 0, 1)
         except redis.ResponseError:
             return False
-    return any("always" not in {str(value) for value in found.values()} for found in settings)
+    return any(policy != "always" for policy in policies)
 
 
 def run_nonce(folder: Path) -> str:
@@ -122,6 +122,7 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
+    config.run.make_folder()  # the umask of a process that is not ours is not changed
     _restore_nonce(store, config)
     nonce = run_nonce(config.run.folder)
     limits = config.limits(maxmemory)

@@ -58,6 +58,8 @@ Environment:
   ROLLOUTMQ_DEBUG=1  print a traceback with every error
 """
 
+PRIVATE = 0o077
+
 app = typer.Typer(
     name="rolloutmq",
     help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
@@ -117,6 +119,7 @@ def main() -> None:
     gc.set_threshold(10_000, 10, 10)
     as_json = "--json" in sys.argv
     _accept_any_text()
+    _keep_files_private()
     try:
         try:
             # without --json, typer reports usage errors itself, and prints the usage
@@ -140,6 +143,16 @@ def main() -> None:
     except KeyboardInterrupt:
         # outside of a command; typer exits with 130 for one inside
         sys.exit(INTERRUPTED)
+
+
+def _keep_files_private() -> None:
+    """Let nobody else read what is written from here on: prompts, responses, weights.
+
+    [run] umask opens the files of a run again, to a group for example. Libraries and children
+    write many of them, so the umask is what reaches all. A project of `init` is no part of a run.
+    """
+    if sys.argv[1:2] != ["init"]:
+        os.umask(PRIVATE)
 
 
 def _accept_any_text() -> None:

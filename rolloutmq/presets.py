@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from buffer.config.config import ConfigFile
+from buffer.config.load import load_config
 from buffer.errors import ConfigError
+
+C = TypeVar("C", bound=ConfigFile)
 
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -35,3 +42,13 @@ def find_config(path: Path) -> Path:
         f"{path}: there is no such file, and no preset of that name",
         hint=f"give the path of a TOML file, or one of {', '.join(preset_names())}",
     )
+
+
+def open_config(model: type[C], path: Path, overrides: Sequence[str] | None = None) -> C:
+    """Read the config of a run. What this process and its children write has [run] umask then.
+
+    Raises ConfigError.
+    """
+    config = load_config(model, find_config(path), overrides or [])
+    os.umask(config.run.mask)
+    return config

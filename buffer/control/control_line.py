@@ -83,7 +83,6 @@ class ControlConnection:
             raise
         self._reader = hiredis.Reader(notEnoughData=_NOT_YET)
         self._asked: deque[tuple[int, int]] = deque()
-        self._verb = "EVAL"
         self._socket.setblocking(False)
         self._send(("HELLO", 3), ("SUBSCRIBE", keys.control))
 
@@ -101,8 +100,8 @@ class ControlConnection:
 
         `known_epoch` is the newest epoch known to the worker; it is returned with the reply.
         """
-        self._send((self._verb, self._script.text(self._verb), *self._receipt, ack))
-        self._verb = "EVALSHA"
+        # its worker has registered with a script, so that all are loaded
+        self._send(("EVALSHA", self._script.sha, *self._receipt, ack))
         self._asked.append((ack, known_epoch))
 
     def receive(

@@ -15,6 +15,7 @@ import redis
 from redis.exceptions import BusyLoadingError, ClusterDownError, NoPermissionError
 
 from buffer.errors import StoreUnsafe
+from buffer.server.acl import is_of_role
 from buffer.store.connection.nodes import Servers
 from buffer.store.connection.url import mask_url
 
@@ -25,6 +26,7 @@ FULL = 0.98
 
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
+OLDEST_WAITAOF = (7, 2)
 EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
 
 
@@ -65,8 +67,8 @@ def check_server(client: redis.Redis) -> list[Finding]:
     """Return the findings about one server. Raises redis.RedisError."""
     info = _read_info(client)
     if info is None:
-        return [_unreadable("INFO")]
-    return [*_check_usable(info), *_check_durable(info, _read_settings(client)), *_check_room(info)]
+        return [_UNREADABLE]
+    return [*_check_usable(info), *_check_durable(info, client), *_check_room(info)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Findin
     """
     info = _read_info(client)
     if info is None:
-        return [_unreadable("INFO")]
+        return [_UNREADABLE]
     if info.get("loading"):
         raise BusyLoadingError
     if info.get("cluster_state", "ok") != "ok":
         raise ClusterDownError("CLUSTERDOWN")
     refused = [found for found in _check_usable(info) if found.level == "error"]
-    findings = list(_check_durable(info, _read_settings(client)))
+    findings = list(_check_durable(info, client))
     if not allow_unsafe:
         refused += [found for found in findings if found.level == "error"]
     if refused:
@@ -124,27 +126,28 @@ def _read_info(client: Any) -> dict[str, Any] | None:
     return info
 
 
-def _read_settings(client: redis.Redis) -> dict[str, str] | None:
-    """Read settings that are not in INFO; None if an ACL or a hosting service forbids it."""
+def fsync_policy(client: redis.Redis) -> str | None:
+    """Return `appendfsync`, the one setting that INFO does not have.
+
+    None if an ACL or a hosting service forbids CONFIG GET. Users of `rolloutmq acl` do not ask: it
+    would tell them the server's passwords, too.
+    """
+    if is_of_role(str(client.connection_pool.connection_kwargs.get("username") or "")):
+        return None
     try:
-        settings = client.config_get("appendfsync")
+        (policy,) = client.config_get("appendfsync").values()
     except redis.ResponseError:
         return None
-    return {_text(name): _text(value) for name, value in settings.items()}
+    return policy.decode() if isinstance(policy, bytes) else str(policy)
 
 
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _unreadable(command: str) -> Finding:
-    return Finding(
-        "warning",
-        f"{command} is forbidden for this user",
-        "so the server's settings cannot be checked",
-        "Allow it (ACL: +info +config|get), or make sure that it has noeviction, appendonly yes, "
-        "appendfsync always",
-    )
+_UNREADABLE = Finding(
+    "warning",
+    "INFO is forbidden for this user",
+    "so the server's settings cannot be checked",
+    "Allow it (ACL: +info), or make sure that it has noeviction, appendonly yes, "
+    "appendfsync always",
+)
 
 
 def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -186,24 +189,28 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _check_version(info: Mapping[str, Any]) -> Finding:
+def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+    """Return "Redis" or "Valkey", and its version as text and as (major, minor)."""
     is_valkey = "valkey_version" in info or info.get("server_name") == "valkey"
-    kind, oldest = ("Valkey", OLDEST_VALKEY) if is_valkey else ("Redis", OLDEST_REDIS)
     # in Valkey, redis_version is that of a compatible Redis: 7.2.4 in all versions
-    version = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= oldest:
-        return Finding("ok", f"{kind} {version}")
+    text = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
+    version = tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+    return "Valkey" if is_valkey else "Redis", text, version
+
+
+def _check_version(info: Mapping[str, Any]) -> Finding:
+    kind, text, version = _version_of(info)
+    if version >= (OLDEST_VALKEY if kind == "Valkey" else OLDEST_REDIS):
+        return Finding("ok", f"{kind} {text}")
     return Finding(
         "error",
-        f"{kind} {version} is too old",
+        f"{kind} {text} is too old",
         "the scripts need Redis 7.0 or Valkey 7.2",
         f"Use Redis 7.0 or newer or Valkey 7.2 or newer, {EMBEDDED_HINT}",
     )
 
 
-def _check_durable(
-    info: Mapping[str, Any], settings: Mapping[str, str] | None
-) -> Iterator[Finding]:
+def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Finding]:
     yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
     if not info.get("aof_enabled"):
         yield Finding(
@@ -220,10 +227,8 @@ def _check_durable(
             "the disk may be full",
             "See the server's log",
         )
-    if settings is None:
-        yield _unreadable("CONFIG GET")
-    else:
-        yield _check_fsync(settings["appendfsync"])
+    policy = fsync_policy(client)
+    yield _unknown_fsync(info) if policy is None else _check_fsync(policy)
 
 
 def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -248,6 +253,22 @@ def _check_eviction(policy: str) -> Finding:
         f"maxmemory-policy {policy}",
         "a full server would silently delete parts of the run",
         "redis-cli CONFIG SET maxmemory-policy noeviction (and in its config file, to keep it)",
+    )
+
+
+def _unknown_fsync(info: Mapping[str, Any]) -> Finding:
+    """Return what it means that this user may not read `appendfsync`."""
+    what = "CONFIG GET is forbidden for this user"
+    kind, text, version = _version_of(info)
+    if kind == "Valkey" or version >= OLDEST_WAITAOF:
+        return Finding(
+            "ok", what, "appendfsync is not known, so each durable call waits for the disk"
+        )
+    return Finding(
+        "warning",
+        what,
+        f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work",
+        "Ask the server's administrator: redis-cli CONFIG GET appendfsync",
     )
 
 

@@ -42,8 +42,13 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         ("noperm", "no permissions", "acl failure in script", "the user executing the script"),
         StoreError,
         "the server's ACL forbids this user a command or key that a run needs",
-        "use the user of a role that may (`rolloutmq acl` prints them); or allow the user "
-        "~rmq:* &rmq:* +@all -@admin +info +config|get",
+        "use the user of a role that may: `rolloutmq acl` prints them",
+    ),
+    (
+        ("noscript",),
+        StoreUnavailable,
+        "the server has not the scripts of this version, and this user may not load them",
+        "they are loaded by trainer, producer and operator: start one, of the same version",
     ),
     (
         ("wrong version number", "wrong_version_number", "record layer failure", "unexpected eof"),

@@ -6,10 +6,11 @@ Nothing is retried here: `buffer.store.store` does that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from buffer.errors import RunDamaged, ScriptError
 from buffer.store.connection.bulk_io import Command, pipelined, send
@@ -111,12 +112,27 @@ class ScriptRunner:
         try:
             try:
                 return attempt()
-            except NoScriptError:
-                for missing in (script, self.scripts["sync"]):
-                    self.client.script_load(missing.source)
+            except NoScriptError as error:
+                self._load(error)
                 return attempt()
         except ResponseError as error:
             raise self._explain(script, _keys(calls), error) from error
+
+    def _load(self, missing: NoScriptError) -> None:
+        """Load all scripts that the server lacks: other processes may have users who cannot.
+
+        Raises `missing` where this is such a user; it is transient, as another process loads them.
+        """
+        scripts = self.scripts.values()
+        try:
+            # after a restart, a whole fleet finds that they are gone: most of it sends no source
+            known = self.client.script_exists(*(script.sha for script in scripts))
+            lacks = [
+                script for script, is_known in zip(scripts, known, strict=True) if not is_known
+            ]
+            pipelined(self.client, [("SCRIPT LOAD", script.source) for script in lacks])
+        except NoPermissionError:
+            raise missing from None
 
     def _waits(self, key: str) -> list[Command]:
         if not self.durability.must_wait:
@@ -145,20 +161,22 @@ class ScriptRunner:
     def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
         """Return the keys of another type: of those named, or else of all below the prefixes.
 
-        O(keys of the server); the process that asks for it ends.
+        O(keys of the server); the process that asks for it ends. Users who may not search get [].
         """
         types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
         named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
         if wrong := self._differing(named):
             return wrong
         prefixes = [key for key, kind in zip(keys, types, strict=True) if kind == "PREFIX"]
-        return self._differing(
-            [
-                (key.decode(), type_below(prefix))
-                for prefix in prefixes
-                for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
-            ]
-        )
+        with suppress(NoPermissionError):
+            return self._differing(
+                [
+                    (key.decode(), type_below(prefix))
+                    for prefix in prefixes
+                    for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
+                ]
+            )
+        return []
 
     def _differing(self, expected: Sequence[tuple[str, str]]) -> list[str]:
         kinds = pipelined(self.client, [("TYPE", key) for key, _ in expected])

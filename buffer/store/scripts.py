@@ -57,10 +57,6 @@ class Script:
         """
         return self.source.startswith("#!lua\n")
 
-    def text(self, verb: str) -> str:
-        """Return what EVALSHA or EVAL takes for this script."""
-        return self.sha if verb == "EVALSHA" else self.source
-
     def arrange(
         self,
         keys: KeysByName,

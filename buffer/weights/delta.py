@@ -66,7 +66,7 @@ def write(folder: Path, whole: Path, base: Path, published: PublishedWeights) ->
         if is_changed and old.is_file() and old.stat().st_size == facts.bytes:
             _write_changes(folder / (name + SUFFIX), old, whole / name, facts.bytes // 2)
         else:
-            shutil.copy(whole / name, folder / name)
+            shutil.copyfile(whole / name, folder / name)
     files = {name: facts.to_json() for name, facts in listed.items()}
     description = {"base": published._asdict(), "whole": files}
     (folder / NAME).write_bytes(orjson.dumps(description))
@@ -95,7 +95,7 @@ def apply(folder: Path, base: Path, result: Path) -> None:
         if changes.is_file():
             _apply_changes(changes, base / name, result / name)
         else:
-            shutil.copy(folder / name, result / name)
+            shutil.copyfile(folder / name, result / name)
     check(folder, result)
 
 

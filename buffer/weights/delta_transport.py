@@ -172,4 +172,4 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy(source, target)
+        shutil.copyfile(source, target)

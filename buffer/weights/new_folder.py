@@ -28,10 +28,22 @@ def new_folder(path: Path) -> Iterator[Path]:
     unfinished.mkdir()
     try:
         yield unfinished
+        follow_umask(unfinished)
         unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files of a new folder the rights that the umask gave the folder.
+
+    safetensors writes files for their owner alone, whatever the umask permits.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def temporary_prefix(folder: Path) -> str:

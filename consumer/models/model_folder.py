@@ -97,7 +97,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if not (folder / file.name).exists():
-                shutil.copy(file, folder / file.name)
+                shutil.copyfile(file, folder / file.name)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

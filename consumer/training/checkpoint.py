@@ -24,6 +24,7 @@ from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
+from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -114,6 +115,7 @@ class CheckpointFolder:
         path = self.path(position.step)
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
         (folder / POSITION).write_bytes(data)
+        follow_umask(folder)
         _sync_tree(folder)
         self._remove(path)
         folder.rename(path)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from rq.job import Job
@@ -25,6 +26,7 @@ from rq.results import Result
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.rollouts.rollout import RolloutState
+from buffer.store.keys import Keys
 from buffer.store.store import Store
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
@@ -63,6 +65,7 @@ class _RqAsking:
         self._store = store
         self._judging = judging
         self._queue = open_queue(store.bulk, run)
+        self._job_ids = Keys(run).judge_jobs
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -101,6 +104,7 @@ class _RqAsking:
         limits = self._judging
         job = self._queue.create_job(
             FUNCTION,
+            job_id=self._job_ids + token_hex(16),
             args=(self.name, fields, limits.timeout_s, limits.memory_mb),
             timeout=ceil(limits.timeout_s),
             result_ttl=RESULT_S,
@@ -143,7 +147,7 @@ class _RqAsking:
             raise over_limit(f"judge {self.name!r}", self._judging.timeout_s)
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
-            hint=f"see job {result.job_id} in the failed registry of `rq info`",
+            hint=f"see job {result.job_id} in the failed registry of rq's queue {self._queue.name}",
         )
 
     def _retrying(self, operation: Callable[[], T]) -> T:

@@ -2,8 +2,8 @@
 
 So a judge can harm only its own process. The queue of a run carries plain JSON, never pickle: a job
 that is not JSON is never decoded, fails, and stays in the failed registry. A worker runs the judges
-of its own config; a job in Redis that names another one fails. `rq info` and rq's dashboards
-show the queue; its FailedJobRegistry holds what failed, with the traceback.
+of its own config; a job in Redis that names another one fails. `rq info rmq-judge:RUN`
+shows the queue; its FailedJobRegistry holds what failed, with the traceback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from math import ceil
 from typing import Any, ClassVar
 
 import redis
+from redis.exceptions import NoPermissionError
 from rq import Queue, Worker
+from rq.exceptions import NoSuchJobError
 from rq.job import Job
+from rq.registry import clean_registries
 from rq.serializers import JSONSerializer
+from rq.utils import now
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.config.sections.task import JudgingSection
@@ -74,12 +79,22 @@ def judge_url(configured: str | None, servers: Servers) -> str:
     return str(servers.masters()[0][0])
 
 
-def open_queue(connection: Any, run: str, **options: Any) -> Queue:
+class JudgeQueue(Queue):
+    """The judge queue of one run, whose keys all carry the names of `Keys`, as the ACL expects."""
+
+    @property
+    def redis_queues_keys(self) -> str:  # type: ignore[override]
+        """Return a list of its own: rq's is shared by all applications of a server."""
+        return f"rq:queues:{self.name}"
+
+
+def open_queue(connection: Any, run: str, **options: Any) -> JudgeQueue:
     """Open the judge queue of a run.
 
     Nothing may open this queue otherwise, since rq's default serializer is pickle.
     """
-    return Queue(Keys(run).judge_queue, connection=connection, serializer=JSONSerializer, **options)
+    name = Keys(run).judge_queue
+    return JudgeQueue(name, connection=connection, serializer=JSONSerializer, **options)
 
 
 def score(
@@ -114,6 +129,14 @@ class JudgeJob(Job):
     judges: ClassVar[Mapping[str, str]] = {}
     """the sandbox of each, for those that need one"""
 
+    @classmethod
+    def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
+        """Read a job; one that this worker's user may not read does not exist for it."""
+        try:
+            return super().fetch(id, connection, serializer)
+        except NoPermissionError as error:
+            raise NoSuchJobError(f"the job {id!r:.80} is not of this run") from error
+
     def perform(self) -> Any:
         """Judge, and return the rewards.
 
@@ -128,7 +151,33 @@ class JudgeJob(Job):
 
 
 class JudgeWorker(Worker):
-    """Forks a work-horse per job."""
+    """Forks a work-horse per job. Touches none of the keys that rq's applications share."""
+
+    queue_class = JudgeQueue
+
+    @property
+    def redis_workers_keys(self) -> str:  # type: ignore[override]
+        """Return the list of the workers of its queue, in place of that of all workers."""
+        return WORKERS_BY_QUEUE_KEY % self.queues[0].name
+
+    def _set_ip_address(self, connection: Any) -> None:
+        """Do not look for the address: rq would list all clients of the server."""
+        self.ip_address = "unknown"
+
+    def check_for_suspension(self, burst: bool) -> None:
+        """Do nothing: `rq suspend` is for all applications of a server."""
+
+    def run_maintenance_tasks(self) -> None:
+        """Clean the queue as rq does, but for what all applications share."""
+        for queue in self.queues:
+            if queue.acquire_maintenance_lock():
+                clean_registries(queue, self._exc_handlers)
+                queue.intermediate_queue.cleanup(self, queue)
+                dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
+                if dead:
+                    self.connection.srem(self.redis_workers_keys, *dead)
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+        self.last_cleaned_at = now()  # type: ignore[assignment]
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """Log the error in one line: rq's own method logs the whole rollout."""
@@ -200,10 +249,11 @@ class JudgePool:
         store.retrying("first contact", lambda: store.control.ping())
         store.close()
         connection = open_client(self._url, name="rolloutmq-judge")
-        name = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
+        queue = open_queue(connection, self._run, job_class=JudgeJob)
+        host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
         JudgeWorker(
-            [open_queue(connection, self._run, job_class=JudgeJob)],
-            name=name,
+            [queue],
+            name=f"{queue.name}:{host}",
             connection=connection,
             job_class=JudgeJob,
             serializer=JSONSerializer,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from buffer.config.load import load_config
 from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.monitoring.console import console
@@ -15,7 +14,7 @@ from buffer.server.process import follow_owner, log_json
 from buffer.store.connection.url import mask_url
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
-from rolloutmq.presets import find_config
+from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -247,4 +246,4 @@ def gpu_check(
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
     from buffer.config.config import TrainingConfig
 
-    return load_config(TrainingConfig, find_config(config), overrides or [])
+    return open_config(TrainingConfig, config, overrides)

@@ -149,4 +149,4 @@ def evaluate(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bo
 
 
 def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)

@@ -93,7 +93,7 @@ class Launcher:
 
     def run(self) -> None:
         """Start or continue the run until its last step; Ctrl-C stops it in order."""
-        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        (self._config.run.make_folder() / "logs").mkdir(exist_ok=True)
         for number in (FIRST_STOP, SECOND_STOP):
             signal.signal(number, signal.default_int_handler)
         config = self._config

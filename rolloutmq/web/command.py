@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from buffer.monitoring.console import console
-from buffer.monitoring.http_endpoint import cannot_listen, is_loopback, read_token
+from buffer.monitoring.http_endpoint import cannot_listen, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
 
 EPILOG = """
@@ -22,7 +21,7 @@ PORT = 9465
 
 Host = Annotated[
     str,
-    typer.Option(help="Address to listen on; on any but loopback, reading needs the token, too."),
+    typer.Option(help="Address to listen on."),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 Name = Annotated[
@@ -30,7 +29,10 @@ Name = Annotated[
     typer.Option(metavar="HOST", help="Host name by which browsers reach it; repeatable."),
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the token. Default: a new token.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="File with the token. Default: web.token in the run's folder."
+    ),
 ]
 ReadOnly = Annotated[
     bool,
@@ -55,22 +57,21 @@ def web(
     """Show a run in a browser, until Ctrl-C.
 
     Charts, groups, rollouts with their tokens, workers, dead letters, events. The printed address
-    contains a token, which also allows to pause, requeue and drop; without it, the page is
-    read-only.
+    contains a token, without which nobody can read the run; it also allows to pause, requeue and
+    drop.
     """
     import uvicorn
 
-    from rolloutmq.web.access import Access
+    from rolloutmq.web.access import Access, token_of
     from rolloutmq.web.app import make_app
 
-    is_public = not is_loopback(host)
-    token = read_token(token_file) if token_file else secrets.token_urlsafe(24)
     with open_target(redis_url, run_dir, run) as target:
+        token = read_token(token_file) if token_file else token_of(target.run_dir)
         hosts = [host, "localhost", "127.0.0.1", "[::1]", *(name or [])]
         app = make_app(
             target.run,
             run_dir=target.run_dir,
-            access=Access(token, read_needs_token=is_public, read_only=read_only),
+            access=Access(token, read_only=read_only),
             hosts=hosts,
             is_over=lambda: server.should_exit,
         )
@@ -87,4 +88,6 @@ def web(
         console().print(
             f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True
         )
+        may = "read the run" if read_only else "read the run, pause it and change it"
+        console().print(f"Only those who have this address can {may}.", style="dim")
         server.run(sockets=[listening])

@@ -125,7 +125,8 @@ def look(roles: Roles, page: Process) -> None:
         assert code == 0, f"{verb}: {output}"
     assert roles.denied() == set()
     address, token = re.search(r"(http://\S+?)/?#token=(\S+)", page.said()).groups()  # type: ignore[union-attr]
-    assert ask(f"{address}/api/runs", "")[0] == 200
+    assert ask(f"{address}/api/runs", "")[0] == 401
+    assert ask(f"{address}/api/runs", token)[0] == 200
     code, said = ask(f"{address}/api/resume", token, method="POST")
     assert code == 409, said
     code, output = roles.command("viewer", "resume")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,6 +54,10 @@ class RunSection(Section):
     """folder of this run alone, visible to all processes, for files that payloads refer to as
     run://GID/NAME; the files are saved with the run and deleted with their groups; default: none
     """
+    umask: str = Field("0077", pattern="^0?0[0-7]{2}$")
+    """what others may not do with the files of the run, in octal: all by default; "0027" lets the
+    group read them, for workers of other users that load the weights from a folder
+    """
     seed: int = Field(0, ge=0, lt=2**32)
     """seed of model, data order and sampling"""
 
@@ -60,6 +65,19 @@ class RunSection(Section):
     def folder(self) -> Path:
         """Return the folder of the run's server, checkpoints, weights and logs."""
         return self.dir or Path("runs") / self.name
+
+    @property
+    def mask(self) -> int:
+        """Return `umask` as a number."""
+        return int(self.umask, 8)
+
+    def make_folder(self) -> Path:
+        """Create the run's folder, or close one that is open to more users than `umask` permits."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = self.folder.stat()
+        if found.st_mode & self.mask and found.st_uid == os.getuid():
+            self.folder.chmod(stat.S_IMODE(found.st_mode) & ~self.mask)
+        return self.folder
 
 
 class RedisSection(Section):

@@ -19,6 +19,7 @@ from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
     NoPermissionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -41,6 +42,7 @@ _TRANSIENT = (
     BusyLoadingError,
     ReadOnlyError,
     OutOfMemoryError,
+    NoScriptError,  # of a user who may not load scripts: trainer or producer do it
     AskError,  # includes MOVED: not executed, and the next attempt reads the slot map again
     TryAgainError,
     ClusterDownError,

@@ -7,10 +7,9 @@ import threading
 
 import typer
 
-from buffer.config.load import load_config
 from buffer.server.process import log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, Overrides
-from rolloutmq.presets import find_config
+from rolloutmq.presets import open_config
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +32,7 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.audit.auditor import Auditor
 
-    settings = fetch(load_config(TrainingConfig, find_config(config), overrides or []))
+    settings = fetch(open_config(TrainingConfig, config, overrides))
     log_json("audit", settings.run.name)
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-audit", patient=True)

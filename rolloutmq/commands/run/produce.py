@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.load import load_config
 from buffer.config.sections.sandbox import is_url
 from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from buffer.store.signing import PRODUCER, Key
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
-from rolloutmq.presets import find_config
+from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
     from buffer.config.config import ProducingConfig
@@ -146,8 +145,8 @@ def judge(
     """Judge rollouts of tasks whose judging is of kind rq.
 
     Starts rq workers for the run's judge queue. Each forks a process for every rollout, with limits
-    of time and memory. SIGTERM lets them finish their rollouts. `rq info` shows queue, workers and
-    failures.
+    of time and memory. SIGTERM lets them finish their rollouts. `rq info rmq-judge:RUN` shows
+    queue, workers and failures.
     """
     settings = _load(config, overrides)
     log_json("judge", settings.run.name)
@@ -217,7 +216,7 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
     from buffer.config.config import ProducingConfig
 
-    return load_config(ProducingConfig, find_config(config), overrides or [])
+    return open_config(ProducingConfig, config, overrides)
 
 
 def _open(

@@ -11,20 +11,21 @@ from urllib.parse import quote
 
 import pytest
 import redis
-from rq import Queue, SimpleWorker
 from rq.serializers import JSONSerializer
 
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.errors import StoreError
+from buffer.errors import StoreError, StoreUnavailable
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import can_wait_for_disk
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.run import Run
 from buffer.server.acl import ROLES, acl_line, user_name
 from buffer.server.check import require_all_safe
 from buffer.store.store import Store
+from producer_workers.judges.judge import rollout_fields
+from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from tests.buffer.scene import Scene
 from tests.rolloutmq.conftest import ROOT, rolloutmq
 from tests.servers import SAFE, Server, raw_client, start_redis, start_server
@@ -46,9 +47,7 @@ class Site:
         self.runs = {role: Run.open(self.store(role), name) for role in ROLES if role != "judge"}
 
     def login(self, role: str) -> str:
-        return self.url.replace(
-            "unix://", f"unix://{user_name(self.name, role)}:{quote(PASSWORD)}@"
-        )
+        return login_of(self.url, self.name, role)
 
     def store(self, role: str) -> Store:
         store = Store(self.login(role), deadline_s=5.0)
@@ -64,6 +63,11 @@ class Site:
     def denied(self) -> list[str]:
         """Return what users were refused."""
         return [f"{entry['username']}: {entry['object']}" for entry in self.raw.acl_log()]
+
+
+def login_of(url: str, run: str, role: str) -> str:
+    """Return the URL of the server at `url` for the user of a role."""
+    return url.replace("unix://", f"unix://{user_name(run, role)}:{quote(PASSWORD)}@")
 
 
 def words(line: str) -> list[str]:
@@ -149,6 +153,20 @@ def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
     assert site.denied() == []
 
 
+def test_scripts_that_the_server_lost_are_loaded_by_a_role_that_may(site: Site) -> None:
+    """All of them: those of a worker, too, which waits for that."""
+    site.acting("trainer").open_trainer()
+    site.acting("producer").enqueue(1)
+    site.raw.script_flush()
+    worker = site.runs["worker"]
+    worker.store.deadline_s = 0.0
+    with pytest.raises(StoreUnavailable, match="may not load"):
+        worker.janitor.sweep(files=False, archive=False)
+    site.acting("producer").run.janitor.sweep()
+    worker.store.deadline_s = 400.0
+    assert site.acting("worker").claim(1)
+
+
 def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
     """Return (role, what it must not do), with all nonces: every user of the run can read them."""
     scene = site.scene
@@ -181,6 +199,7 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
         plain("FLUSHALL"), plain("SET", "rmq:{other}:meta", "x"), plain("GET", "rmq:{other}:meta"),
         plain("CONFIG", "SET", "maxmemory", "1"), plain("ACL", "SETUSER", "me", "on"), plain("SHUTDOWN"),
         plain("KEYS", "*"), plain("MONITOR"), plain("DEBUG", "SLEEP", "0"), plain("SCRIPT", "KILL"),
+        plain("CONFIG", "GET", "requirepass"), plain("FUNCTION", "FLUSH"), plain("EVAL", "return 1", "0"),
     ]  # fmt: skip
     some_group = keys.group(next(iter(site.scene.run.groups.find({}, limit=1))).gid)
     of_writers = [plain("DEL", some_group), plain("SET", keys.payload("math-0000000000", "x"), "x"),
@@ -203,15 +222,38 @@ def test_no_role_can_do_what_is_not_its_work(site: Site) -> None:
     assert site.raw.get("rmq:{other}:meta") == b"theirs"
 
 
-def test_a_judge_sees_rq_and_nothing_of_the_run(site: Site) -> None:
-    with raw_client(site.login("judge")) as client:
-        queue = Queue(f"rmq-judge:{site.name}", connection=client, serializer=JSONSerializer)
-        job = queue.enqueue("operator.add", 1, 2)
-        SimpleWorker([queue], connection=client, serializer=JSONSerializer).work(
-            burst=True, logging_level="ERROR"
+def test_a_judge_sees_its_queue_and_nothing_of_the_run(site: Site) -> None:
+    """Of the names of other applications nothing is changed either, nor of the lists of all."""
+    site.raw.sadd("rq:workers", "rq:worker:theirs")
+    before = {key: site.raw.dump(key) for key in site.raw.keys("rq:*")}
+    keys = site.scene.keys
+    judge = "tests.pipeline.rq_judges:length"
+    rollout = rollout_fields(RolloutState(response="four"))
+    with raw_client(site.login("worker")) as asking, raw_client(site.login("judge")) as client:
+        ours = open_queue(asking, site.name)
+        job = ours.create_job(
+            FUNCTION, args=(judge, [rollout], 60.0, 4096), job_id=keys.judge_jobs + "1"
         )
-        assert job.return_value() == 3
-        assert site.denied() == []
+        ours.enqueue_job(job)
+        asking.rpush(ours.key, "4ddc3b5e")  # another application's job
+        site.raw.sadd(f"rq:workers:{ours.name}", f"rq:worker:{ours.name}:killed")
+        JudgeJob.judges = {judge: "bubblewrap"}
+        JudgeWorker(
+            [open_queue(client, site.name, job_class=JudgeJob)],
+            name=f"{ours.name}:host",
+            connection=client,
+            job_class=JudgeJob,
+            serializer=JSONSerializer,
+        ).work(burst=True, logging_level="ERROR")
+        result = job.latest_result()
+        assert result
+        answer: Any = result.return_value
+        assert answer[0]["score"] == 4.0, result.exc_string
+        assert {entry.partition(": ")[2] for entry in site.denied()} <= {"rq:job:4ddc3b5e"}
+        assert not site.raw.exists(f"rq:workers:{ours.name}")
+        assert {key: site.raw.dump(key) for key in before} == before
+        assert not site.raw.exists("rq:queues")
+        job.delete()
         for command in (
             ("HGETALL", site.scene.keys.meta),
             ("LPUSH", site.scene.keys.wake_up("workers"), "x"),

@@ -97,6 +97,7 @@ class OldServer(redis.Redis):
 
     def __init__(self, **info: object) -> None:
         self.answer = info
+        self.connection_pool = redis.ConnectionPool()
 
     def info(self, *sections: object, **options: object) -> dict[str, object]:
         return {"aof_enabled": 1, "maxmemory_policy": "noeviction", **self.answer}

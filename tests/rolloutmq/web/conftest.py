@@ -37,7 +37,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 @pytest.fixture
 def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
     """Where the page is, with its token; served from a thread of this process."""
-    access = Access("secret", read_needs_token=False, read_only=False)
+    access = Access("secret")
     serves = uvicorn.Server(uvicorn.Config("", log_level="warning"))
     serves.config.app = make_app(
         scene.run,

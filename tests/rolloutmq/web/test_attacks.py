@@ -5,8 +5,10 @@ shows the run.
 from __future__ import annotations
 
 import http.client
+import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
 
@@ -14,8 +16,11 @@ import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
+from starlette.routing import Route
 
 from buffer.control.control import Mode
+from rolloutmq.web.access import Access, token_of
+from rolloutmq.web.app import make_app
 from tests.rolloutmq.populate import Scene, forge
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn
 
@@ -114,6 +119,33 @@ def test_a_page_elsewhere_neither_acts_nor_reads(
     assert chromium.title == "tried fulfilled rejected rejected fulfilled"
     assert chromium.execute_script("return window.stolen") is None
     assert scene.run.control.state().mode is Mode.RUN
+
+
+def test_no_route_answers_without_the_token(address: str, scene: Scene) -> None:
+    """On loopback, where every user of the machine can connect."""
+    app = make_app(scene.run, run_dir=None, access=Access("secret"), hosts=["127.0.0.1"])
+    routes = [route for route in app.routes if isinstance(route, Route) and route.path != "/"]
+    assert len(routes) > 10
+    host = urlsplit(address).netloc
+    for route in routes:
+        path = re.sub(r"{\w+}", "math-0000000005", route.path)
+        for method in (route.methods or set()) - {"HEAD"}:
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                connection = http.client.HTTPConnection(host, timeout=400)
+                connection.request(method, path, headers=headers)
+                assert connection.getresponse().status == 401, (method, path)
+                connection.close()
+
+
+def test_the_token_is_kept_for_the_owner_of_the_folder(tmp_path: Path) -> None:
+    token = token_of(tmp_path)
+    file = tmp_path / "web.token"
+    assert token_of(tmp_path) == token == file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    assert token_of(tmp_path) not in ("", token)  # others have seen the old one
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert token_of(None) != token_of(None)
 
 
 def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
