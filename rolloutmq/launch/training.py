@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.monitoring.traced_run import trace_run
-from buffer.open_run import open_store, server_url, wait_for_run
+from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
+from buffer.store.replies import role_held
 from consumer.training.checkpoint import make_run
+from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
     from buffer.run import Run
+    from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -32,12 +35,23 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def is_by_hand() -> bool:
+    """Return whether neither `rolloutmq run` nor torchrun started this process again."""
+    return OWNER not in os.environ and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def open_run(
-    settings: TrainingConfig, redis_url: str | None, metrics: str | None, *, regenerate: bool
+    settings: TrainingConfig,
+    redis_url: str | None,
+    metrics: str | None,
+    *,
+    take_over: bool,
+    regenerate: bool,
 ) -> tuple[Run, Path]:
     """Return the run and its model folder; rank 0 creates the run if it is new.
 
-    `metrics`: the address at which rank 0 serves metrics.
+    `metrics`: the address at which rank 0 serves metrics. Raises RoleHeld while another trainer is
+    alive, unless `take_over`.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
@@ -50,14 +64,27 @@ def open_run(
         from buffer.monitoring.process_metrics import serve_process
 
         serve_process("trainer", store, metrics)
-    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    by_hand = is_by_hand()
+    if by_hand and not take_over:
+        _require_vacancy(store, settings)
+    run = make_run(store, settings, model_dir, regenerate=regenerate, by_hand=by_hand)
     run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
+    for line in override_lines(run.settings):
+        log.info("set: %s", line)
     trace_run(run, "trainer")
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         log.warning(warning)
     return run, model_dir
+
+
+def _require_vacancy(store: Store, settings: TrainingConfig) -> None:
+    """Raise RoleHeld while another trainer is alive, before this config changes its settings."""
+    if run := own_run(store, settings):
+        holder = run.control.holder("trainer")
+        if holder.is_alive:
+            raise role_held("trainer", run.name, holder.silent_ms or 0)
 
 
 def train(
