@@ -95,6 +95,7 @@ class Trainer:
         self._position = self._newest_position(regenerate)
         self._evaluations = EvaluationPlan(
             self._config,
+            self._run.limits.eval_tasks,
             self.consumer,
             self._log,
             self._reporter,

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.trainer")
+
+POLL_S = 0.2
+"""Seconds between two looks at the heartbeat of another trainer."""
 
 
 def own_rank() -> int:
@@ -80,11 +84,18 @@ def open_run(
 
 
 def _require_vacancy(store: Store, settings: TrainingConfig) -> None:
-    """Raise RoleHeld while another trainer is alive, before this config changes its settings."""
-    if run := own_run(store, settings):
-        holder = run.control.holder("trainer")
-        if holder.is_alive:
+    """Raise RoleHeld if another trainer is alive, before this config changes its settings.
+
+    One that died is waited for, until its role times out.
+    """
+    run = own_run(store, settings)
+    if run is None:
+        return
+    first = run.control.holder("trainer")
+    while (holder := run.control.holder("trainer")).is_alive:
+        if holder.seen_ms != first.seen_ms:
             raise role_held("trainer", run.name, holder.silent_ms or 0)
+        time.sleep(POLL_S)
 
 
 def train(
