@@ -135,7 +135,9 @@ def _with_overrides(
     values = {name: override.value for name, override in record.overrides.items()}
     # a change of weights holds from a later step on, which was decided when it was made
     weights = {name: values.pop(name) for name in list(values) if name.endswith(".weight")}
-    after = LiveSettings.of(values).applied(limits, step - 1)
+    after = limits.model_copy(deep=True)
+    if values:
+        after = LiveSettings.of(values).applied(limits, step - 1)
     now = {**after.newest_weights(), **{task_of(name): weight for name, weight in weights.items()}}
     if before is not None and before.newest_weights() == now:
         after.reweighted = before.reweighted
@@ -257,8 +259,9 @@ def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
 
 
 def _fixed(name: str, task: TaskLimits) -> dict[str, object]:
-    """Return what is no setting of a task, by dotted names."""
-    return {f"{TASK}{name}.{key}": getattr(task, key) for key in ("strategy", "eval_of")}
+    """Return what is no setting of a task, by dotted names: of an evaluation, all that it has."""
+    values = task.model_dump() if task.eval_of else {"strategy": task.strategy, "eval_of": None}
+    return {f"{TASK}{name}.{key}": value for key, value in values.items()}
 
 
 def _task_changes(task: str, was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:

@@ -40,6 +40,7 @@ class KeptSettings:
         if record == self._last:
             return
         data = orjson.dumps({"nonce": self._nonce, "record": record.model_dump(mode="json")})
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         part = self._file.with_name(f".{FILE}.{new_nonce()[:8]}.tmp")
         with part.open("wb") as stream:
             stream.write(data)

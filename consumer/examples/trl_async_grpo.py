@@ -236,6 +236,7 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
     """Train from TRL's newest checkpoint to the last step of the plan."""
     check_temperature(config)
     _check_staleness(run, config)
+    _check_group_sizes(run, config)
     folder = config.run.folder / "trl"
     steps = complete_checkpoints(folder)
     newest = folder / f"checkpoint-{steps[-1]}" if steps else None
@@ -284,6 +285,20 @@ def batch_rollouts(config: TrainingConfig) -> int:
             hint="set the same prompt_repeat_k for all training tasks",
         )
     return config.plan.batch_size * sizes.pop()
+
+
+def _check_group_sizes(run: Run, config: TrainingConfig) -> None:
+    """Refuse a prompt_repeat_k that was edited while groups of another size are to be trained."""
+    for task in config.training_tasks:
+        size = config.tasks[task].prompt_repeat_k
+        others = {"task": task, "samples": {"$ne": size}, "stage": {"$not_in": ["dead"]}}
+        if found := next(run.groups.find(others, limit=1), None):
+            raise ConfigError(
+                f"tasks.{task}.prompt_repeat_k is {size}, and group {found.gid} of the run has "
+                f"{found.samples} rollouts: TRL trains on the same number in every step",
+                hint=f"set prompt_repeat_k = {found.samples} again, or start another run; the "
+                "reference trainer accepts groups of several sizes",
+            )
 
 
 def _check_staleness(run: Run, config: TrainingConfig) -> None:

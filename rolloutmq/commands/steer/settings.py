@@ -93,7 +93,7 @@ def override_lines(record: SettingsRecord) -> Iterator[str]:
     for each in _overrides(record):
         name = each["name"]
         config = _word(name, each["config"])
-        yield f"{name} = {each['value']} since {_when(each['set_ms'])}; the config has {config}"
+        yield f"{name} = {each['value']} since {_when(each['set_ms'])} (config: {config})"
 
 
 def _list(record: SettingsRecord, as_json: bool) -> None:

@@ -19,6 +19,8 @@ from buffer.control.kept_settings import FILE, KeptSettings
 from buffer.control.live_settings import LiveSettings
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError, RunDamaged
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.open_run import create_run
 from buffer.run import Run
@@ -330,3 +332,11 @@ def test_a_damaged_record_is_reported_and_the_copy_of_another_run_is_not_used(si
     site.lose_everything()
     with pytest.raises(ConfigError, match=FILE):
         site.start()
+
+
+def test_an_edited_limit_of_an_evaluation_is_told(store: Store, run_name: str) -> None:
+    nonce = new_nonce()
+    for most in (3, 4):
+        tasks = {"math": TaskLimits(), "quiz": TaskLimits(eval_of="math", max_in_flight=most)}
+        run = Run.create(store, run_name, nonce, RunLimits(tasks=tasks))
+    assert run.changes == ["tasks.quiz.max_in_flight: 3 → 4, from step 1 on"]
