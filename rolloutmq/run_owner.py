@@ -86,7 +86,7 @@ class OwnedFolder:
         self, stage: Stage, detail: str = "", *, account: str = "", steps: int | None = None
     ) -> None:
         """Write what the owner does now, and the steps of the run where they have changed."""
-        changed = {"stage": stage, "detail": detail, "account": account}
+        changed: dict[str, object] = {"stage": stage, "detail": detail, "account": account}
         changed |= {} if steps is None else {"steps": steps}
         self.record = self.record.model_copy(update=changed)
         line = self.record.model_dump_json().encode() + b"\n"

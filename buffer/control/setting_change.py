@@ -99,6 +99,6 @@ def _require_known(name: str, record: SettingsRecord) -> None:
     if not is_known:
         raise ConfigError(
             f"{name} is no setting of this run, or the run does not know its config",
-            hint="`rolloutmq set --help` lists the settings; a run of an older version knows its "
-            "config once it was started again",
+            hint="`set --help` lists the settings; a run of an older version knows its config once "
+            "it was started again",
         )

@@ -58,7 +58,9 @@ def set_(
     been started.
     """
     if bool(settings) == listed:
-        raise ConfigError("pass NAME=VALUE, or --list", hint="`rolloutmq set --help` has examples")
+        raise ConfigError(
+            "pass NAME=VALUE, or --list", hint="`rolloutmq set max_staleness=2` sets one"
+        )
     wanted, restored = parse_change(settings or [])
     with open_target(redis_url, run_dir, run) as target:
         if listed:
