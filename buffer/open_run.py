@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from redis.exceptions import NoPermissionError
 
 from buffer.config.config import ConfigFile
 from buffer.config.fingerprint import origin_of
+from buffer.control.continuation import Start
+from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS
@@ -113,11 +116,20 @@ def write_nonce(folder: Path, nonce: str) -> None:
     part.rename(folder / "run.json")
 
 
-def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
+def create_run(
+    store: Store,
+    config: ConfigFile,
+    model_dir: Path,
+    *,
+    by_hand: bool = True,
+    is_done: Callable[[int], bool] = lambda steps: False,
+) -> Run:
     """Create the run of this config, or continue it with this config (`Run.changes`).
 
-    Raises RunExists when the name belongs to the run of another folder, ConfigError when the
-    server's maxmemory is too small for the run, or an edited config cannot continue it.
+    Not `by_hand`, a run that exists keeps all of its settings. `is_done`: returns whether a run
+    with so many steps has nothing left to do; it then stays finished. Raises RunExists when the
+    name belongs to the run of another folder, ConfigError when the server's maxmemory is too small
+    for the run, or an edited config cannot continue it.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
@@ -128,7 +140,21 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     limits = config.limits(maxmemory)
     path = str(model_dir.resolve())
     origin = origin_of(config, model_dir)
-    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin)
+    kept = KeptSettings(config.run.folder, nonce)
+    start = Start(by_hand, config.written(), kept.read, is_done)
+    run = Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin, start)
+    kept.keep(run.settings)
+    return run
+
+
+def own_run(store: Store, config: ConfigFile) -> Run | None:
+    """Return the run of this config's folder as it is; None where the server does not have it."""
+    try:
+        run = Run.open(store, config.run.name)
+    except RunNotFound:
+        return None
+    is_known = (config.run.folder / "run.json").exists()
+    return run if is_known and run_nonce(config.run.folder) == run.nonce else None
 
 
 def _restore_nonce(store: Store, config: ConfigFile) -> None:

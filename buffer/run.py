@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from buffer.batches.account import Account
 from buffer.batches.audits import Audits
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.trainer_opening import TrainerOpening
-from buffer.control.continuation import Continuation, continue_run
+from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
-from buffer.control.live_settings import LiveSettings, differences
+from buffer.control.live_settings import LiveSettings
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
+from buffer.control.setting_change import change_settings
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
@@ -34,6 +35,7 @@ from buffer.model.limits import (
     parse_stamp,
 )
 from buffer.model.origin import Origin
+from buffer.model.settings_record import SettingsRecord
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
@@ -41,14 +43,14 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
     read_hash,
     read_settings,
-    require_schema,
+    settings_for,
     without_copy,
     without_meta,
 )
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.key_fields import limits_in, require_fields
+from buffer.store.key_fields import limits_in
 from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
@@ -78,6 +80,8 @@ class Run:
         self.nonce = nonce
         # one object for all parts, and for nothing else: `adopt_limits` changes it in place
         self.limits = limits = limits.model_copy(deep=True)
+        self.settings = SettingsRecord()
+        """what the config said, and what was set since; of the same version as `limits`"""
         self._limits_stamp = parse_stamp(None, None)
         self.changes: list[str] = []
         """what `create` changed of a run that existed, in words"""
@@ -113,14 +117,16 @@ class Run:
         weights: PolicyVersion = FIRST_WEIGHTS,
         path: str = "",
         origin: Origin | None = None,
+        start: Start = BY_HAND,
     ) -> Run:
         """Create a run, or continue it with these limits if it exists with this nonce.
 
         `nonce`: 32 random hex digits (`secrets.token_hex(16)`), which distinguish this run from
         others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
         the ones that workers start with, at `path`. `origin`: what its draws mean, if a config says
-        so. `Run.changes` is then what differs from the run so far. Raises RunExists for another run
-        of the name, ConfigError for limits or an origin that cannot continue it.
+        so. `Run.changes` is then what differs from the run so far: what `Run.set` changed holds
+        where `limits` is as in the last call. Raises RunExists for another run of the name,
+        ConfigError for limits or an origin that cannot continue it.
 
         Usage:
             limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
@@ -132,11 +138,12 @@ class Run:
         facts["operation"] = new_nonce()
         reply = ["CONFLICT"]
         while reply[0] == "CONFLICT":
-            settings = cls._settings(store, keys, nonce, limits, origin)
+            settings = settings_for(store, keys, nonce, limits, origin, start)
+            reopen = int(not start.is_done(settings.limits.steps))
             reply = store.call(
                 "create_run",
                 keys.slots(),
-                {**facts, "version": settings.version},
+                {**facts, "version": settings.version, "reopen": reopen},
                 tail_args=settings.to_meta(),
                 durable=True,
             )
@@ -151,25 +158,12 @@ class Run:
             )
         run = cls(store, name, nonce, settings.limits)
         run.changes = settings.changes
+        run.settings = settings.record
         if not settings.version:
             run._limits_stamp = parse_stamp("0", facts["operation"])
         if run.media:
             run.media.claim()
         return run
-
-    @staticmethod
-    def _settings(
-        store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None
-    ) -> Continuation:
-        """Return what `create` writes: the settings of a new run, or those that continue it."""
-        meta = read_hash(store, "create run", keys.meta)
-        if meta.get("nonce") != nonce:
-            return Continuation(limits, origin)
-        require_schema(keys.run, meta)
-        ledger = read_hash(store, "create run", keys.ledger("train"))
-        require_fields("ledger", keys.ledger("train"), ledger)
-        step = int(ledger["taken"]) + 1
-        return continue_run(keys.run, meta, limits, origin, step)
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
@@ -200,6 +194,7 @@ class Run:
     @classmethod
     def _with(cls, store: Store, name: str, meta: dict[str, str], limits: RunLimits) -> Run:
         run = cls(store, name, meta["nonce"], limits)
+        run.settings = SettingsRecord.from_meta(meta)
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
@@ -342,28 +337,34 @@ class Run:
         if meta.get("nonce") != self.nonce:
             return  # the run is gone, or another one: the next call that needs it reports that
         self.limits.adopt(limits_in(self.keys.meta, meta))
+        self.settings = SettingsRecord.from_meta(meta)
         self._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
 
-    def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
-        """Change limits while the run continues; return (before, after) of each that changed.
+    def set(
+        self,
+        settings: LiveSettings,
+        *,
+        restored: Collection[str] = (),
+        by: str = "",
+        producer: str = "",
+    ) -> dict[str, tuple[Any, Any]]:
+        """Change settings while the run continues; return (before, after) of each by its name.
 
-        `producer` is the nonce of a producer that changes them by itself. Raises ConfigError, or
-        Fenced when another producer was opened.
+        They belong to the run from then on (`buffer/model/settings_record.py`). `restored`: names
+        of those that get the value of the config again. `by`: who does it. `producer`: the nonce of
+        one that changes them by itself. Raises ConfigError, or Fenced when another was opened.
         """
         operation = new_nonce()
         while True:
             self.refresh_limits()
-            wanted = settings.applied(self.limits, self.ledger.steps()[0])
-            changes = differences(self.limits, wanted)
-            match self._set(operation, wanted.to_meta(changes), producer):
+            taken = self.ledger.steps().taken
+            change = change_settings(self.limits, self.settings, settings, restored, taken, by)
+            match self._set(operation, change.to_meta(), producer):
                 case ["OK", _]:
                     self.refresh_limits()
-                    return changes
-                case [
-                    "CONFLICT",
-                    _,
-                ]:  # limits were changed since they were read: apply to the new ones
-                    continue
+                    return dict(change.changed)
+                case ["CONFLICT", _]:
+                    continue  # changed since they were read: apply to the new ones
                 case ["NO_RUN"]:
                     raise RunNotFound(f"there is no run {self.name!r} any more")
                 case reply:

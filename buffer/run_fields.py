@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer.control.continuation import Continuation, Start, begin_run, continue_run
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
-from buffer.store.key_fields import HINT, limits_in, text_fields
+from buffer.model.origin import Origin
+from buffer.store.key_fields import HINT, limits_in, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -74,3 +76,22 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")
+
+
+def settings_for(
+    store: Store,
+    keys: Keys,
+    nonce: str,
+    limits: RunLimits,
+    origin: Origin | None,
+    start: Start,
+) -> Continuation:
+    """Return what `Run.create` writes: the settings of a new run, or those that continue it."""
+    meta = read_hash(store, "create run", keys.meta)
+    if meta.get("nonce") != nonce:
+        return begin_run(limits, origin, start)
+    require_schema(keys.run, meta)
+    limits_in(keys.meta, meta)
+    ledger = read_hash(store, "create run", keys.ledger("train"))
+    require_fields("ledger", keys.ledger("train"), ledger)
+    return continue_run(keys.run, meta, limits, origin, int(ledger["taken"]) + 1, start)

@@ -82,9 +82,12 @@ class OwnedFolder:
         self._lock = lock
         self.record = record
 
-    def note(self, stage: Stage, detail: str = "", *, account: str = "") -> None:
-        """Write what the owner does now."""
-        changed = {"stage": stage, "detail": detail, "account": account}
+    def note(
+        self, stage: Stage, detail: str = "", *, account: str = "", steps: int | None = None
+    ) -> None:
+        """Write what the owner does now, and the steps of the run where they have changed."""
+        changed: dict[str, object] = {"stage": stage, "detail": detail, "account": account}
+        changed |= {} if steps is None else {"steps": steps}
         self.record = self.record.model_copy(update=changed)
         line = self.record.model_dump_json().encode() + b"\n"
         # a reader takes the first line: it is whole between these two calls, too

@@ -183,6 +183,20 @@ class Config(Section):
             tasks={name: self._task_limits(name) for name in self.tasks},
         )
 
+    def written(self) -> dict[str, str]:
+        """Return what the file says, for settings that depend on more than one key or the server.
+
+        As long as that is the same, a value of `rolloutmq set` holds
+        (`buffer/model/settings_record.py`).
+        """
+        marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
+        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
+        return {
+            "concurrency": str(self.worker.concurrency),
+            **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
+            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
+        }
+
     def _task_limits(self, name: str) -> TaskLimits:
         task = self.tasks[name]
         # only what the task sets itself: the rest follows the run's values when these change

@@ -178,7 +178,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         override.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"--set {mask_url(override)!a}: not a text in UTF-8") from error
-    *sections, key = _key_path(override)
+    *sections, key = key_path(override)
     node = tree
     for name in sections:
         node = node.setdefault(name, {})
@@ -189,7 +189,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node[key] = _parse_value(override.partition("=")[2].strip())
 
 
-def _key_path(override: str) -> list[str]:
+def key_path(override: str) -> list[str]:
+    """Return the parts of the key of an assignment. Raises ConfigError where it is none."""
     key, equals, _ = override.partition("=")
     try:
         if not equals or "\n" in key:

@@ -6,23 +6,50 @@
     producer    its origin                   its group sizes, once it is the active producer
     worker      its origin                   nothing
 
+A setting keeps the value that `rolloutmq set` gave it, unless the config has another one than at
+the last start by hand. A trainer that a launcher started again takes over no settings: it is no
+start by hand, and the file may be half edited.
+
 Each record is made by one script that refuses if another process changed it since it was read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.control.live_settings import differences
+from buffer.control.live_settings import LiveSettings, differences
 from buffer.errors import ConfigError, RunNotFound
 from buffer.model.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
+from buffer.model.settings_record import FIELD as RECORD
+from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
+from buffer.model.task_mix import Reweighting
 from buffer.store.keys import Keys
 from buffer.store.replies import unfenced, unknown_reply
 from buffer.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a process starts a run that it creates or continues.
+
+    `by_hand`: a person did, so that an edited config is taken over. `written`: see SettingsRecord.
+    `remembered`: returns what the run's folder knows of the settings, for a server that lost the
+    run. `is_done`: returns whether a run with so many steps has nothing left to do; it then stays
+    finished.
+    """
+
+    by_hand: bool = True
+    written: Mapping[str, str] = field(default_factory=dict)
+    remembered: Callable[[], SettingsRecord | None] = lambda: None
+    is_done: Callable[[int], bool] = lambda steps: False
+
+
+BY_HAND = Start()
+"""How a process without a config starts a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +62,90 @@ class Continuation:
 
     limits: RunLimits
     origin: Origin | None
+    record: SettingsRecord
     version: str = ""
     changes: list[str] = field(default_factory=list)
 
     def to_meta(self) -> list[str]:
         """Return field, value, field, value, … for the meta hash."""
-        record = [] if self.origin is None else [FIELD, self.origin.model_dump_json()]
-        return self.limits.to_meta() + record
+        origin = [] if self.origin is None else [FIELD, self.origin.model_dump_json()]
+        return [*self.limits.to_meta(), *origin, RECORD, self.record.model_dump_json()]
+
+
+def begin_run(limits: RunLimits, origin: Origin | None, start: Start) -> Continuation:
+    """Return the settings of a run that the server does not have."""
+    known = start.remembered() or SettingsRecord()
+    after, record = _settled(None, known, limits, start, 1)
+    return Continuation(after, origin, record)
 
 
 def continue_run(
-    name: str, meta: Mapping[str, str], limits: RunLimits, origin: Origin | None, step: int
+    name: str,
+    meta: Mapping[str, str],
+    limits: RunLimits,
+    origin: Origin | None,
+    step: int,
+    start: Start,
 ) -> Continuation:
     """Return the settings of a run that takes over `limits` and `origin`, from train step `step`.
 
     `meta`: of the run. Raises ConfigError for what would break a guarantee.
     """
     before = RunLimits.from_meta(meta)
-    after = limits.keeping_tasks_of(before)
+    record = SettingsRecord.from_meta(meta)
     known = Origin.from_meta(meta)
-    refused = [*_limit_contradictions(before, after)]
+    version = meta.get("limits_version", "0")
+    refused = [*known.contradictions(origin)] if origin and known else []
+    if not start.by_hand:
+        _refuse(name, refused)
+        return Continuation(before, known, record, version)
+    after, settled = _settled(before, record, limits.keeping_tasks_of(before), start, step)
+    refused += _limit_contradictions(before, after)
     changes = [f"{change}, from step {step} on" for change in _changes(before, after)]
     if origin and known:
-        refused += known.contradictions(origin)
         changes += [
             f"{change}, once a producer starts with it" for change in _resized(known, origin)
         ]
         origin = known.adopting(origin, draws=False)
     _refuse(name, refused)
-    return Continuation(after, origin or known, meta.get("limits_version", "0"), changes)
+    return Continuation(after, origin or known, settled, version, changes)
+
+
+def _settled(
+    before: RunLimits | None, known: SettingsRecord, limits: RunLimits, start: Start, step: int
+) -> tuple[RunLimits, SettingsRecord]:
+    """Return the limits of a config with what was set and still holds, from train step `step`.
+
+    `before`: of the run so far; None for a new one. What was set and does not fit an edited config
+    is given up.
+    """
+    config = SettingsRecord.of(limits, start.written)
+    record = config.model_copy(update={"overrides": known.kept_by(config)})
+    for chosen in (record, *(record.without([name]) for name in record.overrides)):
+        try:
+            return _with_overrides(before, chosen, limits, step), chosen
+        except ConfigError:
+            continue
+    return _with_overrides(before, config, limits, step), config
+
+
+def _with_overrides(
+    before: RunLimits | None, record: SettingsRecord, limits: RunLimits, step: int
+) -> RunLimits:
+    values = {name: override.value for name, override in record.overrides.items()}
+    # a change of weights holds from a later step on, which was decided when it was made
+    weights = {name: values.pop(name) for name in list(values) if name.endswith(".weight")}
+    after = limits.model_copy(deep=True)
+    if values:
+        after = LiveSettings.of(values).applied(limits, step - 1)
+    now = {**after.newest_weights(), **{task_of(name): weight for name, weight in weights.items()}}
+    if before is not None and before.newest_weights() == now:
+        after.reweighted = before.reweighted
+    elif weights:
+        if sum(now.values()) <= 0:
+            raise ConfigError("no training task would have a weight above 0")
+        after.reweighted = [Reweighting(from_step=step, weights=now)]
+    return after
 
 
 def check_origin(store: Store, keys: Keys, origin: Origin) -> None:
@@ -148,27 +230,44 @@ def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
         yield f"[run] media is {now}, but groups refer to files in {before.media}"
 
 
+_NOT_TOLD = ("tasks", "reweighted", "stale_threshold")
+"""Fields of the limits that are told by the names of settings."""
+
+
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
+    was, now = setting_values(before), setting_values(after)
+    for name, value in now.items():
+        if not task_of(name) and was[name] != value:
+            yield f"{name}: {was[name]} → {value}"
     for name, (old, new) in differences(before, after).items():
-        if name == "reweighted":
-            yield "the task weights are those of the config again"
-        elif name != "tasks":
-            yield f"{name}: {old} → {new}"
+        if name not in now and name not in _NOT_TOLD:
+            shown = "max_token_staleness" if name == "token_threshold" else name
+            yield f"{shown}: {old} → {new}"
     for name, task in after.tasks.items():
-        was = before.tasks.get(name)
-        if was is None or (was.is_gone and not task.is_gone):
-            yield f"task {name} is {'new' if was is None else 'back'}"
-        elif task.is_gone and not was.is_gone:
+        former = before.tasks.get(name)
+        if former is None or (former.is_gone and not task.is_gone):
+            yield f"task {name} is {'new' if former is None else 'back'}"
+        elif task.is_gone and not former.is_gone:
             yield (
                 f"task {name} is gone (its groups are kept until it is back; `rolloutmq drop "
                 f"--task {name} --yes` drops them)"
             )
         elif not task.is_gone:
-            old, new = was.model_dump(), task.model_dump()
-            names = dict.fromkeys([*old, *new])
-            for key in names:
-                if old.get(key) != new.get(key):
-                    yield f"tasks.{name}.{key}: {_word(old.get(key))} → {_word(new.get(key))}"
+            yield from _task_changes(
+                name, {**was, **_fixed(name, former)}, {**now, **_fixed(name, task)}
+            )
+
+
+def _fixed(name: str, task: TaskLimits) -> dict[str, object]:
+    """Return what is no setting of a task, by dotted names: of an evaluation, all that it has."""
+    values = task.model_dump() if task.eval_of else {"strategy": task.strategy, "eval_of": None}
+    return {f"{TASK}{name}.{key}": value for key, value in values.items()}
+
+
+def _task_changes(task: str, was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    for name in dict.fromkeys([*was, *now]):
+        if task_of(name) == task and was.get(name) != now.get(name):
+            yield f"{name}: {_word(was.get(name))} → {_word(now.get(name))}"
 
 
 def _word(value: object) -> str:

@@ -1,13 +1,14 @@
 """What may be changed while a run continues: `rolloutmq set max_staleness=2 tasks.math.weight=3`.
 
 A change is checked like a config file, stored under a new version of the run's limits by one
-script, and adopted by every process at its next heartbeat, round or batch. It lasts until the run
-is started again from its file.
+script, and adopted by every process at its next heartbeat, round or batch. It belongs to the run
+(buffer/model/settings_record.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import ConfigDict, Field
 
@@ -15,6 +16,7 @@ from buffer.config.checks.problems import FIXED
 from buffer.config.sections.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
+from buffer.model.settings_record import TASK, task_of
 from buffer.model.task_mix import Reweighting, newest_parts
 from buffer.rollouts.staleness import stale_threshold
 
@@ -60,6 +62,25 @@ class LiveSettings(Section, LiveLimits):
     """
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
     """settings of single tasks"""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the change that sets these values, by the names of the settings."""
+        tree: dict[str, Any] = {}
+        tasks: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            task = task_of(name)
+            (tasks.setdefault(task, {}) if task else tree)[name.rpartition(".")[2]] = value
+        return cls.model_validate({**tree, "tasks": tasks})
+
+    def values(self) -> dict[str, Any]:
+        """Return what is set, by the names of the settings."""
+        names = self.model_fields_set - {"tasks"}
+        own = {name: getattr(self, name) for name in type(self).model_fields if name in names}
+        for task, settings in self.tasks.items():
+            fields = settings.model_dump(exclude_unset=True)
+            own |= {f"{TASK}{task}.{name}": value for name, value in fields.items()}
+        return own
 
     def applied(self, limits: RunLimits, taken: int) -> RunLimits:
         """Return `limits` with these changes. `taken`: the newest train step.

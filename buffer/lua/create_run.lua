@@ -1,6 +1,7 @@
 #!lua
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
+-- reopen 0: a finished run has nothing left to do, and stays finished.
 -- include: clock, control_changes, events, numbers, settings
 -- KEYS meta      HASH
 -- KEYS meta_copy HASH
@@ -13,6 +14,7 @@
 -- ARGV path      text..4096  where they are
 -- ARGV operation token       nonce of this call
 -- ARGV version   ''|0..      of the limits that these are based on; '' = there was no run
+-- ARGV reopen    0|1
 -- ARGV field, value  name, text..65536 x0..64  limits of the run, for meta
 -- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema | DAMAGED (meta is gone) | CONFLICT (read the run again)
 -- keeps I6 (a run is known by its nonce), I13 (operation); compare-and-set, so that no change is undone unseen
@@ -29,7 +31,8 @@ local changes = 0
 for _, field, value in each_unit do
   if redis.call('HGET', meta, field) ~= value then
     changes = changes + 1
-    if known[1] then
+    -- the record of what was set (buffer/model/settings_record.py) has an event for each value
+    if known[1] and field ~= 'settings' then
       log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', int(current + 1))
     end
   end
@@ -40,7 +43,7 @@ if known[1] and changes > 0 then
   put_settings(meta, meta_copy, 'limits_version', int(current + 1), 'limits_op', operation)
 end
 if known[1] then
-  if redis.call('HGET', control, 'trainer_mode') == 'finish' then
+  if reopen and redis.call('HGET', control, 'trainer_mode') == 'finish' then
     redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', 'eval resume fresh')
     settle_mode(control)
   end

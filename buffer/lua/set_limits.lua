@@ -22,7 +22,10 @@ if current ~= version then return {'CONFLICT', current} end
 
 for _, field, value in each_unit do
   put_settings(meta, meta_copy, field, value)
-  log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
+  -- the record of what was set (buffer/model/settings_record.py) has an event for each value
+  if field ~= 'settings' then
+    log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
+  end
 end
 put_settings(meta, meta_copy, 'limits_version', version + 1, 'limits_op', operation)
 ring(bell_producer, 1)

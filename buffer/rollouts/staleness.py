@@ -34,6 +34,11 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     return (max_staleness + 1) * sync_weights_interval
 
 
+def max_staleness(threshold: int, sync_weights_interval: int) -> int:
+    """Return the `max_staleness` of which this is the `stale_threshold`."""
+    return threshold // sync_weights_interval - 1
+
+
 def last_step_for(version: int, threshold: int) -> int:
     """Return the last train step that weights M may serve."""
     return version + threshold

@@ -15,6 +15,7 @@ from buffer.errors import RunDamaged
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import GID
 from buffer.model.limits import RunLimits
+from buffer.model.settings_record import SettingsRecord
 
 HINT = "something else wrote to the keys of this run; `rolloutmq fsck` lists all that is wrong"
 
@@ -174,6 +175,7 @@ def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
     if missing := [name for name in RunLimits.model_fields if name not in meta]:
         raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
     try:
+        SettingsRecord.from_meta(meta)
         return RunLimits.from_meta(meta)
     except ValueError as error:
         raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error

@@ -23,7 +23,11 @@ class KeyRow(NamedTuple):
 
 TABLE: Mapping[str, KeyRow] = {
     # the run
-    "meta": KeyRow("HASH", "schema, nonce, created_ms, and the limits of the run"),
+    "meta": KeyRow(
+        "HASH",
+        "schema, nonce, created_ms, the limits of the run, what its draws mean (`origin`), and "
+        "what `rolloutmq set` changed (`settings`)",
+    ),
     "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
     "control": KeyRow(
         "HASH",

@@ -39,12 +39,17 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
                 "another name",
             )
         case ["HELD", silent_ms, *_]:
-            raise RoleHeld(
-                f"run {run!r} has a {role} that was alive {int(silent_ms) / 1000:.1f} s ago",
-                hint="stop it, or open this one with take_over=True, which fences the other",
-                command_hint="stop it, or start this one with --take-over, which fences the other",
-            )
+            raise role_held(role, run, int(silent_ms))
     return reply
+
+
+def role_held(role: str, run: str, silent_ms: int) -> RoleHeld:
+    """Return the error of a process that wants a role of which the holder is alive."""
+    return RoleHeld(
+        f"run {run!r} has a {role} that was alive {silent_ms / 1000:.1f} s ago",
+        hint="stop it, or open this one with take_over=True, which fences the other",
+        command_hint="stop it, or start this one with --take-over, which fences the other",
+    )
 
 
 Advance = Callable[[str, int], object]

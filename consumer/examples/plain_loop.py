@@ -50,7 +50,7 @@ def fit(
     """Train any model with any loss, from the newest checkpoint to the last step."""
     check_temperature(config)
     folder = config.run.folder
-    last = config.plan.steps
+    last = run.limits.steps
     checkpoints = CheckpointFolder(folder / "checkpoints")
     weights = FolderSender(folder / "weights")
     log = StepWriter(folder)

@@ -76,7 +76,7 @@ class QueueRollouts:
 
     def _read(self, timeout_s: float) -> Iterable[RolloutSample]:
         step = self._next
-        if step > self._config.plan.steps:
+        if step > self._run.limits.steps:
             # read ahead of the end, and never trained on
             return self._rollouts(self.taken[-1])
         counts = self._run.limits.mix().shares(step)
@@ -236,6 +236,7 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
     """Train from TRL's newest checkpoint to the last step of the plan."""
     check_temperature(config)
     _check_staleness(run, config)
+    _check_group_sizes(run, config)
     folder = config.run.folder / "trl"
     steps = complete_checkpoints(folder)
     newest = folder / f"checkpoint-{steps[-1]}" if steps else None
@@ -252,7 +253,7 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
     weights = PublishedWeights(consumer, run, config, position)
     weights.trainer = AsyncGRPOTrainer(
         model=str(model_dir),
-        args=_arguments(config, folder),
+        args=_arguments(config, folder, run.limits.steps),
         processing_class=load_tokenizer(model_dir),
         # not read: the producer of the run draws the prompts
         train_dataset=Dataset.from_dict({"prompt": [""]}),
@@ -286,6 +287,20 @@ def batch_rollouts(config: TrainingConfig) -> int:
     return config.plan.batch_size * sizes.pop()
 
 
+def _check_group_sizes(run: Run, config: TrainingConfig) -> None:
+    """Refuse a prompt_repeat_k that was edited while groups of another size are to be trained."""
+    for task in config.training_tasks:
+        size = config.tasks[task].prompt_repeat_k
+        others = {"task": task, "samples": {"$ne": size}, "stage": {"$not_in": ["dead"]}}
+        if found := next(run.groups.find(others, limit=1), None):
+            raise ConfigError(
+                f"tasks.{task}.prompt_repeat_k is {size}, and group {found.gid} of the run has "
+                f"{found.samples} rollouts: TRL trains on the same number in every step",
+                hint=f"set prompt_repeat_k = {found.samples} again, or start another run; the "
+                "reference trainer accepts groups of several sizes",
+            )
+
+
 def _check_staleness(run: Run, config: TrainingConfig) -> None:
     """Refuse limits that TRL cannot keep, which reads a micro-batch before the next update."""
     interval = config.policy.sync_weights_interval
@@ -298,19 +313,19 @@ def _check_staleness(run: Run, config: TrainingConfig) -> None:
             )
 
 
-def _arguments(config: TrainingConfig, folder: Path) -> AsyncGRPOConfig:
+def _arguments(config: TrainingConfig, folder: Path, steps: int) -> AsyncGRPOConfig:
     rollouts = batch_rollouts(config)
     micro_batch = _micro_batch(config, rollouts)
     on_gpu = torch.cuda.is_available()
     return AsyncGRPOConfig(
         output_dir=str(folder),
-        max_steps=config.plan.steps,
+        max_steps=steps,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=rollouts // micro_batch,
         # a fixed number of rollouts, so that an optimizer step is a step of the run
         token_budget=0,
         # the queue has refused what is older than the run allows
-        max_staleness=config.plan.steps,
+        max_staleness=steps,
         weight_sync_steps=config.policy.sync_weights_interval,
         learning_rate=config.learner.learning_rate,
         save_steps=config.trainer.checkpoint_every_steps,

@@ -174,11 +174,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
+def make_run(
+    store: Store,
+    config: TrainingConfig,
+    model: Path,
+    *,
+    regenerate: bool,
+    by_hand: bool = True,
+    is_done: Callable[[int], bool] = lambda steps: False,
+) -> Run:
     """Return the run of this config, and create it if it is new.
 
-    Raises LostRun if it has checkpoints but the server does not hold it: only `regenerate` may
-    create it again (I6).
+    `by_hand`, `is_done`: see `create_run`. Raises LostRun if it has checkpoints but the server does
+    not hold it: only `regenerate` may create it again (I6).
     """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
     if steps and not regenerate and config.run.name not in Run.names(store):
@@ -188,4 +196,4 @@ def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: b
             hint="connect to the server that holds it, or restore its data (`rolloutmq restore`); "
             "or start with --regenerate: what was not trained yet is then generated again",
         )
-    return create_run(store, config, model)
+    return create_run(store, config, model, by_hand=by_hand, is_done=is_done)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import comb
 
 import numpy as np
@@ -98,11 +98,11 @@ def _probability(right: NDArray[np.bool_], k: int) -> float:
 class EvaluationPlan:
     """Run the evaluations of one trainer.
 
-    `start`: the step of the checkpoint that the trainer started from; evaluations of that step
-    which the log contains are not repeated. `free_memory`: called while an evaluation waits for
-    memory that only a checkpoint frees.
+    `known`: the evaluation tasks of the run. `start`: the step of the checkpoint that the trainer
+    started from; evaluations of that step which the log contains are not repeated. `free_memory`:
+    called while an evaluation waits for memory that only a checkpoint frees.
 
-        plan = EvaluationPlan(config, consumer, writer, reporter, start, free_memory)
+        plan = EvaluationPlan(config, known, consumer, writer, reporter, start, free_memory)
         plan.measure(step, last)    # after every publication
         plan.poll()                 # after every step
         plan.finish()               # at the end
@@ -111,12 +111,15 @@ class EvaluationPlan:
     def __init__(
         self,
         config: TrainingConfig,
+        known: Collection[str],
         consumer: RolloutConsumer,
         writer: StepWriter,
         reporter: Reporter,
         start: int,
         free_memory: Callable[[], None],
     ) -> None:
+        # a config that was edited since may have others
+        self._held_out = [name for name in known if name in config.tasks]
         self._config = config
         self._consumer = consumer
         self._writer = writer
@@ -139,8 +142,7 @@ class EvaluationPlan:
         if not is_due:
             return []
         done = self._started.union(self._writer.evaluations() if step == self._start else ())
-        held_out = [name for name, task in self._config.tasks.items() if task.eval_of is not None]
-        return [name for name in held_out if (name, step) not in done]
+        return [name for name in self._held_out if (name, step) not in done]
 
     def measure(self, step: int, last: int) -> None:
         """Evaluate the newest weights, those of `step`, where this is due.

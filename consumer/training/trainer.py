@@ -15,6 +15,7 @@ from pathlib import Path
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
+from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch, LostRun
 from buffer.model.manifest import Manifest
 from buffer.monitoring.token_texts import TokenTexts
@@ -62,6 +63,7 @@ class Trainer:
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
         self._begun: tuple[Position, Path] | None = None
         """the checkpoint that is being written: its position, and its hidden folder"""
+        self._kept_settings = KeptSettings(folder, run.nonce)
         self._weights = open_sender(config, run)
         self._log = StepWriter(folder)
         self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
@@ -92,6 +94,7 @@ class Trainer:
         self._position = self._newest_position(regenerate)
         self._evaluations = EvaluationPlan(
             self._config,
+            self._run.limits.eval_tasks,
             self.consumer,
             self._log,
             self._reporter,
@@ -99,7 +102,7 @@ class Trainer:
             self._free_memory,
         )
         self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
-        self._run.refresh_limits()
+        self._refresh_settings()
         self._progress = self._run.read_progress()
         try:
             self._resume()
@@ -175,7 +178,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         timing = Timing()
         started = time.monotonic()
-        self._run.refresh_limits()
+        self._refresh_settings()
         self._commit_if_written()
         self._publisher.check()
         batch = self._take(step, timing)
@@ -202,6 +205,11 @@ class Trainer:
         self._commit_if_written()
         if self._newest_weights == step:
             self._evaluate()
+
+    def _refresh_settings(self) -> None:
+        """Adopt what was set, and keep it in the run's folder, in case the server loses it."""
+        self._run.refresh_limits()
+        self._kept_settings.keep(self._run.settings)
 
     def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
         """Choose the groups whose texts are logged; with several ranks, some are read again."""

@@ -28,8 +28,8 @@ the default is "unset", the meaning states what happens then.
 LIVE_INTRODUCTION = """\
 ## `rolloutmq set`
 
-What can be changed while a run continues, as `name=value`; it lasts until the run is started again
-from its file.
+What can be changed while a run continues, as `name=value`. It belongs to the run until it is set
+again, or until the run is started with a config in which the value has changed.
 """
 
 

@@ -62,7 +62,7 @@ class Curriculum:
         reason = ""
         try:
             if settings := self._settings(progress):
-                self._run.set(settings, producer=producer)
+                self._run.set(settings, by="the curriculum", producer=producer)
         except ConfigError as error:
             reason = str(error)
             about = {"step": step}

@@ -153,7 +153,9 @@ def train(
     rank = training.own_rank()
     log_json("trainer", settings.run.name, f"trainer-{rank}" if rank else "")
     follow_owner()
-    run, model_dir = training.open_run(settings, redis_url, metrics, regenerate=regenerate)
+    run, model_dir = training.open_run(
+        settings, redis_url, metrics, take_over=take_over, regenerate=regenerate
+    )
     if not training.train(run, settings, model_dir, take_over=take_over, regenerate=regenerate):
         # stopped before its last step: the launcher must not take that for the end of the run
         raise typer.Exit(INTERRUPTED)

@@ -6,15 +6,19 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from buffer.config.config import TrainingConfig
 from buffer.config.sources import fetch
+from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection.url import mask_url
 from consumer.training.checkpoint import make_run
-from rolloutmq.launch.preparation import prepare_model, prepare_problems, start_server
+from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,9 @@ class Creation:
     folder: Path
     model: Path
     changes: list[str]
+    settings: SettingsRecord
 
-    def facts(self) -> dict[str, str | int | list[str]]:
+    def facts(self) -> dict[str, Any]:
         """Return what programs need to know."""
         return {
             "run": self.name,
@@ -44,6 +49,7 @@ class Creation:
             "folder": str(self.folder),
             "model": str(self.model),
             "changes": self.changes,
+            "set": {name: each.value for name, each in self.settings.overrides.items()},
         }
 
     def lines(self, command: Sequence[str]) -> list[str]:
@@ -60,6 +66,7 @@ class Creation:
             f"model    {self.model}",
             f"run      {self.name} {state}; its folder is {self.folder}",
             *(f"changed  {change}" for change in self.changes),
+            *(f"set      {line}" for line in override_lines(self.settings)),
             "",
             "to start all of its processes on this machine:",
             f"  rolloutmq run {config}",
@@ -82,11 +89,13 @@ def create(
     with _server(config, redis_url) as (url, server):
         store = open_store(config, url, name="rolloutmq-create")
         model = prepare_model(config, command, quiet=quiet)
-        run = make_run(store, config, model, regenerate=False)
+        run = make_run(store, config, model, regenerate=False, is_done=partial(is_done, config))
         taken = run.ledger.steps().taken
         store.close()
     folder = config.run.folder
-    return Creation(run.name, run.nonce, taken, url, server, folder, model, run.changes)
+    return Creation(
+        run.name, run.nonce, taken, url, server, folder, model, run.changes, run.settings
+    )
 
 
 @contextmanager

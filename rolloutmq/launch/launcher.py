@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,10 +20,11 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.run_view import take_snapshot
-from buffer.open_run import open_store
+from buffer.open_run import open_store, own_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
+from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
@@ -105,8 +107,9 @@ class Launcher:
         run: Run | None = None
         try:
             run = self._prepare()
-            if is_done(self._config):
-                steps = self._config.plan.steps
+            steps = run.limits.steps
+            self._owned.note(Stage.PREPARING, steps=steps)
+            if is_done(self._config, steps):
                 self._console.print(
                     f"all {steps} steps are done; to start a new run, remove {self._folder}"
                 )
@@ -150,16 +153,22 @@ class Launcher:
             highlight=False,
         )
         model = prepare_model(config, self._command)
-        done = is_done(config)
-        run = (
-            Run.open(store, config.run.name)
-            if done
-            else make_run(store, config, model, regenerate=self._regenerate)
+        if earlier := own_run(store, config):
+            # this config must not change the settings of a run that another start still trains
+            await_roles(earlier, say)
+        run = make_run(
+            store,
+            config,
+            model,
+            regenerate=self._regenerate,
+            is_done=partial(is_done, config),
         )
         for warning in config.warnings():
             say(f"warning  {warning}", highlight=False)
         for change in run.changes:
             say(f"changed  {change}", highlight=False)
+        for line in override_lines(run.settings):
+            say(f"set      {line}", highlight=False)
         self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
@@ -231,7 +240,7 @@ class Launcher:
         # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
         view = LiveView(run_dir=self._folder)
-        chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
+        chaos = Chaos.plan(run.limits.steps, self._workers, self._trainer, self._server)
 
         view.started_s = self._started_s()
 
@@ -241,6 +250,7 @@ class Launcher:
                 if self._is_over(run):
                     return True
                 self._note_under_way(run)
+                self._note_steps(run)
                 self._report(
                     view,
                     self._keep_alive(run) + (self._strike(run, chaos) if self._with_chaos else []),
@@ -298,6 +308,12 @@ class Launcher:
         if snap.trainer.is_alive and snap.producer.is_alive and snap.live_workers:
             self._owned.note(Stage.RUNNING)
 
+    def _note_steps(self, run: Run) -> None:
+        """Record the steps of the run where they have been set; the view has read them."""
+        record = self._owned.record
+        if run.limits.steps != record.steps:
+            self._owned.note(record.stage, record.detail, steps=run.limits.steps)
+
     def _strike(self, run: Run, chaos: Chaos) -> list[str]:
         try:
             return chaos.strike(run.ledger.steps()[0])
@@ -353,11 +369,13 @@ class Launcher:
             return
         run.store.deadline_s = REPORT_S
         try:
+            run.refresh_limits()
             run.janitor.sweep()
             account = account_line(run.account.fsck())
         except RolloutMQError as error:
             account = f"account not checked: {error.message}"
         steps = CheckpointFolder(self._folder / "checkpoints").steps()
         done = f"checkpoint of step {steps[-1]}" if steps else "no checkpoint yet"
-        self._owned.note(Stage.STOPPING, account=account)
-        self._console.print(f"stopped: {done} of {self._config.plan.steps} steps; {account}")
+        last = run.limits.steps
+        self._owned.note(Stage.STOPPING, account=account, steps=last)
+        self._console.print(f"stopped: {done} of {last} steps; {account}")

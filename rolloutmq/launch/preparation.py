@@ -104,13 +104,12 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
         time.sleep(0.2)
 
 
-def is_done(config: TrainingConfig) -> bool:
+def is_done(config: TrainingConfig, last: int) -> bool:
     """Return whether the last step is in a checkpoint, and its weights are evaluated."""
-    last = config.plan.steps
     evaluations = read_evaluations(config.run.folder)
     tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]
-    reached = CheckpointFolder(config.run.folder / "checkpoints").steps()[-1:] == [last]
-    return reached and all((task, last) in evaluations for task in tasks)
+    newest = max(CheckpointFolder(config.run.folder / "checkpoints").steps(), default=0)
+    return newest > last or (newest == last and all((task, last) in evaluations for task in tasks))
 
 
 def run_command(args: list[str], *, quiet: bool = True) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +17,21 @@ from typing import TYPE_CHECKING
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.monitoring.traced_run import trace_run
-from buffer.open_run import open_store, server_url, wait_for_run
+from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
+from buffer.store.replies import role_held
 from consumer.training.checkpoint import make_run
+from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
     from buffer.run import Run
+    from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.trainer")
+
+POLL_S = 0.2
+"""Seconds between two looks at the heartbeat of another trainer."""
 
 
 def own_rank() -> int:
@@ -32,12 +39,23 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def is_by_hand() -> bool:
+    """Return whether neither `rolloutmq run` nor torchrun started this process again."""
+    return OWNER not in os.environ and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def open_run(
-    settings: TrainingConfig, redis_url: str | None, metrics: str | None, *, regenerate: bool
+    settings: TrainingConfig,
+    redis_url: str | None,
+    metrics: str | None,
+    *,
+    take_over: bool,
+    regenerate: bool,
 ) -> tuple[Run, Path]:
     """Return the run and its model folder; rank 0 creates the run if it is new.
 
-    `metrics`: the address at which the first rank of each machine serves metrics.
+    `metrics`: the address at which the first rank of each machine serves metrics. Raises RoleHeld
+    while another trainer is alive, unless `take_over`.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
@@ -50,14 +68,34 @@ def open_run(
         run = wait_for_run(store, settings.run.name)
         run.check_signatures(settings.trainer.keys_file)
         return run, model_dir
-    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    by_hand = is_by_hand()
+    if by_hand and not take_over:
+        _require_vacancy(store, settings)
+    run = make_run(store, settings, model_dir, regenerate=regenerate, by_hand=by_hand)
     run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
+    for line in override_lines(run.settings):
+        log.info("set: %s", line)
     trace_run(run, "trainer")
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         log.warning(warning)
     return run, model_dir
+
+
+def _require_vacancy(store: Store, settings: TrainingConfig) -> None:
+    """Raise RoleHeld if another trainer is alive, before this config changes its settings.
+
+    One that died is waited for, until its role times out.
+    """
+    run = own_run(store, settings)
+    if run is None:
+        return
+    first = run.control.holder("trainer")
+    while (holder := run.control.holder("trainer")).is_alive:
+        if holder.seen_ms != first.seen_ms:
+            raise role_held("trainer", run.name, holder.silent_ms or 0)
+        time.sleep(POLL_S)
 
 
 def train(

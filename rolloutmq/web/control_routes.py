@@ -18,10 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.event_log import parse_event
-from buffer.control.live_settings import LiveSettings
+from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.commands.steer.pause import hold
@@ -100,7 +99,8 @@ class ControlRoutes:
         self._access.to_act(request)
         query = request.query_params
         assignment = f"{query.get('name', '')}={query.get('value', '')}"
-        changes = self._run.set(parse_settings(LiveSettings, [assignment]))
+        wanted, restored = parse_change([assignment])
+        changes = self._run.set(wanted, restored=restored, by="a browser")
         return answer({"changed": sorted(changes)})
 
     def _resume_task(self, request: Request) -> Response:

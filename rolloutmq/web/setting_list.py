@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.model.limits import RunLimits, TaskSettings
+from buffer.rollouts.staleness import max_staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
             value: Any = limits.newest_weights()[task]
             inherited = False
         elif name == "max_staleness":
-            value = _max_staleness(int(limits.threshold(task)), limits)
+            value = max_staleness(int(limits.threshold(task)), limits.sync_weights_interval)
             inherited = own.stale_threshold is None
         else:
             value = getattr(limits.of(task), name)
@@ -52,13 +53,8 @@ def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
 
 def _value(limits: RunLimits, name: str) -> Any:
     if name == "max_staleness":
-        return _max_staleness(limits.stale_threshold, limits)
+        return max_staleness(limits.stale_threshold, limits.sync_weights_interval)
     return getattr(limits, name)
-
-
-def _max_staleness(threshold: int, limits: RunLimits) -> int:
-    """Return the inverse of `stale_threshold` (buffer/rollouts/staleness.py)."""
-    return threshold // limits.sync_weights_interval - 1
 
 
 def _doc(field: FieldInfo) -> str:

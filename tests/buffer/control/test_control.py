@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import select
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 import pytest
 import redis
 
 from buffer import run_fields
+from buffer.control.continuation import Start
 from buffer.control.control import ControlState, Mode
+from buffer.control.live_settings import LiveSettings
 from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.model.ids import new_nonce
@@ -124,6 +128,7 @@ def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
     def create_after(store: Store, what: str, key: str) -> dict[str, str]:
         fields = read(store, what, key)
         if not fields:
+            monkeypatch.setattr(run_fields, "read_hash", read)
             Run.create(store, run_name, new_nonce(), LIMITS)
         return fields
 
@@ -262,3 +267,13 @@ def test_create_run_lets_a_finished_run_go_on(scene: Scene) -> None:
     assert state.epoch > epoch
     Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
     assert scene.run.control.state() == state
+
+
+def test_create_run_leaves_a_run_finished_that_has_nothing_left_to_do(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=scene.trainer)
+    scene.run.set(LiveSettings(steps=LIMITS.steps + 5))
+    for done, mode in ((LIMITS.steps + 5, Mode.FINISH), (LIMITS.steps, Mode.RUN)):
+        start = Start(is_done=partial(operator.ge, done))
+        Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w", start=start)
+        assert scene.run.control.state().mode is mode

@@ -19,6 +19,7 @@ import pytest
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
+from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.monitoring.history import StepLog
@@ -208,6 +209,20 @@ def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
     assert site.run.ledger.steps() == (STEPS, STEPS, STEPS)
     assert site.run.control.state().weights.version == STEPS
     assert site.run.account.fsck().clean
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
+    trl = pytest.importorskip("consumer.examples.trl_async_grpo", exc_type=ImportError)
+    tasks = dict(site.config.tasks)
+    tasks["math"] = tasks["math"].model_copy(update={"prompt_repeat_k": MEMBERS + 1})
+    edited = site.config.model_copy(update={"tasks": tasks})
+    with at_work(site.run, math=GROUPS):
+        pass
+    crew_size = next(site.run.groups.find({"task": "math"})).samples
+    with pytest.raises(ConfigError, match=f"is {MEMBERS + 1}, .* has {crew_size} rollouts"):
+        trl.train(site.run, edited, site.config.policy.model)
+    assert not site.run.control.holder("trainer").seen_ms
 
 
 @pytest.mark.parametrize("site", ["tests.consumer.examples.trl_on_cpu:train"], indirect=True)

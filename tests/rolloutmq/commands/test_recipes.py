@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from buffer.batches.audits import Finding, Position
@@ -83,6 +84,9 @@ def scored(*command: str, key: str = "gid") -> Callable[[Answer, Told], bool]:
 
 CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "How is the run?": how_is_the_run,
+    "What was changed, since when? How do I undo it?": lambda answer, told: (
+        orjson.loads(answer[0])["overrides"] == {} and told("set", "--list") == {"settings": []}
+    ),
     "Which groups wait?": lambda answer, told: (
         int(answer[0]) == len(told("ls", "--stage", "waiting"))
     ),

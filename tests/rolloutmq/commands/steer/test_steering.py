@@ -8,6 +8,7 @@ from pathlib import Path
 
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerState
+from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.rolloutmq.conftest import Command, json_of
@@ -145,6 +146,35 @@ def test_set_changes_a_run_that_goes_on_and_says_what(scene: Scene, command: Com
     assert scene.run.refresh_limits()
     assert scene.run.limits.concurrency == 3
     assert "nothing to change" in command("set", "concurrency=3").stdout
+
+
+def test_set_lists_what_differs_from_the_config_and_undoes_it(
+    scene: Scene, command: Command
+) -> None:
+    limits = scene.run.limits
+    assert json_of(command("set", "--list", "--json")) == {"settings": []}
+    before = time.time()
+    command("set", f"max_tries={limits.max_tries + 4}", "tasks.math.max_in_flight=9")
+    first, second = json_of(command("set", "--list", "--json"))["settings"]
+    assert (first["name"], first["config"], first["value"]) == (
+        "max_tries",
+        limits.max_tries,
+        limits.max_tries + 4,
+    )
+    assert before - 1 < first["set_ms"] / 1000 < time.time() + 1
+    assert "@" in first["by"]
+    assert (second["name"], second["config"]) == ("tasks.math.max_in_flight", None)
+    shown = command("set", "--list").stdout
+    assert "tasks.math.max_in_flight" in shown
+    done = json_of(command("set", "tasks.math.max_in_flight=config", "max_tries=config", "--json"))
+    assert done["changed"]["tasks.math.max_in_flight"] == {"before": 9, "after": None}
+    assert json_of(command("set", "--list", "--json")) == {"settings": []}
+    assert Run.open(scene.run.store, scene.run.name).limits == limits
+
+
+def test_set_wants_either_values_or_a_list(scene: Scene, command: Command) -> None:
+    for words in ((), ("max_tries=4", "--list"), ("nonsense=config",)):
+        assert command("set", *words).returncode == 2
 
 
 def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:

@@ -1,0 +1,130 @@
+"""What `rolloutmq set` changed of a run, and what its config said then.
+
+A value that was set belongs to the run. It holds until it is set again, or until the config has
+another value than at the last start by hand. So the run's `meta` holds this record, each change of
+it is made by the script that changes the limits, and the run's folder has a copy for the case that
+the server loses everything (`buffer/control/kept_settings.py`).
+
+A setting has the name that `rolloutmq set` gives it: `max_staleness`, `tasks.math.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from buffer.model.limits import RunLimits, TaskSettings
+from buffer.rollouts.staleness import max_staleness
+
+FIELD = "settings"
+"""The field of the run's `meta` that holds the record as JSON."""
+
+TASK = "tasks."
+"""How the name of a task's own setting begins; the name of the task and a dot follow."""
+
+_OF_A_RUN = (
+    "max_tries",
+    "pause_timeout_s",
+    "concurrency",
+    "low_bytes",
+    "high_bytes",
+    "steps",
+    *TaskSettings.model_fields,
+)
+
+
+class Override(BaseModel):
+    """A value that was set. `by`: a person as user@host, or the function that did it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    value: Any
+    set_ms: int
+    by: str = ""
+
+
+class SettingsRecord(BaseModel):
+    """The values of the config at the last start by hand, and those that were set since.
+
+    `configured` lacks what a task does not set itself. `written`: what the file says, for settings
+    whose value depends on more than the file. `overrides` contains only what differs from
+    `configured`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    configured: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    overrides: dict[str, Override] = {}
+
+    @classmethod
+    def of(cls, limits: RunLimits, written: Mapping[str, str]) -> SettingsRecord:
+        """Return the record of a run with the limits of its config, of which nothing was set."""
+        return cls(configured=setting_values(limits), written=dict(written))
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, str]) -> SettingsRecord:
+        """Return the record in a run's meta hash; an empty one for a run that has none.
+
+        Raises ValueError for one that cannot be read.
+        """
+        return cls.model_validate_json(meta[FIELD]) if FIELD in meta else cls()
+
+    def kept_by(self, config: SettingsRecord) -> dict[str, Override]:
+        """Return the overrides that hold under a config: those of values that it did not change."""
+        return {
+            name: override
+            for name, override in self.overrides.items()
+            if self._written(name) == config._written(name) and config.knows(name)
+        }
+
+    def knows(self, name: str) -> bool:
+        """Return whether the config has the setting; it lacks those of a task that is gone."""
+        task = task_of(name)
+        return not task or f"{TASK}{task}.weight" in self.configured
+
+    def _written(self, name: str) -> Any:
+        return self.written.get(name, self.configured.get(name))
+
+    def after(self, changed: Mapping[str, Any], now_ms: int, by: str) -> SettingsRecord:
+        """Return the record after these values were set."""
+        overrides = dict(self.overrides)
+        for name, value in changed.items():
+            known = overrides.pop(name, None)
+            is_own = not task_of(name) or name in self.configured
+            if is_own and value == self.configured.get(name):
+                continue
+            is_same = known is not None and known.value == value
+            overrides[name] = known if known and is_same else Override(
+                value=value, set_ms=now_ms, by=by
+            )  # fmt: skip
+        return self.model_copy(update={"overrides": overrides})
+
+    def without(self, names: Collection[str]) -> SettingsRecord:
+        """Return the record without the overrides of these settings."""
+        overrides = {name: each for name, each in self.overrides.items() if name not in names}
+        return self.model_copy(update={"overrides": overrides})
+
+
+def task_of(name: str) -> str:
+    """Return the task of a setting; "" for one of the run. The name of a task may have dots."""
+    return name.removeprefix(TASK).rpartition(".")[0] if name.startswith(TASK) else ""
+
+
+def setting_values(limits: RunLimits) -> dict[str, Any]:
+    """Return the value of every setting by its name, except those that a task has from the run."""
+    values = {name: getattr(limits, name) for name in _OF_A_RUN}
+    interval = limits.sync_weights_interval
+    values["max_staleness"] = max_staleness(limits.stale_threshold, interval)
+    for task, weight in limits.newest_weights().items():
+        own = limits.tasks[task]
+        if own.is_gone:
+            continue
+        found = own.model_dump(include=set(TaskSettings.model_fields))
+        if own.stale_threshold is not None:
+            found["max_staleness"] = max_staleness(own.stale_threshold, interval)
+        found["weight"] = weight
+        values |= {f"{TASK}{task}.{name}": value for name, value in found.items()}
+    return values
