@@ -11,6 +11,7 @@ becomes a dead letter, and no group beside it does.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import logging
 import time
@@ -29,6 +30,7 @@ from buffer.errors import (
     RunDamaged,
     StoreUnavailable,
     WireError,
+    describe,
 )
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
@@ -50,7 +52,6 @@ from producer_workers.group_runs.restarts import (
 )
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.group_runs.submitter import Submitter
-from producer_workers.user_code.user_function import describe
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -128,6 +129,12 @@ class TaskRunner:
                     return others
             else:
                 return made
+
+    async def close(self) -> None:
+        """End what the agent loop keeps, such as processes of tools, where it has a `close`."""
+        close = getattr(self.agent_loop, "close", None)
+        if inspect.iscoroutinefunction(close):
+            await close()
 
     async def is_valid(self, states: list[RolloutState]) -> bool:
         """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
@@ -225,6 +232,13 @@ class GroupRunner:
             self._members.pop(job, None)
             self._engine.alone.discard(job.gid)
             self._engine.tokens.forget(job.gid)
+
+    async def close(self) -> None:
+        """Close the agent loops. What one raises is logged: the worker leaves."""
+        closing = (runner.close() for runner in self._runners.values())
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if error is not None:
+                log.warning("an agent loop could not be closed: %s", describe(error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group whose work was cancelled because the worker leaves.

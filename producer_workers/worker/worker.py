@@ -70,9 +70,9 @@ from producer_workers.group_runs.next_weights import WeightSource
 from producer_workers.group_runs.pending_groups import PendingGroups, Protection
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.user_code.contained_tasks import contain_exits
 from producer_workers.worker.capacity import Capacity, Vacancy
 from producer_workers.worker.claims import Claims
-from producer_workers.worker.contained_tasks import contain_exits
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.heartbeat import Heartbeat, Reporter
 from producer_workers.worker.loop_watch import LoopWatch
@@ -371,6 +371,7 @@ class Worker:
             await self._hand_back()
             await asyncio.to_thread(self._heartbeat.stop)
             self._judges.close()
+            await self._runner.close()
             await self._engine.close()
             self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):

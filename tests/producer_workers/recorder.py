@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import RolloutState, VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
@@ -106,7 +107,8 @@ class Recorder(LetterEngine):
 
 
 def loop_of(tokenizer: Any, agent: Any = "wander", **options: Any) -> GatewayAgentLoop:
-    agent = MINE + agent if isinstance(agent, str) and ":" not in agent else agent
+    if isinstance(agent, str) and ":" not in agent:
+        agent = load_object(MINE + agent, kind="agent")  # not by name, for a process of its own
     common = {
         "judge": None,
         "tokenizer": tokenizer,

@@ -1,7 +1,7 @@
-"""Keep SystemExit out of a worker's event loop.
+"""Keep SystemExit and KeyboardInterrupt out of an event loop in which a user's code runs.
 
-asyncio ends the loop with a SystemExit that any of its tasks raises, also one that the code of an
-agent loop or an environment has started. Here it ends that task only, as an error of its group.
+asyncio ends the loop with one that any of its tasks raises, also a task that the code of an agent
+loop or an environment has started. Here it ends that task only, as an error of its group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from buffer.errors import RolloutMQError
+from buffer.errors import RolloutMQError, describe
+
+_ENDS = (SystemExit, KeyboardInterrupt)
+"""What ends an event loop. A real Ctrl-C is a signal, which a worker handles otherwise."""
 
 
 class UserExit(RolloutMQError):
@@ -18,7 +21,7 @@ class UserExit(RolloutMQError):
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises UserExit where `inner` raises SystemExit."""
+    """A coroutine that raises UserExit where `inner` raises SystemExit or KeyboardInterrupt."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -26,13 +29,13 @@ class _Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
-        except SystemExit as error:
+        except _ENDS as error:
             raise _refusal(error) from error
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._inner.throw(*error)
-        except SystemExit as exit:
+        except _ENDS as exit:
             raise _refusal(exit) from exit
 
     def close(self) -> None:
@@ -43,7 +46,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Contain SystemExit in every task that `loop` starts from now on."""
+    """Contain both in every task that `loop` starts from now on."""
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
 
@@ -54,7 +57,5 @@ def _make_task(
     return asyncio.Task(_Contained(coroutine), loop=loop, **options)
 
 
-def _refusal(error: SystemExit) -> UserExit:
-    return UserExit(
-        f"SystemExit({error.code!r})", hint="raise another error: sys.exit would end the worker"
-    )
+def _refusal(error: BaseException) -> UserExit:
+    return UserExit(describe(error), hint="raise another error: this one would end the worker")
