@@ -2,23 +2,26 @@
 
 It is opened in a process of its own, so that its records, which may be objects of any kind, need
 not cross. A row that hangs or ends that process is refused as any other row, by its number; the
-next one opens the data set again.
+next one opens the data set again. Rows are read some at a time, as a process is slow to ask.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+import faulthandler
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from buffer.config.sections.dataset import DatasetSection, PythonDataset
-from buffer.errors import ConfigError, DatasetError, UserCodeError
+from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.wire_checks import check_plain
-from producer_workers.datasets.dataset import Dataset, Problem
+from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.cheap import is_cheap
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
@@ -27,93 +30,110 @@ from producer_workers.user_code.rules import Rules
 _SECTION: TypeAdapter[DatasetSection] = TypeAdapter(DatasetSection)
 
 
+AHEAD = 32
+"""Rows that are read in one call, while they take no longer than `AHEAD_S`."""
+
+AHEAD_S = 0.1
+
+OPEN_S = 3600.0
+"""Time in which a data set must have been opened; one of JSON lines is read whole."""
+
+SHOW_S = 60.0
+"""Time after which the log shows where the opening is."""
+
+
 class DatasetBorder(Border):
-    """Its arguments are a row and an epoch, or none for the length; its result is a problem."""
+    """Its argument is places of rows, none for the length; its result is their problems."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple[list[tuple[int, int]]])
 
     def load(self, path: str, options: Mapping[str, Any]) -> Any:
-        # opened by the first call, whose limit it has
-        return _Opened(options)
+        from producer_workers.datasets.open import open_here
 
-    def check(self, name: str, result: Any, *arguments: Any) -> dict[str, Any]:
-        if isinstance(result, ConfigError):
-            return {"refused": [result.message, result.hint]}
-        if isinstance(result, int):
-            return {"length": result}
-        shown = ("messages", "tools", "ground_truth", "extra")
-        check_plain("the problem", [getattr(result, key) for key in shown])
-        plain = result.model_dump()
-        plain["images"] = [str(each) if isinstance(each, Path) else each for each in result.images]
-        return {"problem": plain}
+        given = dict(options)
+        section = _SECTION.validate_python(given.pop("section"))
+        faulthandler.dump_traceback_later(SHOW_S)
+        try:
+            return open_here(section, Path(given.pop("problems_dir")), **given)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
-    def result(self, plain: dict[str, Any]) -> Problem | int:
-        if refused := plain.get("refused"):
-            raise DatasetError(refused[0], hint=refused[1])
-        if "length" in plain:
-            return int(plain["length"])
-        return Problem(**plain["problem"])
+    def call(self, function: Any, *arguments: Any) -> Any:
+        (places,) = arguments
+        return _read(function, places) if places else len(function)
+
+    def check(self, name: str, result: Any, *arguments: Any) -> Any:
+        return result if isinstance(result, int) else [_plain(each) for each in result]
+
+    def result(self, plain: Any) -> Any:
+        return plain if isinstance(plain, int) else [_problem(each) for each in plain]
 
 
 DATASET = DatasetBorder()
 
 
-class _Opened:
-    """The data set in its process."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self._dataset: Dataset | None = None
-
-    def __call__(self, *place: int) -> Problem | int | ConfigError:
+def _read(dataset: Dataset, places: Sequence[tuple[int, int]]) -> list[Problem | ConfigError]:
+    """Return the first row, and further ones for a while. Raises what the first one raises."""
+    until_s = time.monotonic() + AHEAD_S
+    made: list[Problem | ConfigError] = []
+    for row, epoch in places:
         try:
-            if self._dataset is None:
-                self._dataset = self._open()
-            return self._dataset.row(*place) if place else len(self._dataset)
+            made.append(dataset.row(row, epoch))
         except ConfigError as error:  # a value: it names the row already
-            return error
+            made.append(error)
+        except BaseException:  # raised when it is the first
+            if not made:
+                raise
+            break
+        if time.monotonic() > until_s:
+            break
+    return made
 
-    def _open(self) -> Dataset:
-        from producer_workers.datasets.open import open_here
 
-        given = dict(self._options)
-        section = _SECTION.validate_python(given.pop("section"))
-        return open_here(section, Path(given.pop("problems_dir")), **given)
+def _plain(made: Problem | ConfigError) -> dict[str, Any]:
+    if isinstance(made, ConfigError):
+        return {"refused": [made.message, made.hint]}
+    shown = ("messages", "tools", "ground_truth", "extra")
+    check_plain("the problem", [getattr(made, key) for key in shown])
+    plain = made.model_dump()
+    plain["images"] = [str(each) if isinstance(each, Path) else each for each in made.images]
+    return plain
+
+
+def _problem(plain: dict[str, Any]) -> Problem | DatasetError:
+    if refused := plain.get("refused"):
+        return DatasetError(refused[0], hint=refused[1])
+    return Problem(**plain)
 
 
 class ContainedDataset:
     """The data set of `section`, opened in a process. Thread-safe.
 
-    Raises DatasetError where it cannot be opened.
+    `code`: what errors call it; `limit_s`: for a row. Raises DatasetError where it cannot be
+    opened.
     """
 
     def __init__(
-        self,
-        section: DatasetSection,
-        source: str,
-        problems_dir: Path,
-        split: str | None,
-        seed: int,
-        limit_s: float,
+        self, section: DatasetSection, code: str, limit_s: float, options: Mapping[str, Any]
     ) -> None:
         rules = Rules(
-            what=f"the data set {source}",
-            name=source,
+            what=f"the data set of {code}",
+            name=code,
             limit_s=limit_s,
             limit_key="[tasks.<name>.dataset] row_timeout_s",
+            start_s=OPEN_S,
             hint="see the record function, or the factory",
         )
-        options = {
-            "section": section.model_dump(mode="json"),
-            "problems_dir": str(problems_dir),
-            "split": split,
-            "seed": seed,
-        }
-        call = ProcessFunction(source, f"{__name__}:DATASET", rules, options)
-        self._call = BlockingCall(call)
-        weakref.finalize(self, self._call.close)
-        self._source = source
+        given = {"section": section.model_dump(mode="json"), **options}
+        self._call = BlockingCall(ProcessFunction(code, f"{__name__}:DATASET", rules, given))
+        self._code = code
+        self._lock = threading.Lock()
+        self._ahead: dict[tuple[int, int], Problem | DatasetError] = {}
+        self._one_by_one = 0
         try:
-            self._rows = int(self._call())
-        except UserCodeError as error:
+            self._rows = int(self._call([]))
+        except (UserCodeError, ProcessUnavailable) as error:
             raise DatasetError(error.message, hint=error.hint) from error
 
     def __len__(self) -> int:
@@ -121,13 +141,40 @@ class ContainedDataset:
 
     def row(self, row: int, epoch: int = 0) -> Problem:
         """See `Dataset`."""
+        return self.row_of([Place(epoch, row)])
+
+    def row_of(self, places: Iterable[Place]) -> Problem:
+        """Return the problem at the first of `places`; the others will probably be asked next."""
+        coming = iter(places)
+        epoch, row = next(coming)
         if not 0 <= row < self._rows:
-            raise IndexError(f"{self._source}: row {row} of {self._rows}")
+            raise IndexError(f"{self._code}: row {row} of {self._rows}")
+        with self._lock:
+            found = self._ahead.pop((row, epoch), None) or self._ask(row, epoch, coming)
+        if isinstance(found, DatasetError):
+            raise found
+        return found
+
+    def _ask(self, row: int, epoch: int, coming: Iterator[Place]) -> Problem | DatasetError:
+        """Return one row, and keep those behind it; again alone if one of these spoils that."""
+        self._ahead.clear()
+        # another epoch may be another pass over a stream
+        near = [(p.row, epoch) for p in takewhile(lambda place: place.epoch == epoch, coming)]
+        self._one_by_one = max(0, self._one_by_one - 1)
+        if near and not self._one_by_one:
+            try:
+                return self._take([(row, epoch), *near])
+            except (UserCodeError, ProcessUnavailable):
+                self._one_by_one = AHEAD
         try:
-            problem: Problem = self._call(row, epoch)
-        except UserCodeError as error:
-            raise DatasetError(f"row {row}: {error.message}", hint=error.hint) from error
-        return problem
+            return self._take([(row, epoch)])
+        except (UserCodeError, ProcessUnavailable) as error:
+            return DatasetError(f"row {row}: {error.message}", hint=error.hint)
+
+    def _take(self, places: list[tuple[int, int]]) -> Problem | DatasetError:
+        made = self._call(places)
+        self._ahead = dict(zip(places, made, strict=False))
+        return self._ahead.pop(places[0])
 
 
 def source_of_code(section: DatasetSection) -> str | None:

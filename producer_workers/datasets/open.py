@@ -40,8 +40,8 @@ def open_dataset(
     """
     if isinstance(section, ReasoningGymDataset) or not (source := source_of_code(section)):
         return open_here(section, problems_dir, split, seed=seed)
-    limit_s = section.row_timeout_s
-    return ContainedDataset(section, source, problems_dir, split, seed, limit_s)
+    options = {"problems_dir": str(problems_dir), "split": split, "seed": seed}
+    return ContainedDataset(section, source, section.row_timeout_s, options)
 
 
 def open_here(

@@ -52,6 +52,7 @@ from producer_workers.group_runs.restarts import (
 )
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.group_runs.submitter import Submitter
+from producer_workers.user_code.contained_tasks import Contained
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class TaskRunner:
         given = Given.of(states)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(states, engine, gid)
+                made = await Contained(self.agent_loop.generate_group(states, engine, gid))
             makes_prompts = getattr(self.agent_loop, "makes_prompts", False)
             return check_result(given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
@@ -224,8 +225,9 @@ class GroupRunner:
             if isinstance(error, GeneratorExit) or is_cancelled or is_shared:
                 raise
             is_unknown = not isinstance(error, RolloutMQError)
-            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
-            await self._release(job, "failed", describe(error))
+            reason = describe(error)  # the text of a user's error may raise
+            log.warning("group failed: %s", reason, extra={"gid": job.gid}, exc_info=is_unknown)
+            await self._release(job, "failed", reason)
         finally:
             self.submitting.discard(job)
             self.doomed.discard(job)

@@ -1,4 +1,4 @@
-"""Keep SystemExit and KeyboardInterrupt out of an event loop in which a user's code runs.
+"""Keep SystemExit, KeyboardInterrupt and GeneratorExit of a user's code out of an event loop.
 
 asyncio ends the loop with one that any of its tasks raises, also a task that the code of an agent
 loop or an environment has started. Here it ends that task only, as an error of its group.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
-from typing import Any
+from typing import Any, cast
 
 from buffer.errors import RolloutMQError, describe
 
@@ -20,8 +20,8 @@ class UserExit(RolloutMQError):
     """The code of a loop, an environment or an agent called sys.exit."""
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises UserExit where `inner` raises SystemExit or KeyboardInterrupt."""
+class Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises UserExit where `inner` raises what would end more than itself."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -29,7 +29,7 @@ class _Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
-        except _ENDS as error:
+        except (*_ENDS, GeneratorExit) as error:  # nobody has closed it: that is not a `send`
             raise _refusal(error) from error
 
     def throw(self, *error: Any) -> Any:
@@ -42,7 +42,13 @@ class _Contained(Coroutine[Any, Any, Any]):
         self._inner.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
+        return cast("Generator[Any, Any, Any]", self)
+
+    def __iter__(self) -> Contained:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
@@ -54,7 +60,7 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 def _make_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 ) -> asyncio.Task[Any]:
-    return asyncio.Task(_Contained(coroutine), loop=loop, **options)
+    return asyncio.Task(Contained(coroutine), loop=loop, **options)
 
 
 def _refusal(error: BaseException) -> UserExit:

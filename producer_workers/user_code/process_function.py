@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any
@@ -125,10 +126,8 @@ class BlockingCall:
 
     def __init__(self, call: UserFunction | ProcessFunction) -> None:
         self._call = call
-
-    def close(self) -> None:
-        """End its processes."""
-        _background_loop().call_soon_threadsafe(self._call.close)
+        # with its last user; a process that ends takes all of them with it anyhow
+        weakref.finalize(self, _close, call).atexit = False
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the result. Raises what `call` raises."""
@@ -137,6 +136,10 @@ class BlockingCall:
             return await self._call(*arguments)
 
         return asyncio.run_coroutine_threadsafe(ask(), _background_loop()).result()
+
+
+def _close(call: UserFunction | ProcessFunction) -> None:
+    _background_loop().call_soon_threadsafe(call.close)
 
 
 @cache

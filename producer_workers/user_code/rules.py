@@ -72,6 +72,8 @@ class Rules:
     mode: Mode = "plain"
     repeats: bool = True
     grace_s: float = 1.0
+    start_s: float = 300.0
+    """time in which a process must have imported the function"""
     error: type[UserCodeError] = UserCodeError
     hint: str = ""
     """what to do about an exception, where nothing better is known"""

@@ -125,6 +125,8 @@ class UserFunction:
 
     def _checked(self, outcome: Outcome, arguments: tuple[Any, ...]) -> Any:
         error = outcome.error
+        if isinstance(error, ProcessUnavailable):  # of a tool that comes with this project
+            raise error
         if error is None:
             try:
                 plain = self._border.check(self._rules.name, outcome.result, *arguments)

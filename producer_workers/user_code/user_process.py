@@ -29,9 +29,6 @@ from producer_workers.user_code.rules import ROOM, Rules
 
 log = logging.getLogger("rolloutmq.worker")
 
-START_S = 300.0
-"""Time in which a process must have imported the function."""
-
 REPLACED = Counter[str]()
 """Processes that were ended for what a call did, by kind and name of their function."""
 
@@ -108,8 +105,10 @@ class UserProcess:
             await asyncio.wait({answer}, timeout=self._rules.grace_s)
             if not answer.done():  # its event loop does not run: perhaps for another call's fault
                 self.end("a call exceeded its limit and cannot be cancelled")
-            if isinstance(answer.exception(), Ended):
+            if self._rules.repeats and isinstance(answer.exception(), Ended):
                 answer.result()
+        else:
+            self._is_leaving = True  # no other call should wait behind this one
         raise self._rules.over_limit()
 
     def _give_up(self, number: int) -> None:
@@ -173,16 +172,17 @@ class UserProcess:
                 raise ProcessUnavailable(
                     f"no process can be started for {what}: {error}"
                 ) from error
-        done, _ = await asyncio.wait({ready}, timeout=START_S)
+        done, _ = await asyncio.wait({ready}, timeout=self._rules.start_s)
         if not done:
-            raise ProcessUnavailable(f"{what} was not imported within {START_S:g} s")
+            raise ProcessUnavailable(f"{what} was not imported within {self._rules.start_s:g} s")
         try:
             failure = ready.result().failure
         except Ended as end:
             raise ProcessUnavailable(f"a process of {what} ended at its start: {end}") from end
         if failure is not None:
             message = f"{what} cannot be loaded in its process: {failure.said}"
-            raise ProcessUnavailable(message, hint=failure.hint)
+            said = failure.said if failure.is_own else message
+            raise ProcessUnavailable(said, hint=failure.hint)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(Answer)

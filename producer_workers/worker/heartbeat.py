@@ -24,6 +24,7 @@ from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner
 from producer_workers.group_runs.inbox import HeartbeatAnswered, Inbox, PartFailed
 from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.control_client import ControlView
 
 log = logging.getLogger("rolloutmq.worker")
@@ -73,6 +74,7 @@ class Reporter:
             judging_ms=round(1000 * times.histogram.total_s),
             judge_failures=times.failed,
             judge_buckets=times.histogram.counts,
+            replaced=REPLACED.total(),
         )
 
     def _rate(self) -> float:

@@ -128,7 +128,10 @@ def questions(*texts: str, **params: Any) -> list[RolloutState]:
 
 def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
     async def scene() -> list[RolloutState]:
-        made = await loop.generate_group(states, engine, "math-0000000001")
+        try:
+            made = await loop.generate_group(states, engine, "math-0000000001")
+        finally:
+            await loop.close()
         for _ in range(10):  # the agents' clients close their connections
             await asyncio.sleep(0.01)
         return made

@@ -49,7 +49,7 @@ class _Records(_Dataset):
     """a function of yours as package.module:function that turns one record (a dict) into a problem;
     default: records have the fields of JSONL files
     """
-    row_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
+    row_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """time in which your `record` function, or your data set, gives one row, or is opened; then its
     process is killed, and the row counts as one that cannot be read
     """
