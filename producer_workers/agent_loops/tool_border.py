@@ -35,7 +35,9 @@ class ToolBorder(Border):
                 for fault in error.errors(include_url=False)
             ]
             return f"the arguments of {error.title} do not fit: {'; '.join(faults)}"
-        return f"{type(error).__name__}: {text_of(error)}"[:LONGEST_RESULT]
+        text = text_of(error)
+        name = type(error).__name__
+        return f"{name}: {text}"[:LONGEST_RESULT] if text else name
 
 
 TOOL = ToolBorder()

@@ -10,10 +10,12 @@ call ──▶ a process with room, or a new one ──▶ answer
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -27,6 +29,11 @@ from producer_workers.user_code.user_process import Ended, UserProcess
 
 Call = Callable[..., Awaitable[Any]]
 """Calls a user's function, here or in another process. Raises the error of its rules only."""
+
+END_S = 5.0
+"""Time for the functions that are called from threads to end with this process."""
+
+_OPEN = weakref.WeakSet["UserFunction | ProcessFunction"]()
 
 CROWD = 8
 """Calls in one process from which on another one is started, up to the number that is allowed."""
@@ -126,8 +133,8 @@ class BlockingCall:
 
     def __init__(self, call: UserFunction | ProcessFunction) -> None:
         self._call = call
-        # with its last user; a process that ends takes all of them with it anyhow
-        weakref.finalize(self, _close, call).atexit = False
+        _OPEN.add(call)
+        weakref.finalize(self, _close, call).atexit = False  # see _settle
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the result. Raises what `call` raises."""
@@ -147,4 +154,20 @@ def _background_loop() -> asyncio.AbstractEventLoop:
     """Return an event loop in a thread of its own, which lives as long as this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="user-functions", daemon=True).start()
+    atexit.register(_end, loop)
     return loop
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(_settle(), loop).result(END_S)
+
+
+async def _settle() -> None:
+    """End all processes, and the tasks that read from them."""
+    for call in list(_OPEN):
+        call.close()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
