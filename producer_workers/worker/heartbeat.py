@@ -94,7 +94,8 @@ class Heartbeat:
 
     `report` is called before each one, on its thread, for what it carries, what is held, and the
     oldest weights of what is held. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
-    the thread: another process registered under this id, or the run is gone.
+    the thread: another process registered under this id, or the run is gone. None is sent while the
+    worker `is_stuck`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Heartbeat:
         facts: Mapping[str, str],
         report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]],
         inbox: Inbox,
+        is_stuck: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
         self._worker = worker
@@ -112,6 +114,7 @@ class Heartbeat:
         self._facts = facts
         self._report = report
         self._inbox = inbox
+        self._is_stuck = is_stuck
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outage = LogOnce(log, "no heartbeat")
@@ -139,7 +142,9 @@ class Heartbeat:
             if time.monotonic() >= due:
                 due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
-                self._send()
+                # what nothing works on must not be held
+                if not self._is_stuck():
+                    self._send()
                 # leases of dead workers must run out, and memory must be freed, even if no
                 # producer is alive
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:

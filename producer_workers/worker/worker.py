@@ -137,14 +137,22 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
         facts = {"engine": engine.name, **(facts or {})}
-        self._heartbeat = Heartbeat(run, worker_id, self._nonce, facts, self._report, self._inbox)
+        self._loop_watch = LoopWatch()
+        self._heartbeat = Heartbeat(
+            run,
+            worker_id,
+            self._nonce,
+            facts,
+            self._report,
+            self._inbox,
+            self._loop_watch.is_stuck,
+        )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
         self._step: asyncio.Task[None] | None = None
         self._claims = Claims(run, worker_id, self._nonce)
         self._wake_up = WakeUp(run, self._inbox)
         self._is_step_due = True
-        self._loop_watch = LoopWatch()
         self._is_stopping = False
         self._failure: BaseException | None = None
 
