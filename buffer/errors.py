@@ -41,8 +41,10 @@
     ├── PayloadMissing                  1  an index entry without its bytes
     ├── MediaError                      1  a file of a payload is missing, too large, or not valid
     ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
-    ├── JudgeError                      1  a judge raised, took too long, or returned no reward
-    │   └── AnswerTooLong               1  a service of a judge sent more than is read
+    ├── UserCodeError                   1  a function of a user raised, took too long, or ended
+    │   └── JudgeError                  1  a judge failed, or returned no reward
+    │       └── AnswerTooLong           1  a service of a judge sent more than is read
+    ├── ProcessUnavailable              1  no process could be started for a user's function
     ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
     └── AccountError                    6  the account of groups does not add up
 
@@ -75,6 +77,25 @@ class RolloutMQError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+LONGEST_REASON = 300
+"""Characters of an exception's text in a reason."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any error: that of a user may raise where it is made into one."""
+    try:
+        return "".join(str(error)).encode(errors="replace").decode()
+    except BaseException as fault:  # also SystemExit: it ends nothing
+        return f"(its text raises {type(fault).__name__})"
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line: its type and the start of its text."""
+    text = " ".join(text_of(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:LONGEST_REASON]}" if text else name
 
 
 class ConfigError(RolloutMQError):
@@ -275,7 +296,24 @@ class GroupTimeout(RolloutMQError):
     """A group took longer than its task allows."""
 
 
-class JudgeError(RolloutMQError):
+class UserCodeError(RolloutMQError):
+    """A user's function raised, exceeded its limit, ended its process, or returned rubbish.
+
+    `told`: the same in the words that a model gets as the result of a tool. `frames`: the places in
+    the user's code where it was raised, one a line; "" where they are not known.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", told: str = "", frames: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.told = told or message
+        self.frames = frames
+
+
+class ProcessUnavailable(RolloutMQError):
+    """No process could be started for a user's function: a fault of the machine or the set-up."""
+
+
+class JudgeError(UserCodeError):
     """A judge raised, exceeded its limit, or returned something that is not a reward."""
 
 

@@ -41,6 +41,7 @@ from producer_workers.engines.base import (
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter, load_sample_filter
 from producer_workers.images.image_reader import ImageReader
+from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
@@ -50,8 +51,9 @@ from producer_workers.producer.curriculum import Curriculum, load_weight_functio
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import load_should_continue, strategies_of
+from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.user_function import UserFunction
+from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 
@@ -70,21 +72,28 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         if name not in run.limits.tasks:
             hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
-        should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
+        rule = config.strategy_of(name).should_continue_fn
+        function = load_should_continue(rule)
+        should_continue[name] = continue_call(rule, function) if rule and function else None
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
         images = _image_prompts(config, run, name)
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
-    weights = load_weight_function(config.plan.curriculum)
     return AgentLoopManager(
         run,
         samplers,
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
-        curriculum=Curriculum(run, weights) if weights else None,
+        curriculum=_curriculum(config, run),
         origin=origin_of(config, config.model_folder),
     )
+
+
+def _curriculum(config: ProducingConfig, run: Run) -> Curriculum | None:
+    spec = config.plan.curriculum
+    function = load_weight_function(spec)
+    return Curriculum(run, curriculum_call(spec, function)) if spec and function else None
 
 
 def task_sampler(
@@ -175,7 +184,8 @@ def make_worker(
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
     eos_ids = _eos_ids(config.model_folder)
-    run.buffer.order_function = load_order(run.limits.order, config.policy.order)
+    order = config.policy.order
+    run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
     judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {
         name: _make_runner(config, run, name, tokenizer, eos_ids, judges, tracer) for name in names
@@ -281,9 +291,11 @@ def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> G
     function = load_sample_filter(spec)
     within = partial(judges.run, judging.grace_s)
     if runs_inline(function, judging, is_safe=spec in FILTERS):
-        return GroupFilter(what, UserFunction(what, function, "filter", judging.timeout_s), within)
+        here = call_here(what, what, function, "filter", judging.timeout_s)
+        return GroupFilter(what, here, within)
     is_coroutine = inspect.iscoroutinefunction(function)
-    call = ProcessFunction(spec, "filter", what, what, judging, is_coroutine=is_coroutine)
+    rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
+    call = ProcessFunction(spec, BORDERS["filter"], rules)
     judges.close_at_end(call)
     return GroupFilter(what, call, within)
 

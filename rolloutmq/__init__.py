@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from consumer.sharded_consumer import ShardedConsumer
     from consumer.training.checkpoint import CheckpointFolder
     from producer_workers.agent_loops.agent_loop import AgentLoop
-    from producer_workers.agent_loops.multi_turn import Answer, Environment, MultiTurnAgentLoop
+    from producer_workers.agent_loops.environment import Answer, Environment
+    from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
     from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
     from producer_workers.datasets.dataset import Dataset
     from producer_workers.engines.base import Engine
@@ -58,7 +59,7 @@ else:
     _MODULES = {
         "AgentLoop": "producer_workers.agent_loops.agent_loop",
         "AgentLoopManager": "producer_workers.producer.producer",
-        "Answer": "producer_workers.agent_loops.multi_turn",
+        "Answer": "producer_workers.agent_loops.environment",
         "AsyncRolloutConsumer": "consumer.async_consumer",
         "Batch": "consumer.batches.batch",
         "BatchDataset": "consumer.batches.torch_dataset",
@@ -67,7 +68,7 @@ else:
         "Dataset": "producer_workers.datasets.dataset",
         "EmbeddedServer": "buffer.server.embedded",
         "Engine": "producer_workers.engines.base",
-        "Environment": "producer_workers.agent_loops.multi_turn",
+        "Environment": "producer_workers.agent_loops.environment",
         "FolderSender": "buffer.weights.shared_folder",
         "GroupJudge": "producer_workers.judges.judge",
         "Judge": "producer_workers.judges.judge",

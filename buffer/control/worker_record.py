@@ -54,6 +54,8 @@ class HeartbeatNumbers:
     judge_failures: int = 0
     judge_buckets: tuple[int, ...] = ()
     """how many of these answers took how long: see `WorkerRecord.judge_times`"""
+    replaced: int = 0
+    """processes of a user's functions that were ended, as a call hung, crashed or had no memory"""
 
 
 @dataclass(frozen=True, slots=True)

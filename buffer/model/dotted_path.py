@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, describe
 from buffer.model.extras import missing_extra
 
 _LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -58,9 +58,11 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
         if missing := missing_extra(error):
             raise missing from error
         raise _not_importable(spec, kind, module_name, str(error)) from error
+    except KeyboardInterrupt:
+        raise
     # the user's code may raise anything, and a module may call sys.exit
-    except (Exception, SystemExit) as error:
-        message = f"{kind} {spec!r}: {_describe(error)} while {module_name!r} was imported"
+    except BaseException as error:
+        message = f"{kind} {spec!r}: {describe(error)} while {module_name!r} was imported"
         raise ConfigError(message, hint=_last_line(error)) from error
     if not hasattr(module, name):
         raise ConfigError(
@@ -92,10 +94,6 @@ def _hidden(module_name: str) -> str:
     files = [Path(folder, f"{top}.py") for folder in sys.path]
     hidden = next((file for file in files if file.is_file() and file.resolve() != origin), None)
     return f"{hidden} is hidden by {origin}, which has its name: rename it" if hidden else ""
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _last_line(error: BaseException) -> str:

@@ -102,6 +102,7 @@ def _worker_json(worker: WorkerRecord, snap: Snapshot) -> dict[str, Any]:
         "requests",
         "judged",
         "judge_failures",
+        "replaced",
         "refusal",
         "bad_groups",
         "barred_for_ms",

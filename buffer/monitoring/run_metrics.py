@@ -292,6 +292,9 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _of_worker("worker_engine_requests", "In its engine, waiting too.", lambda w: w.requests),
     _counter(_of_worker("worker_groups_failed", "Groups that failed on it.", lambda w: w.failed)),
     _counter(_of_worker("worker_judge_failures", "Judges' failures.", lambda w: w.judge_failures)),
+    _counter(
+        _of_worker("worker_processes_replaced", "Users' code that hung.", lambda w: w.replaced)
+    ),
     _HistogramFamily("judge_seconds", "Judges' answers, with queue.", ("worker",), _judge_times),
     _HistogramFamily("pause_seconds", "From a pause to the last receipt.", (), _pauses),
     _of_run("leases", "Groups that run.", lambda s: s.leases),

@@ -89,9 +89,16 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
     return made
 
 
-def readers_copy(state: RolloutState) -> RolloutState:
-    """Return the copy of a rollout for code that only reads it: without its routed experts."""
-    return own_rollout(state.model_copy(update={"routed_experts": None}))
+def readers_copy(value: Any) -> Any:
+    """Return a copy for code that only reads it: as `own_copy`, without routed experts.
+
+    `value`: a rollout, a list of rollouts, or any other value.
+    """
+    if isinstance(value, RolloutState):
+        return own_rollout(value.model_copy(update={"routed_experts": None}))
+    if isinstance(value, list):
+        return [readers_copy(item) for item in value]
+    return own_copy(value)
 
 
 def read_only(column: NDArray[Any]) -> NDArray[Any]:

@@ -10,21 +10,31 @@ as long as it takes to ask for them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, ProcessUnavailable, UserCodeError
 from buffer.model.extras import install_command
 from producer_workers.agent_loops.loopback import keep_loopback_direct
+
+log = logging.getLogger("rolloutmq.worker")
 
 START_S = 60.0
 """Seconds that a server may take until it answers."""
 
 
-class McpError(RolloutMQError):
+ALIVE_S = 10.0
+"""Seconds in which a server must answer beside a call that took too long."""
+
+
+class McpError(UserCodeError):
     """The server is gone, or answered a call with an error."""
+
+    def __init__(self, message: str, *, told: str = "") -> None:
+        super().__init__(message, told=told or f"McpError: {message}")
 
 
 class McpServer:
@@ -48,16 +58,21 @@ class McpServer:
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop already
             return thread.submit(asyncio.run, self._ask_schemas()).result()
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], limit_s: float) -> str:
         """Return the text of one result.
 
-        Raises McpError. Other calls continue, unless the server died of this one.
+        Raises McpError for the server's error, its end, and `limit_s`; ProcessUnavailable where it
+        cannot be reached. Other calls continue, unless the server died of this one, or hangs.
         """
-        connection = None
+        connection = await self._connect()
         try:
-            connection = await self._connect()
-            result = await connection.client.call_tool(name, arguments)
+            async with asyncio.timeout(limit_s) as limit:
+                result = await connection.client.call_tool(name, arguments)
         except Exception as error:  # a transport may raise anything; the next call reconnects
+            if limit.expired():
+                await self._end_if_hung(connection)
+                message = f"{name} took longer than {limit_s:g} s"
+                raise McpError(message, told=message) from error
             if not _is_answer(error):
                 await self._forget(connection)
             raise McpError(f"MCP server {self.name}: {type(error).__name__}: {error}") from error
@@ -65,6 +80,16 @@ class McpServer:
         if result.is_error:
             raise McpError(text)
         return text
+
+    async def _end_if_hung(self, connection: _Connection) -> None:
+        """Forget a server that does not answer at all: it would let every further call wait."""
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                await connection.client.session.list_tools()
+        except Exception as error:  # a transport may raise anything
+            if not _is_answer(error):
+                log.warning("MCP server %s hangs, and is replaced", self.name)
+                await self._forget(connection)
 
     async def _ask_schemas(self) -> list[dict[str, Any]]:
         try:
@@ -79,7 +104,11 @@ class McpServer:
     async def _connect(self) -> _Connection:
         async with self._lock:  # calls run at the same time; only one may start the server
             if self._connection is None:
-                self._connection = await _Connection.open(self._command)
+                try:
+                    self._connection = await _Connection.open(self._command)
+                except Exception as error:  # a transport may raise anything
+                    message = f"MCP server {self.name} cannot be started or reached: {error}"
+                    raise ProcessUnavailable(message) from error
             return self._connection
 
     async def close(self) -> None:
@@ -120,7 +149,7 @@ class _Connection:
         if connection.client is None:
             connection._task.cancel()
             await asyncio.gather(connection._task, return_exceptions=True)
-            raise McpError("the server could not be started")
+            raise ConnectionError(f"it did not answer within {START_S:g} s")
         return connection
 
     async def close(self) -> None:

@@ -14,56 +14,27 @@ tools' too, share `max_tokens`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.own_copy import own_copy, readers_copy
-from buffer.rollouts.rollout import RolloutState, Status, ToolCall, has_ended
+from buffer.rollouts.own_copy import own_copy
+from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
+from producer_workers.agent_loops.environment import (
+    Answer,
+    ContainedEnvironment,
+    Environment,
+    Turn,
+)
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine, context_length
 from producer_workers.judges.judge import AnyJudge
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the model: its number from 0, its text, and the texts of all earlier ones."""
-
-    number: int
-    text: str
-    earlier: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What follows a turn: messages for the model, or none where the conversation is over.
-
-    `calls` are stored in the rollout. `reward` is merged into its reward, beside the judge's.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    reward: dict[str, float] = field(default_factory=dict)
-
-
-class Environment(Protocol):
-    """Answers the model between its turns: a set of tools, a game, a simulated user.
-
-    It keeps no state of a rollout, since another worker may ask after a pause: everything follows
-    from the arguments.
-    """
-
-    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Answer one turn. What it raises fails the rollout."""
-        ...
 
 
 class ToolEnvironment:
@@ -73,7 +44,12 @@ class ToolEnvironment:
         self._toolbox = toolbox
         self._parser = parser
 
+    async def close(self) -> None:
+        """See `Toolbox.close`."""
+        await self._toolbox.close()
+
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        """Run the calls of a turn. Raises ProcessUnavailable."""
         if state.tool_choice == "none":
             return Answer()
         calls = [
@@ -91,8 +67,9 @@ class ToolEnvironment:
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
     """Alternates between the model and an environment.
 
-    `environment` is an object, or "module:factory" of one; `max_turns` limits the model's turns;
-    for `keep_turns` see `ChatDelta`.
+    `environment` is an object, or "module:factory" of one, which is made in up to `processes`
+    processes with `memory_mb` of address space each; `answer_timeout_s` limits one answer;
+    `max_turns` limits the model's turns; for `keep_turns` see `ChatDelta`.
     """
 
     def __init__(
@@ -105,17 +82,26 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         environment: Environment | str,
         max_turns: int = 8,
         keep_turns: bool = False,
+        answer_timeout_s: float = 120.0,
+        processes: int = 4,
+        memory_mb: int = 0,
     ) -> None:
         super().__init__(
             judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
         )
         if max_turns < 1:
             raise ConfigError(f"max_turns is {max_turns}", hint="it is at least 1")
-        if isinstance(environment, str):
-            environment = cast(Environment, load_object(environment, kind="environment")())
+        if not isinstance(environment, ToolEnvironment):
+            environment = ContainedEnvironment(
+                environment, answer_timeout_s, processes=processes, memory_mb=memory_mb
+            )
         self._environment = environment
         self._max_turns = max_turns
         self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
+
+    async def close(self) -> None:
+        """End the processes of the environment, or of the tools."""
+        await self._environment.close()
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         self._begin(state)
@@ -160,7 +146,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns]
         )
         turn = Turn(len(turns) - 1, texts[-1], texts[:-1])
-        return own_copy(await self._environment.answer(readers_copy(state), turn))
+        return own_copy(await self._environment.answer(state, turn))
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
         """Append the tokens of an answer, and return whether the model has another turn.
@@ -200,7 +186,8 @@ class ToolAgentLoop(MultiTurnAgentLoop):
     """Runs several turns with tools.
 
     `tools` are functions, or "module:function" each; `mcp` names MCP servers (mcp_server.py); for
-    `parser` see tool_parsers.py; `sandbox` is that of the tool `python`, as in `JudgingSection`.
+    `parser` see tool_parsers.py; `sandbox` is that of the tool `python`, as in `JudgingSection`;
+    for `call_timeout_s`, `processes` and `memory_mb` see `Toolbox`.
     """
 
     def __init__(
@@ -211,10 +198,19 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         parser: str = "hermes",
         call_timeout_s: float = 30.0,
         sandbox: str = BUBBLEWRAP,
+        processes: int = 8,
+        memory_mb: int = 4096,
         max_turns: int = 8,
         **common: Any,
     ) -> None:
-        toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s, sandbox=sandbox)
+        toolbox = Toolbox(
+            tools,
+            mcp=mcp,
+            call_timeout_s=call_timeout_s,
+            sandbox=sandbox,
+            processes=processes,
+            memory_mb=memory_mb,
+        )
         environment = ToolEnvironment(toolbox, tool_parser(parser, common["tokenizer"]))
         super().__init__(environment=environment, max_turns=max_turns, **common)
 

@@ -18,12 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, RolloutMQError, WireError
+from buffer.errors import (
+    ConfigError,
+    JudgeError,
+    JudgeInterrupted,
+    RolloutMQError,
+    UserCodeError,
+    WireError,
+    describe,
+)
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import AnyJudge, GroupJudge
-from producer_workers.user_code.user_function import describe
 
 
 class SingleTurnAgentLoop:
@@ -91,9 +98,10 @@ class SingleTurnAgentLoop:
     async def _attempt(self, state: RolloutState, engine: Engine, gid: str) -> None:
         try:
             await self._run(state, engine, gid)
-        # the environment is a user's code and may raise anything
+        # an environment's call fails its rollout alone, and so does a refused request
         except Exception as error:
-            if isinstance(error, RolloutMQError) and not isinstance(error, GenerationError):
+            own = GenerationError | UserCodeError
+            if isinstance(error, RolloutMQError) and not isinstance(error, own):
                 raise
             state.status = Status.FAILED
             state.error = describe(error)

@@ -1,38 +1,44 @@
 """Run the tools of a task: functions and MCP tools that a model may call, with a time limit.
 
-What a tool returns is text for the model. An error is text for the model, too: an unknown name,
-arguments that do not fit, an exception, the time limit. A tool cannot end a rollout.
+What a tool returns is text for the model. What the model may have caused is text, too: an unknown
+name, arguments that do not fit, an exception, the time limit, the end of the tool's process. Where
+a tool could not be called at all, its group fails: the model would learn from what is not so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, cast
 
-import orjson
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import TypeAdapter
 
 from buffer.config.sections.sandbox import BUBBLEWRAP
-from buffer.errors import ConfigError
+from buffer.errors import (
+    ConfigError,
+    JudgeError,
+    ProcessUnavailable,
+    SandboxUnavailable,
+    UserCodeError,
+)
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
+from producer_workers.agent_loops.tool_border import LONGEST_RESULT
+from producer_workers.user_code.process_function import ProcessFunction, call_of
 from producer_workers.user_code.program import Limits
+from producer_workers.user_code.rules import Rules
 from producer_workers.user_code.sandbox import check_sandbox, run_program
-from producer_workers.user_code.user_function import USER_ERRORS, attempt
+from producer_workers.user_code.user_function import UserFunction
+
+TOOL_BORDER = "producer_workers.agent_loops.tool_border:TOOL"
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
 PYTHON_LIMITS = Limits(time_s=10.0, memory_mb=1024)
-
-LONGEST_RESULT = 8192
-"""Characters of a result that the model gets to see."""
-
 
 Tool = str | Callable[..., Any]
 """A plain or coroutine function with annotated arguments and a docstring for the model.
@@ -49,7 +55,9 @@ McpCommand = str | Sequence[str]
 class Toolbox:
     """Functions by name, and the tools of MCP servers.
 
-    Raises ConfigError where one fails to load.
+    `call_timeout_s` limits a call, without its wait for a turn. Each function named by a path has
+    up to `processes` processes with `memory_mb` of address space. Raises ConfigError where one
+    fails to load.
     """
 
     def __init__(
@@ -59,12 +67,17 @@ class Toolbox:
         mcp: Sequence[McpCommand] = (),
         call_timeout_s: float = 30.0,
         sandbox: str = BUBBLEWRAP,
+        processes: int = 8,
+        memory_mb: int = 4096,
     ) -> None:
         if "python" in tools:
             check_sandbox(sandbox)
-        self._functions = _load(tools, sandbox)
-        self._checked = {
-            name: validate_call(function) for name, function in self._functions.items()
+        functions = _load(tools, sandbox)
+        self._functions = {
+            name: _call_of(
+                name, tool, function, call_timeout_s, processes=processes, memory_mb=memory_mb
+            )
+            for (name, function), tool in zip(functions.items(), tools, strict=True)
         }
         self._servers = {
             schema["function"]["name"]: server
@@ -73,14 +86,18 @@ class Toolbox:
         }
         _refuse_duplicates([*self._functions, *self._servers])
         self._timeout_s = call_timeout_s
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Run the calls at the same time and return their results in order."""
+        """Run the calls at the same time and return their results in order.
+
+        Raises ProcessUnavailable where a tool cannot be called: no model is told that.
+        """
         return await asyncio.gather(*(self._call(call) for call in calls))
 
     async def close(self) -> None:
-        """End the connections to MCP servers, and the servers that were started here."""
+        """End the processes of functions, and the connections to MCP servers with their servers."""
+        for function in self._functions.values():
+            function.close()
         for server in set(self._servers.values()):
             await server.close()
 
@@ -91,31 +108,32 @@ class Toolbox:
         if call.name not in known:
             return f"error: there is no tool {call.name!r}; known: {', '.join(known)}"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                result = await self._run(call.name, own_copy(call.arguments))
-        except TimeoutError:
-            return f"error: {call.name} took longer than {self._timeout_s:g} s"
-        except ValidationError as error:
-            faults = [
-                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-                for fault in error.errors(include_url=False)
-            ]
-            return f"error: the arguments of {call.name} do not fit: {'; '.join(faults)}"
-        except USER_ERRORS as error:  # the model gets the tool's failure as its result
-            return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
-        text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
-        return text[:LONGEST_RESULT]
+            if function := self._functions.get(call.name):
+                return str(await function(call.arguments))
+            server = self._servers[call.name]
+            result = await server.call(call.name, call.arguments, self._timeout_s)
+            return result[:LONGEST_RESULT]
+        except UserCodeError as error:  # the model gets the tool's failure as its result
+            return f"error: {error.told}"[:LONGEST_RESULT]
 
-    async def _run(self, name: str, arguments: dict[str, Any]) -> Any:
-        if name in self._servers:
-            return await self._servers[name].call(name, arguments)
-        function = self._checked[name]
-        if inspect.iscoroutinefunction(self._functions[name]):
-            return await function(**arguments)
-        outcome = await asyncio.get_running_loop().run_in_executor(
-            self._threads, attempt, f"tool {name!r}", partial(function, **arguments)
-        )
-        return outcome.get()
+
+def _call_of(
+    name: str, tool: Tool, function: Any, limit_s: float, *, processes: int, memory_mb: int
+) -> UserFunction | ProcessFunction:
+    is_built_in = tool in BUILT_IN
+    rules = Rules(
+        what=f"tool {name!r}",
+        name=name,
+        # a program has a limit of its own; what a service takes longer is not the model's fault
+        limit_s=math.inf if is_built_in else limit_s,
+        limit_key="agent_loop_options.call_timeout_s",
+        memory_mb=memory_mb,
+        memory_key="agent_loop_options.memory_mb",
+        processes=processes,
+        mode="coroutines" if inspect.iscoroutinefunction(function) else "plain",
+    )
+    path = tool if isinstance(tool, str) and not is_built_in else None
+    return call_of(function, TOOL_BORDER, rules, path=path, turns=_THREADS)
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
@@ -160,15 +178,21 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def python_tool(sandbox: str) -> Callable[..., Any]:
+def python_tool(sandbox: str, limits: Limits = PYTHON_LIMITS) -> Callable[..., Any]:
     """Return the tool that runs the programs of a model in `sandbox`."""
 
     async def python(code: str) -> str:
         """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
         # The docstring above is what the model reads about this tool.
-        outcome = await asyncio.get_running_loop().run_in_executor(
-            _PYTHON_THREADS, run_program, code, "", PYTHON_LIMITS, sandbox
-        )
+        try:
+            outcome = await asyncio.get_running_loop().run_in_executor(
+                _PYTHON_THREADS, run_program, code, "", limits, sandbox
+            )
+        except (SandboxUnavailable, JudgeError, OSError) as error:
+            hint = getattr(error, "hint", "")
+            raise ProcessUnavailable(
+                f"no program of a model can run: {error}", hint=hint
+            ) from error
         return outcome.describe()
 
     return python

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.agent_loops.multi_turn import Answer, Turn
+from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.user_code.checked_result import check_reward
 
 

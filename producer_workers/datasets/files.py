@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from buffer.errors import ConfigError, DatasetError
+from buffer.errors import ConfigError, DatasetError, describe
 from buffer.model.extras import install_command
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, problem_of
@@ -83,6 +83,10 @@ class JsonlDataset:
             return self._to_problem(_record(line))
         except ValueError as error:
             raise DatasetError(f"{self.path}:{number}: {error}", hint=HINT) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a `record` function may raise anything
+            raise DatasetError(f"{self.path}:{number}: {describe(error)}", hint=HINT) from error
 
 
 def _record(line: bytes) -> Any:

@@ -20,6 +20,7 @@ from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
 from buffer.model.dotted_path import load_object
 from buffer.model.extras import install_command
+from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
 from producer_workers.datasets.image_records import ImageRecords, without_images
@@ -35,8 +36,19 @@ def open_dataset(
 
     `problems_dir` holds generated problems and is filled where it is empty. Any other data set is
     one split: an evaluation task names one of its own. `seed` is for loaders that shuffle by
-    themselves. Raises ConfigError, DatasetError.
+    themselves. One that a user's code reads is opened in a process of its own. Raises ConfigError,
+    DatasetError.
     """
+    if isinstance(section, ReasoningGymDataset) or not (source := source_of_code(section)):
+        return open_here(section, problems_dir, split, seed=seed)
+    options = {"problems_dir": str(problems_dir), "split": split, "seed": seed}
+    return ContainedDataset(section, source, section.row_timeout_s, options)
+
+
+def open_here(
+    section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
+) -> Dataset:
+    """Open the same data set in this process."""
     if isinstance(section, ReasoningGymDataset):
         return _generated(section, problems_dir, split)
     to_problem = _with_images(section)

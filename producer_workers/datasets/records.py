@@ -15,7 +15,7 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.config.sections.dataset import FieldName
-from buffer.errors import DatasetError, WireError
+from buffer.errors import DatasetError, WireError, text_of
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.sampling import StructuredOutput
@@ -202,8 +202,10 @@ def make_problem(to_problem: ToProblem, record: Any, where: str) -> Problem:
     """
     try:
         return to_problem(record)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = f"{kind}{error}"
+        reason = f"{kind}{text_of(error)}"
         hint = f"expected {EXPECTED}; a `record` function may convert the record"
         raise DatasetError(f"{where}: {reason}", hint=hint) from error

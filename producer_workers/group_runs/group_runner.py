@@ -11,6 +11,7 @@ becomes a dead letter, and no group beside it does.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from buffer.errors import (
     RunDamaged,
     StoreUnavailable,
     WireError,
+    describe,
 )
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
@@ -49,7 +51,7 @@ from producer_workers.group_runs.restarts import (
 )
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.group_runs.submitter import Submitter
-from producer_workers.user_code.user_function import describe
+from producer_workers.user_code.contained_tasks import Contained
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -85,7 +87,7 @@ class TaskRunner:
         states[:] = drawn.lend(given, makes_prompts=makes_prompts)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(list(states), engine, gid)
+                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
             return check_result(drawn, given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
@@ -127,6 +129,12 @@ class TaskRunner:
                     return others
             else:
                 return made
+
+    async def close(self) -> None:
+        """End what the agent loop keeps, such as processes of tools, where it has a `close`."""
+        close = getattr(self.agent_loop, "close", None)
+        if inspect.iscoroutinefunction(close):
+            await close()
 
     async def is_valid(self, group: RolloutGroup) -> bool:
         """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
@@ -219,14 +227,22 @@ class GroupRunner:
             if group:  # lengths that have changed fail a group in many ways
                 group.check_unchanged()
             is_unknown = not isinstance(error, RolloutMQError)
-            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
-            await self._release(job, "failed", describe(error))
+            reason = describe(error)  # the text of a user's error may raise
+            log.warning("group failed: %s", reason, extra={"gid": job.gid}, exc_info=is_unknown)
+            await self._release(job, "failed", reason)
         finally:
             self.submitting.discard(job)
             self.doomed.discard(job)
             self._members.pop(job, None)
             self._engine.alone.discard(job.gid)
             self._engine.tokens.forget(job.gid)
+
+    async def close(self) -> None:
+        """Close the agent loops. What one raises is logged: the worker leaves."""
+        closing = (runner.close() for runner in self._runners.values())
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if error is not None:
+                log.warning("an agent loop could not be closed: %s", describe(error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group whose work was cancelled because the worker leaves.

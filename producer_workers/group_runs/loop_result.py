@@ -19,8 +19,7 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from producer_workers.group_runs.drawn import Drawn
-from producer_workers.judges.function_judge import Call
-from producer_workers.user_code.checked_result import check_verdict
+from producer_workers.user_code.process_function import Call
 
 
 class LoopError(RolloutMQError):
@@ -186,8 +185,7 @@ class GroupFilter:
 
         Raises JudgeError, and what `within` raises.
         """
-        result = await self._within(self._what, partial(self._call, states))
-        return check_verdict(self._what, result)
+        return bool(await self._within(self._what, partial(self._call, states)))
 
 
 def not_all_equal(states: Sequence[RolloutState]) -> bool:

@@ -8,20 +8,49 @@ for each rollout, in order.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from buffer.config.sections.task import JudgingSection
+from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS, JudgingSection
+from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.token_columns import take_columns
-from producer_workers.user_code.checked_result import check_answer, check_answers
-from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.user_function import Shape, UserFunction
+from producer_workers.user_code.border import load_border
+from producer_workers.user_code.process_function import Call, ProcessFunction
+from producer_workers.user_code.rollout_border import BORDERS, Shape
+from producer_workers.user_code.rules import Rules
+from producer_workers.user_code.user_function import UserFunction
 
 LIMIT_S: float = JudgingSection().timeout_s
 
-Call = Callable[[Sequence[RolloutState]], Awaitable[Any]]
-"""Calls a user's function for rollouts, here or in another process. Raises JudgeError only."""
+
+def function_rules(
+    what: str, name: str, judging: JudgingSection, *, is_coroutine: bool = False
+) -> Rules:
+    """Return how a judge, or a filter of groups, is called."""
+    return Rules(
+        what=what,
+        name=name,
+        limit_s=judging.timeout_s,
+        limit_key="[tasks.<name>.judging] timeout_s",
+        memory_mb=judging.memory_mb,
+        memory_key="[tasks.<name>.judging] memory_mb",
+        processes=judging.processes,
+        mode="coroutines" if is_coroutine else "plain",
+        error=JudgeError,
+        hint="see the rollout that it got in the dead letter",
+    )
+
+
+def call_here(
+    what: str, name: str, function: Callable[..., Any], shape: Shape, limit_s: float
+) -> UserFunction:
+    """Return what calls a judge or a filter in this process; `limit_s` limits each call."""
+    judging = JudgingSection(timeout_s=limit_s)
+    is_coroutine = inspect.iscoroutinefunction(function)
+    rules = function_rules(what, name, judging, is_coroutine=is_coroutine)
+    return UserFunction(function, load_border(BORDERS[shape]), rules)
 
 
 class _Single:
@@ -31,8 +60,7 @@ class _Single:
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the checked reward. Raises JudgeError with the judge's name and what it raised."""
-        answer = check_answer(self.name, await self._call([state]))
-        return take_columns(self.name, state, answer)
+        return take_columns(self.name, state, await self._call([state]))
 
 
 class _Group:
@@ -42,7 +70,7 @@ class _Group:
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """See `GroupJudge`."""
-        answers = check_answers(self.name, await self._call(states), len(states))
+        answers = await self._call(states)
         return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
 
 
@@ -50,14 +78,14 @@ class FunctionJudge(_Single):
     """Judges single rollouts with `function`, in this process; `limit_s` limits each call."""
 
     def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
-        super().__init__(name, UserFunction(_what(name), function, "rollout", limit_s))
+        super().__init__(name, call_here(_what(name), name, function, "rollout", limit_s))
 
 
 class GroupFunctionJudge(_Group):
     """Judges whole groups with `function`, in this process; `limit_s` limits each call."""
 
     def __init__(self, name: str, function: Callable[..., Any], limit_s: float = LIMIT_S) -> None:
-        super().__init__(name, UserFunction(_what(name), function, "group", limit_s))
+        super().__init__(name, call_here(_what(name), name, function, "group", limit_s))
 
 
 class ProcessJudge(_Single):
@@ -89,4 +117,7 @@ def _what(name: str) -> str:
 def _in_processes(
     name: str, path: str, shape: Shape, judging: JudgingSection, is_coroutine: bool
 ) -> ProcessFunction:
-    return ProcessFunction(path, shape, _what(name), name, judging, is_coroutine=is_coroutine)
+    rules = function_rules(_what(name), name, judging, is_coroutine=is_coroutine)
+    takes_sandbox = path == JUDGES[RUNS_PROGRAMS].path
+    options = {"sandbox": judging.sandbox} if takes_sandbox else {}
+    return ProcessFunction(path, BORDERS[shape], rules, options)

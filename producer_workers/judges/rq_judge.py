@@ -28,11 +28,11 @@ from buffer.errors import JudgeError, StoreError
 from buffer.rollouts.rollout import RolloutState
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.checked_result import check_answers
-from producer_workers.user_code.user_function import over_limit
 
 T = TypeVar("T")
 
@@ -144,7 +144,8 @@ class _RqAsking:
             return result.return_value
         reason = (result.exc_string or "no reason").strip().splitlines()[-1]
         if "JobTimeoutException" in reason:
-            raise over_limit(f"judge {self.name!r}", self._judging.timeout_s)
+            rules = function_rules(f"judge {self.name!r}", self.name, self._judging)
+            raise rules.over_limit()
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
             hint=f"see job {result.job_id} in the failed registry of rq's queue {self._queue.name}",

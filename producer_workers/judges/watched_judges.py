@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from buffer.errors import JudgeInterrupted
+from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 from producer_workers.judges.judge_times import JudgeTimes
@@ -89,7 +89,10 @@ class WatchedJudges:
             work.cancel()  # not awaited: it may ignore that
         if not work.done():
             raise JudgeInterrupted(f"a pause or the end of the worker ended {what}")
-        result: T = work.result().unwrap(what)
+        outcome = work.result()
+        if outcome.error is not None:
+            raise _judge_error(what, outcome.error) from outcome.error
+        result: T = outcome.result
         return result
 
     def pause(self, epoch: int) -> None:
@@ -115,6 +118,14 @@ class WatchedJudges:
         """End what the judges hold, their processes for example."""
         for judge in self._closed_at_end:
             judge.close()
+
+
+def _judge_error(what: str, error: BaseException) -> JudgeError:
+    if isinstance(error, JudgeError):
+        return error
+    if isinstance(error, RolloutMQError):
+        return JudgeError(error.message, hint=error.hint)
+    return JudgeError(f"{what} raised {describe(error)}")
 
 
 class _WatchedJudge:

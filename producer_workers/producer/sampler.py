@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import DatasetError, MediaError
+from buffer.errors import DatasetError, MediaError, describe
 from buffer.model.ids import group_id
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
+from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
 
@@ -85,7 +86,7 @@ class Sampler:
         Raises DatasetError if the row cannot be read or made into a prompt.
         """
         place = self.place(draw)
-        problem = self._read(place)
+        problem = self._read(draw, place)
         prompt = self._encode(problem, place)
         if self._max_prompt_tokens is not None and len(prompt.ids) > self._max_prompt_tokens:
             return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
@@ -107,15 +108,21 @@ class Sampler:
             for index in range(self._k)
         ]
 
-    def _read(self, place: Place) -> Problem:
+    def _read(self, draw: int, place: Place) -> Problem:
         try:
-            problem = self._dataset.row(place.row, place.epoch)
+            if isinstance(self._dataset, ContainedDataset):
+                coming = (self.place(number) for number in range(draw, draw + AHEAD))
+                problem = self._dataset.row_of(coming)
+            else:
+                problem = self._dataset.row(place.row, place.epoch)
             messages = with_system_prompt(problem.messages, self._system_prompt)
             return problem.model_copy(update={"messages": messages})
         except DatasetError:
             raise
-        except Exception as error:  # a data set may be the user's code
-            reason = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a data set may be the user's code
+            reason = describe(error)
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
     def _encode(self, problem: Problem, place: Place) -> ImagePrompt:

@@ -11,10 +11,12 @@ _MARK = "rolloutmq_cheap"
 
 
 def cheap(function: F) -> F:
-    """Declare a judge or a filter of groups cheap: it answers in milliseconds, and never hangs.
+    """Declare a function of yours cheap: it answers in milliseconds, and never hangs.
 
-    A worker calls it in a thread of its own process, or in its event loop if it is a coroutine
-    function, which must not block.
+    It may be a judge, a filter of groups, a tool, a factory of environments, an agent, a record
+    function or a factory of data sets, an order, a curriculum or a should_continue_fn. It is called
+    in a thread of the process that needs it, or in its event loop if it is a coroutine function,
+    which must not block.
 
     Usage:
         @rolloutmq.cheap

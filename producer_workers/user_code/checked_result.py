@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import JudgeError
-from producer_workers.user_code.user_function import Shape
+
+Number = Real | np.bool_
+"""What counts as a number; a bool of numpy is none to Python."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest score: beyond it, a float32 is infinite."""
@@ -22,7 +24,7 @@ TOKEN_COLUMNS = ("token_rewards", "teacher_logprobs", "ref_logprobs", "values")
 """Columns of a rollout that a judge may return beside its reward (`RolloutState`)."""
 
 
-def _fits(value: Real) -> bool:
+def _fits(value: Any) -> bool:
     """Return whether `value` is finite as a float32, which is what trainers get."""
     try:
         return abs(float(value)) <= LARGEST
@@ -30,25 +32,35 @@ def _fits(value: Real) -> bool:
         return False
 
 
+def _is_name(key: Any) -> bool:
+    """Return whether `key` can be written as UTF-8, which one with half of a surrogate cannot."""
+    return isinstance(key, str) and not any("\ud800" <= char <= "\udfff" for char in key)
+
+
 def check_verdict(what: str, result: Any) -> bool:
     """Return `result` of a filter of groups as a bool. Raises JudgeError."""
-    if not isinstance(result, Real | np.bool_):
+    if not isinstance(result, Number):
         raise JudgeError(f"{what} returned {type(result).__name__}", hint="return True or False")
     return bool(result)
 
 
 def check_reward(name: str, result: Any) -> dict[str, float]:
     """Return `result` of judge `name` as a reward; a number is its score. Raises JudgeError."""
-    reward = {"score": result} if isinstance(result, Real) else result
+    reward = {"score": result} if isinstance(result, Number) else result
     if not isinstance(reward, Mapping) or "score" not in reward:
         raise JudgeError(
             f"judge {name!r} returned {result!r:.80}",
             hint='return a finite number, or a dict of finite numbers that holds "score"',
         )
+    return check_numbers(f"judge {name!r}", reward)
+
+
+def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers by name that `what` returned. Raises JudgeError."""
     for key, value in reward.items():
-        if not isinstance(key, str) or not isinstance(value, Real) or not _fits(value):
+        if not _is_name(key) or not isinstance(value, Number) or not _fits(value):
             raise JudgeError(
-                f"judge {name!r} returned {key!r:.40} = {value!r:.80}",
+                f"{what} returned {key!r:.40} = {value!r:.80}",
                 hint="every value of a reward is a finite number within float32 "
                 "(.item() makes one of a tensor)",
             )
@@ -65,7 +77,7 @@ def check_answer(name: str, result: Any) -> dict[str, Any]:
     columns = {
         key: value
         for key, value in result.items()
-        if key in TOKEN_COLUMNS and not isinstance(value, Real)
+        if key in TOKEN_COLUMNS and not isinstance(value, Number)
     }
     reward = {key: value for key, value in result.items() if key not in columns}
     return check_reward(name, reward) | {
@@ -75,7 +87,12 @@ def check_answer(name: str, result: Any) -> dict[str, Any]:
 
 def _column(name: str, key: str, value: Any) -> Any:
     if key == "teacher_logprobs" and isinstance(value, Mapping):
-        return {str(who): _column(name, f"{key}.{who}", row) for who, row in value.items()}
+        for who in value:
+            if not _is_name(who):
+                raise JudgeError(
+                    f"judge {name!r} returned {key} of {who!r:.40}", hint="a teacher has a name"
+                )
+        return {who: _column(name, f"{key}.{who}", row) for who, row in value.items()}
     try:
         column = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -97,13 +114,3 @@ def check_answers(name: str, results: Any, count: int) -> list[dict[str, Any]]:
             f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
         )
     return [check_answer(name, result) for result in results]
-
-
-def checked(shape: Shape, name: str, result: Any, count: int) -> Any:
-    """Return what a function returned for `count` rollouts, as its shape demands it.
-
-    Raises JudgeError.
-    """
-    if shape == "filter":
-        return check_verdict(name, result)
-    return check_answers(name, result, count) if shape == "group" else check_answer(name, result)

@@ -1,12 +1,8 @@
-"""Run a user's function for the worker that started this process (process_function.py).
+"""Run a user's function for the process that started this one (process_function.py).
 
-A frame is a header, call number and length, and that many bytes. The worker sends a group in the
-wire format, or an empty frame that cancels its call. The answer is JSON: {"result": …} or
-{"error": …, "hint": …, "is_last": whether this process is to be replaced}. The first answer,
-number 0, is the end of the start.
-
-A plain function is called in the main thread, one call after the other. The calls of a coroutine
-function run at the same time.
+A frame is a header, call number and length, and that many bytes. The caller sends arguments, as the
+border of the kind writes them, or an empty frame that cancels its call. The answer is an `Answer`.
+The first one, number 0, is the end of the start.
 """
 
 from __future__ import annotations
@@ -15,114 +11,149 @@ import asyncio
 import inspect
 import socket
 import struct
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
 
-import orjson
+import msgspec
 
-from buffer.errors import RolloutMQError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.wire import decode
-from producer_workers.user_code.checked_result import checked
+from producer_workers.user_code.border import Border, load_border
+from producer_workers.user_code.contained_tasks import contain_exits
 from producer_workers.user_code.process_limits import end_with_parent, limit_memory
-from producer_workers.user_code.user_function import Outcome, Shape, attempt, call_with, outcome_of
+from producer_workers.user_code.rules import Failure, Mode
+from producer_workers.user_code.user_function import Outcome, attempt, outcome_of
 
 HEADER = struct.Struct("<QQ")
 READY = 0
 """The number of the answer that ends the start; calls count from 1."""
 
+LONGEST_ANSWER = 1 << 28
+"""Bytes of an answer that are sent."""
+
 
 class Order(TypedDict):
-    """What a worker asks of such a process."""
+    """What a caller asks of such a process."""
 
     path: str
-    shape: Shape
-    what: str
+    border: str
+    options: dict[str, Any]
     name: str
     memory_mb: int
-    sandbox: str | None
-    """an argument of the judge that runs programs, which alone has one"""
+    mode: Mode
     parent: int
     fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The end of a call: what its border's `check` returned, or why there is nothing."""
+
+    result: Any = None
+    failure: Failure | None = None
+
+
 def main(order: Order) -> None:
-    """Serve until the worker closes the connection, or ends."""
+    """Serve until the caller closes the connection, or ends."""
     end_with_parent(order["parent"])
     connection = socket.socket(fileno=order["fd"])
+    border = load_border(order["border"])
     try:
-        function = load_object(order["path"], kind="function")
-        if order["sandbox"] is not None:
-            function = partial(function, sandbox=order["sandbox"])
-        limit_memory(order["memory_mb"])  # after the imports, which are not the function's
+        function = border.load(order["path"], order["options"])
+        if order["memory_mb"]:
+            limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported
-        connection.sendall(_frame(READY, order, Outcome(error=error)))
+        connection.sendall(_frame(READY, border, Outcome(error=error)))
         raise
-    connection.sendall(_frame(READY, order, Outcome()))
-    server = _Server(order, function)
-    if inspect.iscoroutinefunction(function):
+    connection.sendall(_frame(READY, border, Outcome()))
+    server = _Server(order["name"], border, function)
+    if order["mode"] == "coroutines":
         asyncio.run(server.serve_coroutines(connection))
+    elif order["mode"] == "threads":
+        server.serve_threads(connection)
     else:
         server.serve_plain(connection)
 
 
 class _Server:
-    def __init__(self, order: Order, function: Callable[..., Any]) -> None:
-        self._order = order
+    def __init__(self, name: str, border: Border, function: Callable[..., Any]) -> None:
+        self._name = name
+        self._border = border
         self._function = function
+        self._sending = threading.Lock()
 
     def serve_plain(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as stream:
             while header := stream.read(HEADER.size):
                 number, size = HEADER.unpack(header)
-                call = partial(self._call, stream.read(size))
-                connection.sendall(_frame(number, self._order, attempt(self._order["what"], call)))
+                self._answer(connection, number, stream.read(size))
+
+    def serve_threads(self, connection: socket.socket) -> None:
+        """Make each call in a thread of its own; one that is cancelled goes on."""
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                number, size = HEADER.unpack(header)
+                if size:
+                    given = (connection, number, stream.read(size))
+                    threading.Thread(target=self._answer, args=given, daemon=True).start()
+
+    def _answer(self, connection: socket.socket, number: int, data: bytes) -> None:
+        frame = _frame(number, self._border, attempt(self._name, partial(self._call, data)))
+        with self._sending:
+            connection.sendall(frame)
 
     def _call(self, data: bytes) -> Any:
-        states = decode(data).states
-        result = call_with(self._function, self._order["shape"], states)
+        arguments = self._border.read(data)
+        result = self._border.call(self._function, *arguments)
         if inspect.isawaitable(result):  # as a function that wraps a coroutine function returns
             result = asyncio.run(_awaited(result))
-        return checked(self._order["shape"], self._order["name"], result, len(states))
+        return self._border.check(self._name, result, *arguments)
 
     async def serve_coroutines(self, connection: socket.socket) -> None:
+        contain_exits(asyncio.get_running_loop())
         reader, writer = await asyncio.open_connection(sock=connection)
         calls: dict[int, asyncio.Task[None]] = {}
 
         async def answer(number: int, data: bytes) -> None:
-            call = partial(self._call_async, data)
-            outcome = await outcome_of(self._order["what"], call)
-            writer.write(_frame(number, self._order, outcome))
+            outcome = await outcome_of(self._name, partial(self._call_async, data))
+            writer.write(_frame(number, self._border, outcome))
             calls.pop(number, None)
 
-        while header := await reader.read(HEADER.size):
-            number, size = HEADER.unpack(header + await _rest(reader, HEADER.size - len(header)))
-            if size:
-                data = await reader.readexactly(size)
-                calls[number] = asyncio.create_task(answer(number, data))
-            elif call := calls.get(number):
-                call.cancel()
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if size:
+                    data = await reader.readexactly(size)
+                    calls[number] = asyncio.create_task(answer(number, data))
+                elif call := calls.get(number):
+                    call.cancel()
 
     async def _call_async(self, data: bytes) -> Any:
-        states = decode(data).states
-        result = await call_with(self._function, self._order["shape"], states)
-        return checked(self._order["shape"], self._order["name"], result, len(states))
-
-
-async def _rest(reader: asyncio.StreamReader, size: int) -> bytes:
-    return await reader.readexactly(size) if size else b""
+        arguments = self._border.read(data)
+        result = self._border.call(self._function, *arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return self._border.check(self._name, result, *arguments)
 
 
 async def _awaited(made: Any) -> Any:
     return await made
 
 
-def _frame(number: int, order: Order, outcome: Outcome) -> bytes:
+def _frame(number: int, border: Border, outcome: Outcome) -> bytes:
     try:
-        answer = {"result": outcome.unwrap(order["what"])}
-    except RolloutMQError as error:
-        is_last = isinstance(outcome.error, MemoryError)
-        answer = {"error": error.message, "hint": error.hint, "is_last": is_last}
-    data = orjson.dumps(answer)
+        data = _encoded(border, outcome)
+    except Exception as error:  # what a function returns may be anything
+        data = _encoded(border, Outcome(error=TypeError(f"its result cannot be sent: {error}")))
     return HEADER.pack(number, len(data)) + data
+
+
+def _encoded(border: Border, outcome: Outcome) -> bytes:
+    if outcome.error is not None:
+        return msgspec.msgpack.encode(Answer(failure=Failure.of(outcome.error, border)))
+    data = msgspec.msgpack.encode(Answer(outcome.result))
+    if len(data) > LONGEST_ANSWER:
+        raise ValueError(f"it has {len(data)} bytes, and at most {LONGEST_ANSWER} are sent")
+    return data

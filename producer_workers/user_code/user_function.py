@@ -2,8 +2,8 @@
 
 A coroutine function runs in the event loop. Any other runs in a thread, since it would hold up
 every generation of the worker in the loop. A thread cannot be ended: one that exceeds its limit is
-abandoned, and another takes its turn, up to `MOST_ABANDONED` of them. Functions that may hang
-belong into a process of their own.
+abandoned, and another takes its turn, up to `MOST_ABANDONED` of them. So only functions that are
+declared to run inline are called here, and those that have no name to import them by.
 """
 
 from __future__ import annotations
@@ -13,43 +13,25 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from buffer.errors import JudgeError
+from buffer.errors import ProcessUnavailable
 from buffer.rollouts.own_copy import readers_copy
-from buffer.rollouts.rollout import RolloutState
+from producer_workers.user_code.border import Border
+from producer_workers.user_code.rules import Failure, Rules
 
 TURNS = 4
-"""Calls of one function that run in threads at once."""
+"""Calls of one function that run in threads at once, where nothing else is said."""
 
-MOST_ABANDONED = 8
+MOST_ABANDONED = 64
 """Threads of one function that exceeded its limit and still run; with more, it is not called."""
-
-LONGEST_REASON = 300
-"""Characters of an exception's text in the reason of a failed group."""
-
-USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
-"""What a user's code may raise of its own: sys.exit, too, must not end the worker."""
 
 LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
 """The last calls in threads of this process: name, begin and end, in seconds of time.monotonic."""
-
-Shape = Literal["rollout", "group", "filter"]
-"""How a function is called: with one rollout, with `states`, or with the group as its argument."""
-
-
-def call_with(function: Callable[..., Any], shape: Shape, states: Sequence[RolloutState]) -> Any:
-    """Return what `function` returns for these rollouts."""
-    if shape == "filter":
-        return function(list(states))
-    if shape == "group":
-        return function(states=list(states))
-    (state,) = states
-    return function(response=state.response, ground_truth=state.ground_truth, state=state)
 
 
 class Outcome(NamedTuple):
@@ -57,45 +39,6 @@ class Outcome(NamedTuple):
 
     result: Any = None
     error: BaseException | None = None
-
-    def get(self) -> Any:
-        """Return the result, or raise the error. For coroutines: it may be StopIteration."""
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-    def unwrap(self, what: str) -> Any:
-        """Return the result. Raises JudgeError that names `what` for an error."""
-        if self.error is None:
-            return self.result
-        if isinstance(self.error, JudgeError):
-            raise self.error
-        raise JudgeError(
-            f"{what} raised {describe(self.error)}", hint=_hint(self.error)
-        ) from self.error
-
-
-def describe(error: BaseException) -> str:
-    """Return an error in one line: its type and the start of its text."""
-    text = " ".join(str(error).split()).encode(errors="replace").decode()
-    name = type(error).__name__
-    return f"{name}: {text[:LONGEST_REASON]}" if text else name
-
-
-def _hint(error: BaseException) -> str:
-    if isinstance(error, StopIteration):
-        return "next(...) found nothing: give it a default"
-    if isinstance(error, MemoryError):
-        return "see [tasks.<name>.judging] memory_mb"
-    return "see the rollout that it got in the dead letter"
-
-
-def over_limit(what: str, limit_s: float) -> JudgeError:
-    """Return the error of a call that took too long."""
-    return JudgeError(
-        f"{what} exceeded its limit of {limit_s:g} s",
-        hint="raise [tasks.<name>.judging] timeout_s, or make it faster",
-    )
 
 
 def attempt(what: str, call: Callable[[], Any]) -> Outcome:
@@ -151,31 +94,55 @@ async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> Outcome:
 
 
 class UserFunction:
-    """Calls `function` for rollouts. Errors call it `what`; `limit_s` limits each call."""
+    """Calls `function`, of the kind of `border`, by `rules`; `turns` calls at once in threads."""
 
-    def __init__(
-        self, what: str, function: Callable[..., Any], shape: Shape, limit_s: float
-    ) -> None:
-        self._what = what
+    def __init__(self, function: Any, border: Border, rules: Rules, *, turns: int = TURNS) -> None:
         self._function = function
-        self._shape = shape
-        self._limit_s = limit_s
-        self._turns = asyncio.Semaphore(TURNS)
+        self._border = border
+        self._rules = rules
+        self._most = turns + MOST_ABANDONED
+        self._turns = asyncio.Semaphore(turns)
         self._threads = 0
         self._idle: list[_Caller] = []
 
-    async def __call__(self, states: Sequence[RolloutState]) -> Any:
-        """Return its result. Raises JudgeError for anything that it raises, and after its limit."""
-        call = partial(call_with, self._function, self._shape, list(map(readers_copy, states)))
-        if inspect.iscoroutinefunction(self._function):
-            return await self._in_loop(call)
-        result = (await self._in_turn(call)).unwrap(self._what)
-        # a plain function may return a coroutine, as a lambda around one does
-        return await self._in_loop(lambda: result) if inspect.isawaitable(result) else result
+    async def __call__(self, *arguments: Any) -> Any:
+        """Return its result.
 
-    async def _in_loop(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        outcome = await self._limited(asyncio.ensure_future(outcome_of(self._what, call)))
-        return outcome.unwrap(self._what)
+        Raises the rules' error for anything that it does, and ProcessUnavailable once too many of
+        its calls hang.
+        """
+        own = map(readers_copy, arguments)
+        call = partial(self._border.call, self._function, *own)
+        if self._rules.mode == "coroutines":
+            return self._checked(await self._in_loop(call), arguments)
+        outcome = await self._in_turn(call)
+        if outcome.error is None and inspect.isawaitable(outcome.result):
+            # a plain function may return a coroutine, as a lambda around one does
+            made = outcome.result
+            outcome = await self._in_loop(lambda: made)
+        return self._checked(outcome, arguments)
+
+    def close(self) -> None:
+        """Do nothing: its threads cannot be ended."""
+
+    def _checked(self, outcome: Outcome, arguments: tuple[Any, ...]) -> Any:
+        error = outcome.error
+        if isinstance(error, ProcessUnavailable):  # of a tool that comes with this project
+            raise error
+        if error is None:
+            try:
+                plain = self._border.check(self._rules.name, outcome.result, *arguments)
+                return self._border.result(plain)
+            except Exception as fault:  # what it returned may be anything
+                error = fault
+        raise self._rules.failed(Failure.of(error, self._border)) from error
+
+    async def _in_loop(self, call: Callable[[], Any]) -> Outcome:
+        async def settle() -> Any:
+            made = call()
+            return await made if inspect.isawaitable(made) else made
+
+        return await self._limited(asyncio.ensure_future(outcome_of(self._rules.what, settle)))
 
     async def _in_turn(self, call: Callable[[], Any]) -> Outcome:
         await self._turns.acquire()
@@ -191,21 +158,23 @@ class UserFunction:
 
     async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
         if not self._idle:
-            if self._threads >= TURNS + MOST_ABANDONED:
-                raise JudgeError(
-                    f"{self._what} still runs in {self._threads} threads, which cannot be ended",
-                    hint='set [tasks.<name>.judging] kind = "process", which ends what hangs',
+            if self._threads >= self._most:
+                raise ProcessUnavailable(
+                    f"{self._rules.what} still runs in {self._threads} threads, which cannot be "
+                    "ended",
+                    hint='let it run in a process, which is ended: give it as "module:function", '
+                    "and do not declare it to run inline",
                 )
-            self._idle.append(_Caller(self._what))
+            self._idle.append(_Caller(self._rules.what))
             self._threads += 1
         # a thread that is over the limit comes back once its call ends
         return await self._limited(self._idle.pop().start(call, self._idle.append))
 
     async def _limited(self, work: asyncio.Future[Outcome]) -> Outcome:
         try:
-            done, _ = await asyncio.wait({work}, timeout=self._limit_s)
+            done, _ = await asyncio.wait({work}, timeout=self._rules.limit_s)
         finally:
             work.cancel()  # not awaited: it may ignore that
         if not done:
-            raise over_limit(self._what, self._limit_s)
+            raise self._rules.over_limit()
         return work.result()

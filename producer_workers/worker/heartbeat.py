@@ -24,6 +24,7 @@ from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner
 from producer_workers.group_runs.inbox import HeartbeatAnswered, Inbox, PartFailed
 from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.control_client import ControlView
 
 log = logging.getLogger("rolloutmq.worker")
@@ -73,6 +74,7 @@ class Reporter:
             judging_ms=round(1000 * times.histogram.total_s),
             judge_failures=times.failed,
             judge_buckets=times.histogram.counts,
+            replaced=REPLACED.total(),
         )
 
     def _rate(self) -> float:
@@ -92,7 +94,8 @@ class Heartbeat:
 
     `report` is called before each one, on its thread, for what it carries, what is held, and the
     oldest weights of what is held. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
-    the thread: another process registered under this id, or the run is gone.
+    the thread: another process registered under this id, or the run is gone. None is sent while the
+    worker `is_stuck`.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Heartbeat:
         facts: Mapping[str, str],
         report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]],
         inbox: Inbox,
+        is_stuck: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
         self._worker = worker
@@ -110,6 +114,7 @@ class Heartbeat:
         self._facts = facts
         self._report = report
         self._inbox = inbox
+        self._is_stuck = is_stuck
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outage = LogOnce(log, "no heartbeat")
@@ -137,7 +142,9 @@ class Heartbeat:
             if time.monotonic() >= due:
                 due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
-                self._send()
+                # what nothing works on must not be held
+                if not self._is_stuck():
+                    self._send()
                 # leases of dead workers must run out, and memory must be freed, even if no
                 # producer is alive
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:

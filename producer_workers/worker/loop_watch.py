@@ -1,13 +1,14 @@
 """Log what blocks a worker's event loop, by the name of the judge, tool or agent where it is one.
 
-While the loop is blocked, the worker samples, submits and pauses nothing. Its heartbeat continues,
-so no other process reports it.
+While the loop is blocked, the worker samples, submits and pauses nothing. Its heartbeat continues
+until `STUCK_S`: then its leases run out, and its groups go to other workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -20,6 +21,9 @@ log = logging.getLogger("rolloutmq.worker")
 BLOCKED_S = 2.0
 """Time without a turn of the loop that is logged."""
 
+STUCK_S = 600.0
+"""Time after which a loop that is still blocked counts as stuck."""
+
 POLL_S = 0.5
 REPEAT_S = 60.0
 
@@ -31,6 +35,11 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
+        self._awaited_s = math.inf
+
+    def is_stuck(self) -> bool:
+        """Return whether the loop has been blocked for `STUCK_S`. Any thread may call it."""
+        return time.monotonic() - self._awaited_s > STUCK_S
 
     def start(self) -> None:
         """Watch the running loop, which is that of the calling thread."""
@@ -47,6 +56,7 @@ class LoopWatch:
             if self._stopping.wait(POLL_S):
                 return
             turned = threading.Event()
+            self._awaited_s = time.monotonic()
             try:
                 loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # closed meanwhile
@@ -60,7 +70,10 @@ class LoopWatch:
                     log.warning("the event loop was blocked for %.1f s: %s", seconds, what)
                 if has_turned:
                     break
+                if self.is_stuck():
+                    log.error("the event loop is stuck: the groups of this worker go to others")
                 has_turned = turned.wait(REPEAT_S)
+            self._awaited_s = math.inf
 
 
 def _culprit(loop_thread: int, began_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ class TracedLoop:
     def __init__(self, loop: AgentLoop, tracer: Tracer) -> None:
         self._loop = loop
         self._tracer = tracer
-        self.makes_prompts = bool(getattr(loop, "makes_prompts", False))
+        self.makes_prompts = getattr(loop, "makes_prompts", False)
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -29,6 +30,12 @@ class TracedLoop:
             "generate", gid, rollouts=len(states), engine=engine.name, weights=weights
         ):
             return await self._loop.generate_group(states, engine, gid)
+
+    async def close(self) -> None:
+        """Close the agent loop, where it can be closed."""
+        close = getattr(self._loop, "close", None)
+        if inspect.iscoroutinefunction(close):
+            await close()
 
 
 class TracedJudgeTimes(JudgeTimes):

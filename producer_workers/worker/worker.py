@@ -71,9 +71,9 @@ from producer_workers.group_runs.next_weights import WeightSource
 from producer_workers.group_runs.pending_groups import PendingGroups, Protection
 from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.user_code.contained_tasks import contain_exits
 from producer_workers.worker.capacity import Capacity, Vacancy
 from producer_workers.worker.claims import Claims
-from producer_workers.worker.contained_tasks import contain_exits
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.heartbeat import Heartbeat, Reporter
 from producer_workers.worker.loop_watch import LoopWatch
@@ -138,14 +138,22 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
         facts = {"engine": engine.name, **(facts or {})}
-        self._heartbeat = Heartbeat(run, worker_id, self._nonce, facts, self._report, self._inbox)
+        self._loop_watch = LoopWatch()
+        self._heartbeat = Heartbeat(
+            run,
+            worker_id,
+            self._nonce,
+            facts,
+            self._report,
+            self._inbox,
+            self._loop_watch.is_stuck,
+        )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
         self._step: asyncio.Task[None] | None = None
         self._claims = Claims(run, worker_id, self._nonce)
         self._wake_up = WakeUp(run, self._inbox)
         self._is_step_due = True
-        self._loop_watch = LoopWatch()
         self._is_stopping = False
         self._failure: BaseException | None = None
 
@@ -371,6 +379,7 @@ class Worker:
             await self._hand_back()
             await asyncio.to_thread(self._heartbeat.stop)
             self._judges.close()
+            await self._runner.close()
             await self._engine.close()
             self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):

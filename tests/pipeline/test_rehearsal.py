@@ -24,8 +24,9 @@ from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
+from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.gateway.agents import AgentTask
-from producer_workers.agent_loops.multi_turn import Answer, Turn, turns_of
+from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.build import make_worker
 from producer_workers.engines import build_engine

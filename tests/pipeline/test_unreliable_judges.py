@@ -294,6 +294,38 @@ def test_the_log_names_a_judge_that_blocks_the_worker(
     assert any("loop was blocked for" in line and "judge 'slow'" in line for line in lines), lines
 
 
+def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterwards(
+    make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_watch, "STUCK_S", 0.5)
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.3)
+    monkeypatch.setattr(loop_watch, "POLL_S", 0.01)
+    yard = make_yard(lease_ms=3000)
+    yard.enqueue(1, tokens=[10])
+    lost = threading.Event()
+
+    async def blocks(**_: Any) -> float:
+        await asyncio.to_thread(int)
+        lost.wait(60)  # in the event loop, as no code may
+        return 1.0
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=FunctionJudge("blocks", blocks))):
+            await yard.until_places(completed=1)
+
+    working = threading.Thread(target=asyncio.run, args=(scenario(),))
+    working.start()
+    until_s = time.monotonic() + 50
+    while not yard.counters().get("leases_lost") and time.monotonic() < until_s:
+        yard.run.janitor.sweep()
+        time.sleep(0.1)
+    found = yard.counters().get("leases_lost")
+    lost.set()
+    working.join()
+    assert found == 1
+    assert yard.places() == {"completed": 1}
+
+
 def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
     yard: Yard,
 ) -> None:

@@ -31,9 +31,8 @@ from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.function_judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.user_function import UserFunction
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 
@@ -216,7 +215,7 @@ class Yard:
         }
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
-            call = UserFunction(what, function, "filter", 60.0)
+            call = call_here(what, what, function, "filter", 60.0)
             chosen["is_valid_sample"] = GroupFilter(what, call, within)
         loop = SingleTurnAgentLoop(
             judge=judges.watch(judge, grace_s),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import RolloutState, VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
@@ -106,7 +107,8 @@ class Recorder(LetterEngine):
 
 
 def loop_of(tokenizer: Any, agent: Any = "wander", **options: Any) -> GatewayAgentLoop:
-    agent = MINE + agent if isinstance(agent, str) and ":" not in agent else agent
+    if isinstance(agent, str) and ":" not in agent:
+        agent = load_object(MINE + agent, kind="agent")  # not by name, for a process of its own
     common = {
         "judge": None,
         "tokenizer": tokenizer,
@@ -126,7 +128,10 @@ def questions(*texts: str, **params: Any) -> list[RolloutState]:
 
 def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
     async def scene() -> list[RolloutState]:
-        made = await loop.generate_group(states, engine, "math-0000000001")
+        try:
+            made = await loop.generate_group(states, engine, "math-0000000001")
+        finally:
+            await loop.close()
         for _ in range(10):  # the agents' clients close their connections
             await asyncio.sleep(0.01)
         return made

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from buffer.config.sections.section import Count, DottedPath, Section
+from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
 from buffer.errors import ConfigError
 from buffer.hub import Repository, is_id, repository
 from buffer.model.byte_size import Bytes
@@ -48,6 +48,10 @@ class _Records(_Dataset):
     record: DottedPath | None = None
     """a function of yours as package.module:function that turns one record (a dict) into a problem;
     default: records have the fields of JSONL files
+    """
+    row_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
+    """time in which your `record` function, or your data set, gives one row, or is opened; then its
+    process is killed, and the row counts as one that cannot be read
     """
     images: ImagesSection | None = None
     """allow rows to name images, within these limits; default: rows have no images"""

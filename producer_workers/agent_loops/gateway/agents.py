@@ -1,7 +1,7 @@
-"""Start an agent: a Python function in this process, or a program.
+"""Start an agent: a Python function in processes of its own, or a program.
 
     agent = "my_agent:solve"            # async def solve(task: AgentTask) -> reward or None;
-                                        # a plain function runs in a thread
+                                        # a plain function runs in a thread of such a process
     command = ["python", "agent.py"]    # OPENAI_BASE_URL and OPENAI_API_KEY in its environment,
                                         # its task as JSON on stdin
     solve.resumable = True              # it begins from task.finished; or agent_loop_options
@@ -17,19 +17,19 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import orjson
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError, UserCodeError
+from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_reward
-from producer_workers.user_code.user_function import USER_ERRORS, attempt, describe
+from producer_workers.user_code.process_function import call_of
+from producer_workers.user_code.rules import Rules
 
 _THREADS = 256
-"""Plain functions that run at the same time; more wait."""
+"""Plain functions that run at the same time in a worker itself; more wait."""
 
 MODEL = "policy"
 """The name of the model; the endpoint accepts any other name, too."""
@@ -86,30 +86,65 @@ class AgentRunner(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End what is kept between two sessions."""
+        ...
+
+
+class AgentBorder(Border):
+    """Its argument is the task; its result is a reward, or None."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple[AgentTask])
+
+    def check(self, name: str, result: Any, *arguments: Any) -> dict[str, float] | None:
+        return None if result is None else check_reward(name, result)
+
+
+AGENT = AgentBorder()
+
 
 class FunctionAgent:
-    """Runs a function in this process."""
+    """Runs a function of a user, in processes that import it by `path`; here without one.
 
-    def __init__(self, name: str, function: Callable[[AgentTask], Any]) -> None:
-        self._name = name
-        self._function = function
+    A plain function runs in a thread. `limit_s` limits one session.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[AgentTask], Any],
+        limit_s: float,
+        *,
+        path: str | None = None,
+    ) -> None:
         self.resumable = bool(getattr(function, "resumable", False))
-        # Its own threads: the worker's load weights and submit groups while agents wait for a
-        # paused engine.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
+        is_coroutine = inspect.iscoroutinefunction(function)
+        rules = Rules(
+            what=f"agent {name}",
+            name=name,
+            limit_s=limit_s,
+            limit_key="agent_loop_options.time_limit_s",
+            processes=4 if is_coroutine else 16,
+            mode="coroutines" if is_coroutine else "threads",
+            # its session has begun: another run of it begins another session
+            repeats=False,
+            # the endpoint refuses its next request, which ends it in order
+            grace_s=10.0,
+        )
+        self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
+        """See `AgentRunner`."""
         try:
-            if inspect.iscoroutinefunction(self._function):
-                result = await self._function(task)
-            else:
-                outcome = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, attempt, f"agent {self._name}", partial(self._function, task)
-                )
-                result = outcome.get()
-        except USER_ERRORS as error:  # an agent may raise anything; it fails its rollout alone
-            raise AgentError(f"agent {self._name} raised {describe(error)}") from error
-        return None if result is None else check_reward(self._name, result)
+            reward: dict[str, float] | None = await self._call(task)
+        except UserCodeError as error:  # it fails its rollout alone
+            raise AgentError(error.message, hint=error.hint) from error
+        return reward
+
+    def close(self) -> None:
+        """End its processes."""
+        self._call.close()
 
 
 class ProgramAgent:
@@ -121,15 +156,20 @@ class ProgramAgent:
 
     resumable = False
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], limit_s: float) -> None:
         self._command = [str(part) for part in command]
         if any("{api_key}" in part for part in self._command):
             raise ConfigError(
                 "the agent's command would show {api_key} to every user of this machine",
                 hint="leave it out: the program finds the key in its environment, OPENAI_API_KEY",
             )
+        self._limit_s = limit_s
+
+    def close(self) -> None:
+        """Do nothing: each program ends with its session."""
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
+        """See `AgentRunner`."""
         known = {
             "question": task.question,
             "base_url": task.base_url,
@@ -146,7 +186,11 @@ class ProgramAgent:
             start_new_session=True,
         )
         try:
-            _, stderr = await process.communicate(orjson.dumps(given, default=str))
+            async with asyncio.timeout(self._limit_s):
+                _, stderr = await process.communicate(orjson.dumps(given, default=str))
+        except TimeoutError as error:
+            message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
+            raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
             await _end(process)
         if process.returncode:

@@ -75,14 +75,19 @@ class GatewayAgentLoop:
                 hint='set agent = "module:function", or command = [...]',
             )
         keep_loopback_direct()
-        self._agent = ProgramAgent(command) if command else _function(agent)
+        self._agent = (
+            ProgramAgent(command, time_limit_s) if command else _function(agent, time_limit_s)
+        )
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._delta = ChatDelta(tokenizer, eos_ids)
         self._parser = tool_parser(parser, tokenizer) if parser else None
-        self._time_limit_s = time_limit_s
+
+    async def close(self) -> None:
+        """End the processes of the agent."""
+        self._agent.close()
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -189,17 +194,13 @@ class GatewayAgentLoop:
         return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
-        """Run the agent until it ends, its session is interrupted, or its time is up."""
+        """Run the agent until it ends, or its session is interrupted."""
         running = asyncio.ensure_future(self._agent.run(task))
         interrupted = asyncio.ensure_future(session.interrupted.wait())
         try:
             done, _ = await asyncio.wait(
-                {running, interrupted},
-                timeout=self._time_limit_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                {running, interrupted}, return_when=asyncio.FIRST_COMPLETED
             )
-            if not done:
-                raise AgentError(f"the agent took longer than {self._time_limit_s:g} s")
             return running.result() if running in done else None
         finally:
             for waiting in (running, interrupted):
@@ -267,12 +268,13 @@ def _is_unjudged(state: RolloutState) -> bool:
     return has_ended(state) and state.status in (Status.INIT, Status.ABORTED)
 
 
-def _function(agent: Any) -> AgentRunner:
+def _function(agent: Any, limit_s: float) -> AgentRunner:
     function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
     if not callable(function):
         raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
     name = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
-    return FunctionAgent(name, function)
+    path = agent if isinstance(agent, str) else None
+    return FunctionAgent(name, function, limit_s, path=path)
 
 
 def _failed(state: RolloutState, reason: str) -> RolloutState:

@@ -65,6 +65,12 @@ def workers(
             console().print(judges_table(judged))
         if audits.groups:
             console().print(audits_table(audits))
+        for row in rows:
+            if row.replaced:
+                console().print(
+                    f"{plain(row.id)}: {row.replaced} processes of your functions hung, crashed or "
+                    "ran out of memory, and were replaced; its log names them"
+                )
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 TOOL = {
     "name": "multiply",
@@ -33,6 +34,8 @@ def answer(method: str, params: dict) -> dict | None:  # type: ignore[type-arg]
         b = params["arguments"]["b"]
         if a == 13:
             os._exit(1)  # a number that this server does not survive
+        if a == 16:
+            time.sleep(1000)  # and answers nothing else meanwhile
         if a < 0:
             return {"content": [{"type": "text", "text": "only positive ones"}], "isError": True}
         return {"content": [{"type": "text", "text": str(a * b)}]}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.config.sections.task import TaskSection
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, ProcessUnavailable
 from buffer.rollouts.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
@@ -83,6 +83,28 @@ def test_calls_of_other_groups_go_on_beside_a_refused_one_and_end_with_their_ser
         )
         assert fresh == [[str(2 * n)] for n in range(5)]
         await toolbox.close()
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_hangs_is_replaced_and_one_that_cannot_start_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("producer_workers.agent_loops.mcp_server.ALIVE_S", 0.5)
+
+    async def scene() -> None:
+        toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=1.0)
+        for _ in range(2):
+            (told,) = await toolbox.call_all([call("multiply", a=16, b=1)])
+            assert told == "error: multiply took longer than 1 s"
+            (server,) = set(toolbox._servers.values())
+            assert server._connection is None
+        toolbox._timeout_s = 60.0
+        assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
+        await toolbox.close()
+        server._command = ["/nowhere/server"]
+        with pytest.raises(ProcessUnavailable):
+            await toolbox.call_all([call("multiply", a=2, b=3)])
 
     asyncio.run(scene())
 

@@ -357,7 +357,7 @@ def test_a_session_ends_with_the_context_of_the_engine_and_is_judged(chat: Any, 
     [
         ("raises", "raised ZeroDivisionError: by the agent"),
         ("asks_nothing", "without an answer of the model"),
-        ("never_ends", "took longer than 0.05 s"),
+        ("never_ends", "exceeded its limit of 0.05 s"),
     ],
 )
 def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(

@@ -19,13 +19,8 @@ from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, Version
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.multi_turn import (
-    Answer,
-    MultiTurnAgentLoop,
-    ToolAgentLoop,
-    Turn,
-    turns_of,
-)
+from producer_workers.agent_loops.environment import Answer, Turn
+from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, ToolAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.engines.base import Generation
 from producer_workers.judges.function_judge import FunctionJudge
@@ -122,8 +117,14 @@ def loop_of(
 
 
 def run(loop: Any, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
+    async def scene() -> list[RolloutState]:
+        try:
+            return await loop.generate_group(states, engine, "math-0000000001")
+        finally:
+            await loop.close()
+
     called.clear()
-    return asyncio.run(loop.generate_group(states, engine, "math-0000000001"))
+    return asyncio.run(scene())
 
 
 def rollout(**params: Any) -> RolloutState:

@@ -26,7 +26,7 @@ from buffer.config.sections.dataset import JsonlDataset as JsonlSection
 from buffer.errors import ConfigError, DatasetError
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.records import RecordsDataset, load_to_problem
 from producer_workers.datasets.stream import StreamDataset
 from producer_workers.producer.sampler import Sampler
@@ -101,7 +101,7 @@ def asked(dataset: Any, tokenizer: Any, draws: range) -> list[str]:
 
 def python(factory: str, tmp_path: Path, **section: Any) -> Any:
     made = PythonDataset(kind="python", factory=f"{HERE}:{factory}", **section)
-    return open_dataset(made, tmp_path, seed=5)
+    return open_here(made, tmp_path, seed=5)
 
 
 def test_parquet_reads_any_row_of_any_file_in_a_folder(tmp_path: Path) -> None:
@@ -187,7 +187,11 @@ def test_loader_gives_each_draw_the_same_prompt_after_a_restart(
     tmp_path: Path, tokenizer: Any, workers: int
 ) -> None:
     make: Callable[[], Any] = lambda: python("make_loader", tmp_path, options={"workers": workers})  # noqa: E731
-    whole = asked(make(), tokenizer, range(2 * ROWS + 3))
+    section = PythonDataset(
+        kind="python", factory=f"{HERE}:make_loader", options={"workers": workers}
+    )
+    # in a process of its own, as a producer opens it: some rows at a time
+    whole = asked(open_dataset(section, tmp_path, seed=5), tokenizer, range(2 * ROWS + 3))
     first = whole[:ROWS]
     second = whole[ROWS : 2 * ROWS]
     assert sorted(first) == sorted(second) == sorted(f"q{n}" for n in range(ROWS))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.rollouts.sampling import SampleParams
-from producer_workers.agent_loops.multi_turn import Answer, MultiTurnAgentLoop
+from producer_workers.agent_loops.environment import Answer
+from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.group_runs.inbox import Inbox

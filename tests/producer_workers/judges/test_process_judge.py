@@ -21,11 +21,13 @@ from producer_workers.judges.function_judge import (
     FunctionJudge,
     GroupProcessJudge,
     ProcessJudge,
+    function_rules,
 )
 from producer_workers.judges.judge import AnyJudge, judge_all
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.user_code import cheap
 from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.rollout_border import BORDERS
 
 HOSTILE = "tests.producer_workers.judges.hostile"
 
@@ -77,7 +79,9 @@ def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
 def test_a_filter_runs_in_a_process_too() -> None:
     async def scenario() -> list[Any]:
         section = JudgingSection(processes=1)
-        call = ProcessFunction(f"{HOSTILE}:keep", "filter", "f", "f", section, is_coroutine=False)
+        call = ProcessFunction(
+            f"{HOSTILE}:keep", BORDERS["filter"], function_rules("f", "f", section)
+        )
         states = [rollout("", index) for index in range(2)]
         for state in states:
             state.reward = {"score": float(state.index)}

@@ -60,6 +60,7 @@ function details(w) {
   const facts = [
     ["Groups", `${number(w.done)} done, ${number(w.failed)} failed${tries ? ` (${number((100 * w.failed) / tries, 1)} %)` : ""}, ${number(w.quarantined)} refused by the trainer`],
     ["Judges", `${number(w.judged)} answers, ${number(w.judge_failures)} failures`],
+    w.replaced && ["Your functions", `${number(w.replaced)} of their processes hung or crashed, and were replaced`],
     ["Engine", `${w.engine}${w.requests === null ? "" : `, ${number(w.requests)} requests in it`}`],
     w.refusal && ["Refused weights", w.refusal],
     ...Object.entries(w.facts).map(([name, value]) => [name, value]),

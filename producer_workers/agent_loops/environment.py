@@ -1,0 +1,131 @@
+"""Define an environment, which answers a model between its turns, and call one of a user.
+
+One that is named by a path is made in processes of its own (user_code/process_function.py), unless
+its factory is declared to run inline. What it does there fails its rollout alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from buffer.errors import UserCodeError
+from buffer.model.dotted_path import load_object
+from buffer.rollouts.rollout import RolloutState, ToolCall
+from producer_workers.user_code.border import Border
+from producer_workers.user_code.checked_result import check_numbers
+from producer_workers.user_code.process_function import call_of
+from producer_workers.user_code.rollout_border import ROLLOUT
+from producer_workers.user_code.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model: its number from 0, its text, and the texts of all earlier ones."""
+
+    number: int
+    text: str
+    earlier: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What follows a turn: messages for the model, or none where the conversation is over.
+
+    `calls` are stored in the rollout. `reward` is merged into its reward, beside the judge's.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    reward: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Answers the model between its turns: a set of tools, a game, a simulated user.
+
+    It keeps no state of a rollout, since another process may ask next, and another worker after a
+    pause: everything follows from the arguments. What it changes in them is not kept.
+    """
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        """Answer one turn. What it raises fails the rollout."""
+        ...
+
+
+class EnvironmentBorder(Border):
+    """Its arguments are the rollout and its turn; what is called is the environment's `answer`."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple[bytes, Turn])
+
+    def prepare(self, function: Any, options: Mapping[str, Any]) -> Any:
+        return function()
+
+    def write(self, *arguments: Any) -> bytes:
+        state, turn = arguments
+        return super().write(ROLLOUT.write([state]), turn)
+
+    def read(self, data: bytes) -> tuple[Any, ...]:
+        rollout, turn = super().read(data)
+        ((state,),) = ROLLOUT.read(rollout)
+        return state, turn
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        return function.answer(*arguments)
+
+    def check(self, name: str, result: Any, *arguments: Any) -> dict[str, Any]:
+        messages = getattr(result, "messages", None)
+        is_chat = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+        if not isinstance(result, Answer) or not is_chat:
+            raise UserCodeError(
+                f"environment {name!r} returned {result!r:.80}",
+                hint="return an Answer with a list of messages",
+            )
+        return {
+            "messages": messages,
+            "calls": [call.model_dump() for call in result.calls],
+            "reward": check_numbers(f"environment {name!r}", result.reward),
+        }
+
+    def result(self, plain: Any) -> Answer:
+        calls = [ToolCall.model_validate(call) for call in plain["calls"]]
+        return Answer(plain["messages"], calls, plain["reward"])
+
+
+ENVIRONMENT = EnvironmentBorder()
+
+
+class ContainedEnvironment:
+    """Asks an environment of a user: an object, or "module:factory" of one.
+
+    `limit_s` limits one answer. Raises ConfigError for a factory that cannot be loaded.
+    """
+
+    def __init__(
+        self, environment: Environment | str, limit_s: float, *, processes: int, memory_mb: int
+    ) -> None:
+        named = isinstance(environment, str)
+        name = environment if isinstance(environment, str) else type(environment).__name__
+        rules = Rules(
+            what=f"environment {name!r}",
+            name=name,
+            limit_s=limit_s,
+            limit_key="agent_loop_options.answer_timeout_s",
+            memory_mb=memory_mb,
+            memory_key="agent_loop_options.memory_mb",
+            processes=processes,
+            mode="coroutines",
+        )
+        factory = load_object(name, kind="environment") if named else lambda: environment
+        border = f"{__name__}:ENVIRONMENT"
+        self._call = call_of(factory, border, rules, path=name if named else None)
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        """Return its answer. Raises UserCodeError for anything that it does."""
+        answer: Answer = await self._call(state, turn)
+        return answer
+
+    async def close(self) -> None:
+        """End its processes."""
+        self._call.close()
