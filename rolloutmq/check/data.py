@@ -27,6 +27,9 @@ from rolloutmq.check.unit import Unit
 ROWS = 64
 """Rows of a data set that are made into prompts."""
 
+SCANNED = 4096
+"""Rows of a data set whose sources are compared with the judges'."""
+
 
 def units(config: Config) -> list[Unit]:
     """Return a unit per data set, and one per judge."""
@@ -50,6 +53,10 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if task.images:
         yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
         return
+    if missing := _without_judge(task, dataset):
+        what = f"task {name}: no judge for the data source {', '.join(map(repr, missing))}"
+        yield Finding("data", "error", what, 'add a judge for "*", which fits every source')
+        return
     tokenizer, note = _tokenizer(config)
     sampler = task_sampler(config, name, dataset, tokenizer)
     draws = [sampler.draw(draw) for draw in range(min(ROWS, len(dataset)))]
@@ -61,7 +68,6 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     yield from _skipped(config, name, len(draws) - len(first), len(draws))
     if not note:
         yield from _cut_off(config, name, first)
-    yield from _without_judge(name, task, first)
     if task.eval_of is None:
         yield from _repeated(config, name, len(dataset))
         return
@@ -166,24 +172,17 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
         )
 
 
-def _without_judge(
-    name: str, task: TaskSection, first: Sequence[RolloutState]
-) -> Iterator[Finding]:
-    if not isinstance(task.judge, dict):
-        return
-    sources = {state.data_source or "" for state in first}
-    missing = [
+def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:
+    """Return the data sources without a judge, among SCANNED rows of a data set."""
+    if not task.sources:
+        return []
+    rows = range(0, len(dataset), max(1, len(dataset) // SCANNED))
+    sources = {dataset.row(row).data_source or "" for row in rows}
+    return sorted(
         source
-        for source in sorted(sources)
-        if not any(fnmatchcase(source, pattern) for pattern in task.judge)
-    ]
-    if missing:
-        yield Finding(
-            "data",
-            "error",
-            f"task {name}: no judge for the data source {', '.join(map(repr, missing))}",
-            f'known: {", ".join(task.judge)}; "*" fits every source',
-        )
+        for source in sources
+        if not any(fnmatchcase(source, pattern) for pattern in task.sources)
+    )
 
 
 def _repeated(config: Config, name: str, rows: int) -> Iterator[Finding]:
