@@ -81,6 +81,9 @@ _DENIED = re.compile(r"(?i)(?:\bnot|n't|\bnever)\s+(?:be\s+)?[$*(\s]*$")
 _DENIAL = re.compile(
     r"(?i)[\s$*.,)]{0,6}(?:(?:is|was)\s*(?:not\b|n't|wrong|incorrect|false)|cannot be|can't be)"
 )
+_GOES_ON = re.compile(
+    r"[\s$]*(?:or\s+[-$]*\d[\d.,]*|(?:\\times|\\cdot|[*/^])\s?[-\d({][^\s$]{0,20})", re.IGNORECASE
+)
 _TAKEN_BACK = re.compile(
     r"(?i)\b(?:(?P<wrong>"
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
@@ -98,6 +101,8 @@ def _boxes(text: str) -> Iterator[Span]:
             continue
         if box.text.rstrip().endswith("!"):  # a factorial, and no exclamation
             box = box._replace(text=f"${box.text}$")
+        if goes_on := _GOES_ON.match(text, box.end):  # \boxed{17} or 18
+            box = box._replace(text=box.text + goes_on[0])
         between = text[found[-1].end : box.start] if found else ""
         if between.strip(" $.\n") and len(between) < 40 and _JOINED.fullmatch(between):
             last = found.pop()
@@ -165,7 +170,7 @@ _LINK = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _NOISE = re.compile(
-    r"(?:[\s*_`\"“”'>|:=\]]|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
+    r"(?:[\s*_`\"'|:=\]]|>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
 )
 _BEFORE = re.compile(
     r"(?i)\b(?:is|was|are|be|as|gives?|becomes|being)\s+(?:indeed|therefore|thus|then)?\s*"
@@ -200,7 +205,7 @@ def _behind(after: str) -> str:
     link = _LINK.match(after)
     if not link and not re.match(r"[\s*_`\"\])}>#:]*(?:\n|[-+]?[$\\(]*\d)", after):
         return ""
-    start = link.end() if link else 0
+    start = link.end() if link else int(after.startswith(">"))
     return _first_sentence(after[start:])
 
 
@@ -235,14 +240,23 @@ def _speaks_unsurely(sentence: str) -> bool:
 
 # -- sentences -------------------------------------------------------------------------------------
 
-_BOLD = re.compile(r"\*\*([^*\n]{1,200})(?<!:)\*\*(?!\s*:)")
+_BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*(\s*:)?")
+_BULLET = re.compile(r"^\s*(?:[-*•>]\s+)+")
 
 
 def _last_sentences(text: str) -> Iterator[Span]:
     for line in islice(reversed(text.splitlines()), _MOST):
-        sentences = [each for each in re.split(r"(?<=[.!?;。])\s+", line.strip()) if each.strip()]
+        sentences = [
+            each
+            for each in re.split(r"(?<=[.!?;。])\s+", _BULLET.sub("", line).strip())
+            if each.strip()
+        ]
         for sentence in islice(reversed(sentences), _MOST):
-            bold = [each for each in _BOLD.findall(sentence) if re.search(r"\d", each)]
+            bold = [
+                text
+                for text, colon in _BOLD.findall(sentence)
+                if re.search(r"\d", text) and not colon and not text.endswith(":")
+            ]
             if len(bold) == 1 and not _WORD.search(sentence):
                 yield Span(bold[0], False)
             if not _speaks_unsurely(sentence):

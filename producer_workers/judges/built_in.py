@@ -19,9 +19,9 @@ from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.group import UNPARSED
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.judges.answers import answer_text, spans
+from producer_workers.judges.answers import Span, answer_text, spans
 from producer_workers.judges.expressions import Truth
-from producer_workers.judges.numbers import Number, names_number, read_number
+from producer_workers.judges.numbers import Number, names_number, only_denies, read_number
 from producer_workers.user_code.program import Limits
 from producer_workers.user_code.sandbox import run_program
 
@@ -78,9 +78,15 @@ def final_number(text: str) -> Number | None:
     these it is the last number, so that a model that has not learned a format is scored for its
     arithmetic. None also where the answer leaves it open: "17 or 18".
     """
+    span = number_span(text)
+    return read_number(span.text, is_answer=span.is_marked) if span else None
+
+
+def number_span(text: str) -> Span | None:
+    """Return the part of a text in which `final_number` reads, or None."""
     for span in spans(text):
-        if names_number(span.text):
-            return read_number(span.text, is_answer=span.is_marked)
+        if names_number(span.text) and not (span.is_marked and only_denies(span.text)):
+            return span
     return None
 
 

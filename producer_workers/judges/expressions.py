@@ -8,7 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 from producer_workers.judges.answers import Span, spans
-from producer_workers.judges.numbers import Number, names_number, read_number, whole_number
+from producer_workers.judges.numbers import (
+    Number,
+    names_number,
+    only_denies,
+    read_number,
+    whole_number,
+)
 from producer_workers.judges.plain_text import plain
 
 _SEGMENT = re.compile(
@@ -68,6 +74,8 @@ class Truth:
         if self.words is not None:
             return span.is_marked or self._is_words(span.text)
         if self.number is not None:
+            if span.is_marked and only_denies(span.text):
+                return False
             return names_number(span.text) or bool(
                 re.search(r"\\(?:pi|sqrt|infty)|π|√|∞", span.text)
             )

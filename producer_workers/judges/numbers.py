@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -21,6 +22,11 @@ class Number(NamedTuple):
 
     value: Fraction
     is_percent: bool = False
+
+    def __str__(self) -> str:
+        exact = Decimal(self.value.numerator) / self.value.denominator
+        text = f"{exact:f}" if Fraction(exact) == self.value else str(self.value)
+        return text + "%" * self.is_percent
 
     def equals(self, truth: Number) -> bool:
         """Return whether an answer is right.
@@ -67,13 +73,16 @@ _GOES_ON = re.compile(
     rf"""(?!(?:(?-i:[msghlCFWVNJKL])|(?:{_UNITS})(?<=\w\w))(?![a-z]))[a-z]{{1,2}}(?![a-z])    # 18x
     | \ ?(?:\\(?!text|mathrm|mbox|\\)[a-z]|pi\b|sqrt)
     | \ (?!(?:{_UNITS}|a|i)(?![a-z]))[a-z](?![a-z])\s*(?:$|[-+*/^=),.<]) # 18 x
-    | [\^{{(!](?=\S)|:\d|\.\d|,\d|\s?[-+*/^]\s?(?:\(|\\|[a-z](?![a-z]))
+    | \d|\.{{2,}}\s?\d|\ (?:squared|cubed|factorial|choose)\b
+    | [\^{{(!_](?=\S)|:\d|\.\d|,\d|\s?[-+*/^]\s?(?:\(|\\|[a-z](?![a-z]))
     | \?|\+\s*$ | \s?[±<>≤≥≠] """,
     re.VERBOSE | re.IGNORECASE,
 )
 _BELONGS = re.compile(
-    r"(?:(?:sqrt|√|log|ln|sin|cos|tan)\s*[({\[]?|[<>≤≥≠±_]|\b(?:more|less|greater|fewer|larger|"
-    r"smaller|higher|lower|bigger) than|[)a-zπ]\s?[*/^+-]|\\[a-z]+\s?[*/+-]|step)\s*$",
+    r"(?:(?:sqrt|√|log|ln|sin|cos|tan)\s*[({\[]?|\b[a-z]\(|[<>≤≥≠±_]|"
+    r"\b(?:under|over|above|below|beyond|exceeds)|\b(?:more|less|greater|fewer|larger|"
+    r"smaller|higher|lower|bigger) than|[)a-zπ]\s?[*/^+-]|\\[a-z]+\s?[*/+-]|"
+    r"\b(?:step|question|problem|part|exercise|figure|equation))\s*$",
     re.IGNORECASE,
 )
 _DENIED_BEFORE = re.compile(
@@ -82,7 +91,8 @@ _DENIED_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _DENIED_AFTER = re.compile(
-    r"\W{0,3}(?:\w+\W){0,2}(?:(?:is|was|would be|seems?|looks?)\s*(?:n t\b|not\b|clearly |also |"
+    r"\W{0,3}(?:(?!because|since|as\b)[a-z]+\W){0,2}"
+    r"(?:(?:is|was|would be|seems?|looks?)\s*(?:n t\b|not\b|clearly |also |"
     r"obviously )?(?:wrong|incorrect|false|too |not\b)|(?:is|was)n t\b|is not\b|ca(?:n t|nnot) be)",
     re.IGNORECASE,
 )
@@ -118,6 +128,7 @@ def _token(text: str, found: re.Match[str]) -> _Token | None:
         return None
     is_denied = bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(after))
     is_part = bool(_BELONGS.search(before) or _GOES_ON.match(after))
+    is_part |= bool(found["percent"] and re.match(r"\s*of\s+\d", after))
     value = None if is_denied or is_part or end - start > _LONGEST else _value(found)
     number = None if value is None else Number(sign * value, bool(found["percent"]))
     return _Token(number, start, end, is_denied)
@@ -161,7 +172,7 @@ def _decimal(text: str) -> Fraction:
 # -- the number of an answer -----------------------------------------------------------------------
 
 _FILLERS = re.compile(
-    r"(?:[\s:=*|>,\[({~]|(?:therefore|thus|so|then|hence|about|approximately|approx\.?|roughly|"
+    r"(?:[\s:=*|,\[({~]|(?:therefore|thus|so|then|hence|about|approximately|approx\.?|roughly|"
     r"around|exactly|precisely|simply|just|only|indeed|clearly|equal to|equals?|given by|still|"
     r"also|now|actually|is|are|was|be|a total of|in total|the number|the value|we get|we have|the|"
     r"an?|option)\b|(?:(?<=\s)|^)[A-Za-z](?:_\w)?(?:\([a-z]\))?\s*=)*",
@@ -178,11 +189,11 @@ _HEDGE = re.compile(
       (?:(?:also|maybe|perhaps|possibly)\s+)?
     | \s*[a-z%°]*\s*[,;/|]\s*(?:(?:and|maybe|perhaps|possibly|or|then)\s+)?
     | \s*[a-z%°]*\s*-\s* | \s*[([]?[A-Z][).:\]]\s*
-    | \s*[a-z%°]*\W{0,2}\s*(?:no|wait|actually|sorry|or)\b[\s,.]*
+    | \s+ | \s*[a-z%°]*\W{0,2}\s*(?:i\ mean|make\ that|no|wait|actually|sorry|or)\b[\s,.]*
     | \s*(?:maybe|perhaps|possibly)\s*)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_OFFERS = re.compile(r"(?i)\bor\b|^[,;]\s*(?:and\s+)?$|^\s*[([]?[A-Z][).:\]]\s*$")
+_OFFERS = re.compile(r"(?i)\bor\b|^\s+$|^[,;]\s*(?:and\s+)?$|^\s*[([]?[A-Z][).:\]]\s*$")
 _BETWEEN = re.compile(r"(?i)\b(?:between|from|either|range)\b")
 _UNIT_RATIOS = frozenset({2, 3, 4, 7, 8, 12, 16, 24, 36, 52, 60, 100, 365, 1000, 3600})
 
@@ -203,6 +214,12 @@ _SPELLED = re.compile(
 def names_number(text: str) -> bool:
     """Return whether a text has a digit, or begins with a number in words."""
     return bool(re.search(r"\d|[½⅓⅔¼¾⅛⅕]", text) or _SPELLED.match(text))
+
+
+def only_denies(text: str) -> bool:
+    """Return whether a text names numbers only to say that they are wrong."""
+    tokens = _tokens(plain(text))
+    return bool(tokens) and all(token.is_denied for token in tokens)
 
 
 def _spelled(text: str) -> Number | None:

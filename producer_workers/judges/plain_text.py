@@ -25,6 +25,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"~~[^~\n]{1,200}~~", " "),  # struck out
+        (r"<<[^<>\n]{0,80}>>", ""),  # what a calculator was asked
         (r"</?[a-zA-Z][^<>\n]{0,40}>|&nbsp;", " "),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![a-zA-Z])", " "),
         (r"\\!|(?<=\d)_(?=\d{3})", ""),
@@ -50,7 +51,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\w*)])\*(?=[^\s*])([^*\n]{1,80})(?<=\S)\*(?![\w*])", r" \1 "),
         (r"(?<![a-zA-Z0-9\\])_|_(?![\w{\\])", " "),
         (r"(?<![\\\w^_}])\{\s*(-?[\d.,/ ]+)\}", r" \1 "),
-        (r"-\s?\(\s?(\d[\d.,/]*)\s?\)", r"-\1"),
+        (r"-\s{0,3}\(\s{0,3}(\d[\d.,/]*)\s{0,3}\)", r"-\1"),
         (r"(?i)\b(?:negative|minus)\s+(?=[\d.])", "-"),
     )
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -20,7 +21,7 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import TooLong
 from rolloutmq.check.finding import Finding, absent, failure
-from rolloutmq.check.judge import judge_findings
+from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.check.unit import Unit
 
@@ -82,11 +83,13 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
     try:
         sampler = task_sampler(config, name, _open(config, name), tokenizer)
         draws = (sampler.draw(draw) for draw in range(ROWS))
-        states = next((found for found in draws if not isinstance(found, TooLong)), None)
+        drawn = (found[0] for found in draws if not isinstance(found, TooLong))
+        prompts = list(islice(drawn, READ_ROWS))
     except RolloutMQError:
         return  # the unit of the data set reports it
-    if states:
-        yield from judge_findings(name, config.tasks[name], states[0], tokenizer)
+    if prompts:
+        yield from truth_findings(name, config.tasks[name], prompts)
+        yield from judge_findings(name, config.tasks[name], prompts[0], tokenizer)
 
 
 def _open(config: Config, name: str) -> Dataset:
