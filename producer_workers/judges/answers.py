@@ -88,7 +88,8 @@ _TAKEN_BACK = re.compile(
     r"(?i)\b(?:(?P<wrong>"
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
     r"i made (?:a|an) (?:mistake|error)|scratch that|oops|correction\b|on second thought|i meant)|"
-    r"(?<![a-zA-Z,] )(?:no,? )?(?:wait|actually)\b|hmm+\b|it should(?: actually| rather)? be)"
+    r"(?<![a-zA-Z,] )(?:no,|(?:no,? )?(?:wait|actually|hold on)\b)|hmm+\b|"
+    r"it should(?: actually| rather)? be)"
 )
 
 
@@ -169,6 +170,9 @@ _LINK = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_STARTS = re.compile(
+    r"(?i)(?:^|[\n.!?:;*#<>|(\[_{\"])\s*(?:(?:the|my|our|your|final|correct|numerical)\s+){0,3}$"
+)
 _NOISE = re.compile(
     r"(?:[\s*_`\"'|:=\]]|>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
 )
@@ -187,7 +191,7 @@ def _sentences_with_answer(text: str) -> Iterator[Span]:
         after = text[word.end() : word.end() + _LONGEST]
         if _is_unsure(before, after):
             continue
-        if content := _behind(after):
+        if content := _behind(before, after):
             yield Span(content, True, word.start(), word.end() + after.find(content) + len(content))
         elif _BEFORE.search(before):
             yield from _before(text, word)
@@ -200,10 +204,13 @@ def _is_unsure(before: str, after: str) -> bool:
     return bool(is_denied or _UNSURE.search(before))
 
 
-def _behind(after: str) -> str:
+def _behind(before: str, after: str) -> str:
     """Return the sentence behind "answer is", or the lines below a heading; "" if none follows."""
     link = _LINK.match(after)
-    if not link and not re.match(r"[\s*_`\"\])}>#:]*(?:\n|[-+]?[$\\(]*\d)", after):
+    is_direct = _STARTS.search(before) and re.match(
+        r"[\s*_`\"\])}>#:]*(?:\n|[-+]?[$\\(]*\d)", after
+    )
+    if not link and not is_direct:  # "Answer 18", but not "many answer 18"
         return ""
     start = link.end() if link else int(after.startswith(">"))
     return _first_sentence(after[start:])

@@ -15,7 +15,7 @@ from producer_workers.judges.numbers import (
     read_number,
     whole_number,
 )
-from producer_workers.judges.plain_text import plain
+from producer_workers.judges.plain_text import plain, powers
 
 _SEGMENT = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"
@@ -32,6 +32,7 @@ _LEAD = re.compile(
     r"option|choice)\b[\s:,]*)+"
 )
 _LATEX = re.compile(r"\\[a-zA-Z]|[$^_=+*/(\[{\\]|\d")
+_UNIT = re.compile(r"\s*(?:\\[,;: ]\s*)?\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
 _AND = re.compile(r"(?i)\s*(?:\\(?:text|mbox|mathrm)\{\s*(?:or|and)\s*\}|\s(?:or|and)\s)\s*")
 _LISTED = re.compile(r"(?i)\s*(?:,|;|or|and|,\s*(?:or|and))\s*")
 _DENIED = re.compile(r"(?i)\b(?:not|never|neither)\b[^,;]*$|n't\b[^,;]*$")
@@ -123,6 +124,7 @@ def expression_of(span: Span) -> str | None:
     if found:
         return _joined(span, found)
     text = re.sub(r"\*\*(?!\d)|`|(?<!\\)\$|~~|\\[\[\]()]", "", span.text).strip()
+    text = _UNIT.sub("", text) or text
     text = _AND.sub(", ", _LEAD.sub("", text))
     if prose := _PROSE.search(text):
         text = text[: prose.start()]
@@ -149,7 +151,8 @@ def _joined(span: Span, found: list[re.Match[str]]) -> str | None:
 
 
 def _ascii(text: str) -> str:
-    return re.sub(r"√\s*\(?(\w+)\)?", r"\\sqrt{\1}", text).translate(_SIGNS)
+    text = re.sub(r"√\s*\(?(\w+)\)?", r"\\sqrt{\1}", powers(text)).translate(_SIGNS)
+    return _UNIT.sub("", text) or text
 
 
 def _parse(text: str) -> list[Any]:

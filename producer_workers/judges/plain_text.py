@@ -57,11 +57,14 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+def powers(text: str) -> str:
+    """Return `text` with ^{2} in place of superscripts."""
+    return re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
+
+
 def plain(text: str) -> str:
     """Return `text` without Markdown, currency signs and the LaTeX that only sets type."""
-    text = re.sub(
-        "[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text
-    ).translate(_CHARACTERS)
+    text = powers(text).translate(_CHARACTERS)
     for pattern, new in _RULES:
         text = pattern.sub(new, text)
     return text

@@ -49,7 +49,7 @@ JUDGES = {
         f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
     ),
     "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
-    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal last number"),
+    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number"),
     "math_verify": BuiltInJudge(
         f"{_FUNCTIONS}:math_verify", "mathematical equality (`rolloutmq[math]`)", is_unsafe=True
     ),
