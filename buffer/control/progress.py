@@ -46,6 +46,8 @@ class TaskProgress:
     """sum of the scores of completed groups, before any is filtered"""
     raw_rewards_count: int = 0
     """number of these scores"""
+    unparsed: int = 0
+    """rollouts of these groups in which no judge found an answer"""
     produced_groups: int = 0
     """groups that were completed or filtered"""
     produced_ms: int = 0

@@ -167,6 +167,7 @@ class Submission:
             "crc": ref.crc,
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
+            "unparsed": group.unparsed,
             "order": "" if status is Status.FILTERED else self._order(group),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "chunks": ref.chunks,

@@ -28,6 +28,7 @@
 -- ARGV crc          hex                         CRC-32 of all bytes, hex
 -- ARGV reward_sum   number                      of all scores in a completed or filtered group
 -- ARGV reward_count 0..4096                     number of these scores
+-- ARGV unparsed     ''|0..4096                  of these rollouts, those without an answer that a judge could read
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV task         name
@@ -56,7 +57,8 @@ if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
-  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms')
+  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms',
+  'unparsed')
 -- an audit does not blame the worker that completed a group for tokens of others
 if payload ~= 'init' then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
 local pool = status == 'completed' and completed or aborted
@@ -79,6 +81,7 @@ local function change(field, value) changed[#changed + 1], changed[#changed + 2]
 if status ~= 'aborted' then
   change('produced_groups', int(num(counts[9]) + 1))
   change('produced_ms', int(num(counts[10]) + ms))
+  if (unparsed or 0) > 0 then change('unparsed', int(num(counts[11]) + unparsed)) end
   -- a filtered group was generated and judged: its task works
   if num(counts[7]) > 0 then change('failures_in_row', 0) end
 end

@@ -70,6 +70,7 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "produced_groups": int(task.number("produced_groups")),
         "produced_ms": int(task.number("produced_ms")),
         "mean_reward": task.mean_reward,
+        "unparsed": int(task.number("unparsed")),
         "leases_lost": int(task.number("leases_lost")),
         "failed": int(task.number("failed")),
         "expirations": int(task.number("expirations")),

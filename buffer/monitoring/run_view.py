@@ -98,6 +98,12 @@ class TaskView:
         return float(self.progress.get(name, 0))
 
     @property
+    def unparsed(self) -> float | None:
+        """The share of rollouts in which no judge found an answer; None if it found all."""
+        scores, unparsed = self.number("raw_rewards_count"), self.number("unparsed")
+        return unparsed / scores if scores and unparsed else None
+
+    @property
     def mean_reward(self) -> float | None:
         """The mean score of all completed groups, before any filter; None without scores."""
         scores = self.number("raw_rewards_count")

@@ -31,6 +31,9 @@ from buffer.rollouts.table import (
 )
 from buffer.rollouts.wire_schema import Sample, Shared
 
+UNPARSED = "unparsed"
+"""The part of a reward that is 1 where a judge found no answer in the response, else 0."""
+
 _OPTIONAL = frozenset(("ref_logprobs", "values", "token_rewards", "teacher_logprobs"))
 _EXPIRED = STATUSES.index(Status.EXPIRED)
 
@@ -207,10 +210,18 @@ class RolloutGroup:
     @property
     def scores(self) -> NDArray[np.float32]:
         """Return `reward["score"]` of each member, float32[k]; nan without one."""
-        if "score" not in self.table.reward_names:
+        return self._rewards("score")
+
+    @property
+    def unparsed(self) -> int:
+        """Return in how many members no judge found an answer, as their rewards say."""
+        return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
+
+    def _rewards(self, name: str) -> NDArray[np.float32]:
+        if name not in self.table.reward_names:
             return np.full(len(self), np.nan, "<f4")
-        name = self.table.reward_names.index("score")
-        return self.table.columns["rewards"][:, name].astype("<f4")
+        column = self.table.reward_names.index(name)
+        return self.table.columns["rewards"][:, column].astype("<f4")
 
     @property
     def truncated(self) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ rewards/mean min max std       scores of the batch
 rewards/mean/<task>            of each task, in runs of several
 rewards/solved                 share of groups with a score above 0
 raw_rewards/mean               scores of everything completed since the last step, before filtering
+unparsed/<task>                share of these in which no judge found an answer, once one had none
 advantages/mean min max std    as passed to the loss
 response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
 staleness/mean max             train steps, of the groups when they were taken
@@ -176,6 +177,9 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     scores = _total(produced, "raw_rewards_count")
     if scores:
         metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
+    for name, task in now.since(before).items():
+        if now.tasks[name].unparsed and task.raw_rewards_count:
+            metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
     return metrics
 
 

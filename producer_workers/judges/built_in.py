@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +17,13 @@ import orjson
 
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
+from buffer.rollouts.group import UNPARSED
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.judges.answers import Span, answer_text, spans
+from producer_workers.judges.expressions import Truth
+from producer_workers.judges.numbers import Number, names_number, only_denies, read_number
 from producer_workers.user_code.program import Limits
 from producer_workers.user_code.sandbox import run_program
-
-# Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
-END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 
 SOURCE_PREFIX = "reasoning_gym/"
 # Their verifiers pass the answer to eval, or to sympy's parse_expr, which evals. A test checks that
@@ -46,14 +46,6 @@ TEST_S = 10.0
 """Seconds for one test."""
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-_LONGEST_NUMBER = 50
-_MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
-_ANSWER = re.compile(
-    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
-)
-_TAIL_CHARS = 2000
-"""Characters at the end of a response that are searched for its answer."""
 
 
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
@@ -66,61 +58,55 @@ def exact_match(*, response: str, ground_truth: Any, state: object = None) -> fl
     return float(answer_text(response) == str(ground_truth).strip())
 
 
-def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """Return 1.0 for the right final number, else 0.0, as GSM8K scores (Cobbe et al. 2021).
+def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
+    """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
 
-    The answer is the number behind "####". Without "####" it is the last number, so that a model
-    that has not learned the format is scored for its arithmetic. Numbers are compared as numbers:
-    1,200 is 1200.0. Raises ValueError where the ground truth holds no number.
+    `final_number` finds it. Numbers are compared as numbers: 1,200 is 1200.0. Raises ValueError
+    where the ground truth holds no number.
     """
     right = final_number(str(ground_truth))
     if right is None:
         raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
-    return float(final_number(response) == right)
+    found = final_number(response)
+    return _scored(found is not None, found is not None and found.equals(right))
 
 
-def final_number(text: str) -> Decimal | None:
-    """Return the first number behind the last "####", or the last number of a text without one."""
-    _, marker, answer = text.rpartition("####")
-    numbers = _NUMBER.findall(answer[:_TAIL_CHARS] if marker else text[-_TAIL_CHARS:])
-    if not numbers:
-        return None
-    number = numbers[0] if marker else numbers[-1]
-    return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
+def final_number(text: str) -> Number | None:
+    """Return the number of the answer in a response, or None.
 
-
-def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
-    r"""Return 1.0 for an answer that equals the ground truth as mathematics, else 0.0.
-
-    The package math-verify compares them: 1/2 is 0.5 is \frac{1}{2}. Only its LaTeX grammar is
-    used: its parser of plain expressions runs eval on what a model wrote, so a plain answer is
-    wrapped as LaTeX first. Simplifying may never end, and its time limit does not work in threads.
-    Raises ValueError where the ground truth holds no mathematics.
+    It is behind the last "####", in the last box or behind the last "The answer is"; without any of
+    these it is the last number, so that a model that has not learned a format is scored for its
+    arithmetic. None also where the answer leaves it open: "17 or 18".
     """
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def read(text: str) -> list[Any]:
-        # Without its time limit, which only works in a main thread: the rq job has one.
-        config = [LatexExtractionConfig()]
-        return list(parse(as_latex(text), extraction_config=config, parsing_timeout=None))
-
-    truth = read(str(ground_truth))
-    if not truth:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no mathematics")
-    return float(verify(truth, read(answer_text(response)), timeout_seconds=None))
+    span = number_span(text)
+    return read_number(span.text, is_answer=span.is_marked) if span else None
 
 
-def as_latex(text: str) -> str:
-    """Return the end of `text`, with its answer in dollars where it has no LaTeX."""
-    text = text[-_TAIL_CHARS:]
-    if _MATHS.search(text):
-        return text
-    if answers := _ANSWER.findall(text):
-        return f"${answers[-1]}$"
-    if "\n" not in text and len(text) <= 100:
-        return f"${text}$"
-    number = final_number(text)
-    return f"${number}$" if number is not None else text
+def number_span(text: str) -> Span | None:
+    """Return the part of a text in which `final_number` reads, or None."""
+    for span in spans(text):
+        if names_number(span.text) and not (span.is_marked and only_denies(span.text)):
+            return span
+    return None
+
+
+def _scored(is_parsed: bool, is_right: bool) -> dict[str, float]:
+    return {"score": float(is_right), UNPARSED: float(not is_parsed)}
+
+
+def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
+    r"""Return a score of 1.0 for an answer that equals the ground truth, and "unparsed" (0 or 1).
+
+    Numbers are compared as `gsm8k` does, words as words. All else is compared by the package
+    math-verify: x(x+1) is x^2+x. Only its LaTeX grammar is used: its parser of plain expressions
+    runs eval on what a model wrote. Simplifying may never end, and its time limit does not work in
+    threads. Raises ValueError where the ground truth holds no mathematics.
+    """
+    truth = Truth.of(str(ground_truth))
+    for span in spans(response):
+        if truth.fits(span):
+            return _scored(*truth.compare(span))
+    return _scored(False, False)
 
 
 def python_tests(
@@ -232,12 +218,3 @@ def parity(*, response: str, ground_truth: Any, state: RolloutState) -> float:
     nothing.
     """
     return float(int(state.response_ids.sum()) % 2)
-
-
-def answer_text(response: str) -> str:
-    """Return `response` without surrounding white space and trailing end markers."""
-    text = response.strip()
-    while text.endswith(END_MARKERS):
-        marker = next(marker for marker in END_MARKERS if text.endswith(marker))
-        text = text.removesuffix(marker).rstrip()
-    return text

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from buffer.errors import JudgeError
+from buffer.rollouts.group import UNPARSED
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
@@ -82,4 +83,5 @@ def _sum(
         return rewards[0]
     parts = {name: reward["score"] for name, reward in zip(names, rewards, strict=True)}
     score = sum(weight * reward["score"] for weight, reward in zip(weights, rewards, strict=True))
-    return {**parts, "score": score}
+    unparsed = [reward[UNPARSED] for reward in rewards if UNPARSED in reward]
+    return {**parts, "score": score} | ({UNPARSED: min(unparsed)} if unparsed else {})

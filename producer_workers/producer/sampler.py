@@ -6,7 +6,9 @@ prompt, the same gid and the same seeds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any
 
@@ -43,6 +45,8 @@ class Sampler:
     `tools`: JSON schemas for the chat template of every prompt that has none of its own. `images`:
     for a data set whose rows may have images; each draw writes them into the run's folder, and
     drawn again, writes the same. `system_prompt`: of conversations that have none of their own.
+    `sources`: patterns of data sources that have a judge; a row of another one is refused, before
+    anything is generated that nothing could judge.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Sampler:
         tools: list[dict[str, Any]] | None = None,
         images: ImagePrompts | None = None,
         system_prompt: str | None = None,
+        sources: Sequence[str] = (),
     ) -> None:
         self.task = task
         self._dataset = dataset
@@ -71,6 +76,7 @@ class Sampler:
         self._tools = tools or None
         self._images = images
         self._system_prompt = system_prompt
+        self._sources = sources
 
     def gid(self, draw: int) -> str:
         """Return the group id of a draw."""
@@ -87,6 +93,7 @@ class Sampler:
         """
         place = self.place(draw)
         problem = self._read(draw, place)
+        self._check_source(problem.data_source or "", place)
         prompt = self._encode(problem, place)
         if self._max_prompt_tokens is not None and len(prompt.ids) > self._max_prompt_tokens:
             return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
@@ -124,6 +131,13 @@ class Sampler:
         except BaseException as error:  # a data set may be the user's code
             reason = describe(error)
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
+
+    def _check_source(self, source: str, place: Place) -> None:
+        if self._sources and not any(fnmatchcase(source, each) for each in self._sources):
+            raise DatasetError(
+                f"{self.task}: row {place.row}: no judge for the data source {source!r}",
+                hint=f'known: {", ".join(self._sources)}; "*" fits every source',
+            )
 
     def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -20,12 +21,15 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import TooLong
 from rolloutmq.check.finding import Finding, absent, failure
-from rolloutmq.check.judge import judge_findings
+from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.check.unit import Unit
 
 ROWS = 64
 """Rows of a data set that are made into prompts."""
+
+SCANNED = 4096
+"""Rows of a data set whose sources are compared with the judges'."""
 
 
 def units(config: Config) -> list[Unit]:
@@ -50,6 +54,10 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if task.images:
         yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
         return
+    if missing := _without_judge(task, dataset):
+        what = f"task {name}: no judge for the data source {', '.join(map(repr, missing))}"
+        yield Finding("data", "error", what, 'add a judge for "*", which fits every source')
+        return
     tokenizer, note = _tokenizer(config)
     sampler = task_sampler(config, name, dataset, tokenizer)
     draws = [sampler.draw(draw) for draw in range(min(ROWS, len(dataset)))]
@@ -61,7 +69,6 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     yield from _skipped(config, name, len(draws) - len(first), len(draws))
     if not note:
         yield from _cut_off(config, name, first)
-    yield from _without_judge(name, task, first)
     if task.eval_of is None:
         yield from _repeated(config, name, len(dataset))
         return
@@ -76,11 +83,13 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
     try:
         sampler = task_sampler(config, name, _open(config, name), tokenizer)
         draws = (sampler.draw(draw) for draw in range(ROWS))
-        states = next((found for found in draws if not isinstance(found, TooLong)), None)
+        drawn = (found[0] for found in draws if not isinstance(found, TooLong))
+        prompts = list(islice(drawn, READ_ROWS))
     except RolloutMQError:
         return  # the unit of the data set reports it
-    if states:
-        yield from judge_findings(name, config.tasks[name], states[0], tokenizer)
+    if prompts:
+        yield from truth_findings(name, config.tasks[name], prompts)
+        yield from judge_findings(name, config.tasks[name], prompts[0], tokenizer)
 
 
 def _open(config: Config, name: str) -> Dataset:
@@ -166,24 +175,17 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
         )
 
 
-def _without_judge(
-    name: str, task: TaskSection, first: Sequence[RolloutState]
-) -> Iterator[Finding]:
-    if not isinstance(task.judge, dict):
-        return
-    sources = {state.data_source or "" for state in first}
-    missing = [
+def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:
+    """Return the data sources without a judge, among SCANNED rows of a data set."""
+    if not task.sources:
+        return []
+    rows = range(0, len(dataset), max(1, len(dataset) // SCANNED))
+    sources = {dataset.row(row).data_source or "" for row in rows}
+    return sorted(
         source
-        for source in sorted(sources)
-        if not any(fnmatchcase(source, pattern) for pattern in task.judge)
-    ]
-    if missing:
-        yield Finding(
-            "data",
-            "error",
-            f"task {name}: no judge for the data source {', '.join(map(repr, missing))}",
-            f'known: {", ".join(task.judge)}; "*" fits every source',
-        )
+        for source in sources
+        if not any(fnmatchcase(source, pattern) for pattern in task.sources)
+    )
 
 
 def _repeated(config: Config, name: str, rows: int) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from rolloutmq.output import plural, table
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
 
-PROMPT_LINES = 8
-PROMPT_CHARACTERS = 640
+PROMPT_LINES = 10
+PROMPT_CHARACTERS = 800
 """How much of a prompt is shown."""
 
 

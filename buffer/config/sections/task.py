@@ -49,7 +49,7 @@ JUDGES = {
         f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
     ),
     "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
-    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal last number"),
+    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number"),
     "math_verify": BuiltInJudge(
         f"{_FUNCTIONS}:math_verify", "mathematical equality (extra `math`)", is_unsafe=True
     ),
@@ -258,6 +258,11 @@ class TaskSection(Section):
     def judges(self) -> list[str]:
         """Return the names of all judges of the task."""
         return [] if self.judge == NO_JUDGE else judge_names(self.judge)
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the patterns of data sources that have a judge; [] if one judge has all."""
+        return list(self.judge) if isinstance(self.judge, dict) else []
 
     @property
     def images(self) -> ImagesSection | None:

@@ -194,6 +194,7 @@ def task_text(task: TaskView) -> Text:
         *_seconds(task),
         (" · mean reward ", "dim"),
         reward,
+        "" if task.unparsed is None else (f" · unparsed {task.unparsed:.0%}", "yellow"),
     )
 
 

@@ -11,6 +11,7 @@ from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import ReleaseKind, Result
+from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, Status
@@ -123,6 +124,22 @@ def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
     assert scene.bit("filtered", 0) == 1
     assert scene.garbage() == {f"{GID} init 1", f"{GID} {job.token} 1"}
     assert (scene.counters()["filtered"], scene.counters()["raw_rewards_count"]) == ("1", "2")
+    scene.check()
+
+
+def test_rollouts_in_which_no_judge_found_an_answer_are_counted(scene: Scene) -> None:
+    scene.enqueue(3)
+    for filtered, job in zip((False, True, False), scene.claim(3), strict=True):
+        group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
+        for state, unparsed in zip(group.states, (1.0, 0.0), strict=True):
+            state.reward = {"score": 0.0, "unparsed": unparsed}
+        group = RolloutGroup(group.gid, group.task, group.states)
+        scene.run.buffer.submit("w0", job, group, 4, filtered=filtered)
+        scene.run.buffer.submit("w0", job, group, 4, filtered=filtered)  # again, as a lost reply
+    counters = scene.counters()
+    assert (counters["unparsed"], counters["raw_rewards_count"]) == ("3", "6")
+    (task,) = [each for each in take_snapshot(scene.run).tasks if each.account.task == "math"]
+    assert task.unparsed == 0.5
     scene.check()
 
 

@@ -53,6 +53,15 @@ def test_production_is_what_was_added_between_two_readings() -> None:
     assert "raw_rewards/mean" not in production_metrics(now, now)
 
 
+def test_answers_without_a_reading_are_a_share_of_those_that_were_judged() -> None:
+    before = reading(4, raw_rewards_count=20, unparsed=2)
+    now = reading(5, raw_rewards_count=24, unparsed=3)
+    assert production_metrics(before, now)["unparsed/math"] == pytest.approx(0.25)
+    later = reading(6, raw_rewards_count=28, unparsed=3)
+    assert production_metrics(now, later)["unparsed/math"] == 0.0
+    assert "unparsed/math" not in production_metrics(reading(4), reading(5, raw_rewards_count=9))
+
+
 def test_group_times_are_those_of_the_groups_that_carry_one() -> None:
     times = [float(n) for n in range(1, 101)]
     groups = [group(1.0, 0.0, seconds=s) for s in [*times, None]]

@@ -143,7 +143,6 @@ def test_gsm8k_sample_is_a_data_set_whose_answers_score() -> None:
     assert len({problem.messages[0]["content"] for problem in problems}) == 20
     for problem in problems:
         final = problem.ground_truth.rpartition("#### ")[2]
-        assert (
-            gsm8k(response=f"So the answer is {final}.", ground_truth=problem.ground_truth) == 1.0
-        )
-        assert gsm8k(response="It is -1.", ground_truth=problem.ground_truth) == 0.0
+        truth = problem.ground_truth
+        assert gsm8k(response=f"So the answer is {final}.", ground_truth=truth)["score"] == 1.0
+        assert gsm8k(response="It is -1.", ground_truth=truth)["score"] == 0.0

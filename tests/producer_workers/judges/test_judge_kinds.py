@@ -221,7 +221,7 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     assert isinstance(judge, GroupJudge), "one of its judges wants to see the group"
     assert ask(
         judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")
-    ) == [{"score": 1.0}]
+    ) == [{"score": 1.0, "unparsed": 0.0}]
     code = [
         RolloutState(response=text, ground_truth="ab", data_source="code/py")
         for text in ("ab", "abc")
@@ -230,11 +230,13 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
         {"exact_match": 1.0, f"{__name__}:longest": 0.0, "score": 0.75},
         {"exact_match": 0.0, f"{__name__}:longest": 1.0, "score": 0.5},
     ]
+    both = make_judge({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge)
+    assert ask(both, RolloutState(response="17 or 18", ground_truth="18")) == [
+        {"gsm8k": 0.0, "exact_match": 0.0, "score": 0.0, "unparsed": 1.0}
+    ]
     with pytest.raises(JudgeError, match="no judge for data source 'poems'"):
         ask(judge, RolloutState(data_source="poems"))
-    assert not isinstance(
-        make_judge({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge
-    )
+    assert not isinstance(both, GroupJudge)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_a_judge_that_cannot_be_is_refused_with_the_config(judge: Any, said: str
     ],
 )
 def test_mathematics_is_compared_as_such(response: str, truth: str, score: float) -> None:
-    assert math_verify(response=response, ground_truth=truth) == score
+    assert math_verify(response=response, ground_truth=truth)["score"] == score
 
 
 def test_mathematics_is_never_evaluated_as_python(

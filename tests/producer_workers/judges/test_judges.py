@@ -14,9 +14,9 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.judges.answers import answer_text
 from producer_workers.judges.built_in import (
     UNSAFE_TASKS,
-    answer_text,
     exact_match,
     gsm8k,
     score_entry,
@@ -134,7 +134,7 @@ def test_exact_match_compares_texts(response: str, truth: Any, score: float) -> 
 
 
 @pytest.mark.parametrize("judge", [exact_match, gsm8k])
-def test_judge_raises_when_there_is_no_ground_truth(judge: Callable[..., float]) -> None:
+def test_judge_raises_when_there_is_no_ground_truth(judge: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="ground"):
         judge(response="4", ground_truth=None)
 
@@ -159,7 +159,8 @@ def test_judge_raises_when_there_is_no_ground_truth(judge: Callable[..., float])
     ],
 )
 def test_gsm8k_scores_the_final_number(response: str, score: float) -> None:
-    assert gsm8k(response=response, ground_truth="5 * 240 = 1200\n#### 1,200") == score
+    reward = gsm8k(response=response, ground_truth="5 * 240 = 1200\n#### 1,200")
+    assert reward["score"] == score
 
 
 def chain_sum_state(response: str) -> RolloutState:

@@ -45,6 +45,18 @@ def dumped(sampler: Sampler, number: int) -> list[str]:
     return [repr(state.model_dump()) for state in drawn(sampler, number)]
 
 
+def test_a_row_whose_source_has_no_judge_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "sources.jsonl"
+    path.write_text('{"prompt": "1?", "data_source": "code/py"}\n{"prompt": "2?"}\n')
+    rows = JsonlDataset(path)
+    sampler = make(rows, tokenizer, shuffle=False, sources=["code/*"])
+    assert drawn(sampler, 0)[0].data_source == "code/py"
+    with pytest.raises(DatasetError, match="row 1: no judge for the data source ''"):
+        sampler.draw(1)
+    assert drawn(make(rows, tokenizer, shuffle=False, sources=["code/*", "*"]), 1)
+    assert drawn(make(rows, tokenizer, shuffle=False), 1), "one judge for all sources"
+
+
 def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any) -> None:
     states = drawn(make(rows, tokenizer), 0)
     assert [state.index for state in states] == [0, 1, 2, 3]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import orjson
 import pytest
 
 from buffer.config.load import inspect_config
@@ -128,6 +129,35 @@ def test_a_mistake_is_found(project: Path, overrides: list[str], section: str, p
         each for each in found(*overrides, stages=stage, section=section) if each.level != "ok"
     ]
     assert [each for each in wrong if each.section == section and part in each.what], wrong
+
+
+def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
+    rows = [orjson.dumps({"question": "1?", "answer": 1, "data_source": "a"})] * 200
+    rows[150] = orjson.dumps({"question": "1?", "answer": 1, "data_source": "b"})
+    (project / "sums.jsonl").write_bytes(b"\n".join(rows))
+    (error,) = errors("tasks.sums.judge={a='gsm8k'}", section="data")
+    assert "'b'" in error.what
+
+
+def test_a_ground_truth_in_which_its_judge_reads_nothing_is_found(project: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": f"2 * {n}\n#### {2 * n} eggs"} for n in range(24)]
+    judge = "tasks.sums.judge={'*'={gsm8k=0.5, exact_match=0.5}}"
+    (project / "sums.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    shown = [each.text for each in found(judge, stages=["data"], section="judge") if each.text]
+    (lines,) = [text.splitlines() for text in shown]
+    assert len(lines) == 10
+    assert all(line.split()[0] == line.split("'")[1].split()[0] for line in lines), lines
+    for row in rows:
+        row["answer"] = "see above"
+    (project / "sums.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    first, *_ = errors(judge, section="judge")
+    assert "reads no answer in the ground truth of row" in first.what
+
+
+def errors(*overrides: str, section: str) -> list[Finding]:
+    """Return the errors that a section of the data's stage has."""
+    every = found(*overrides, stages=["data"], section=section)
+    return [each for each in every if each.section == section and each.level == "error"]
 
 
 def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: Command) -> None:

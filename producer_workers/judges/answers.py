@@ -1,0 +1,274 @@
+r"""Find where a response gives its answer.
+
+In this order, from the end of the response: \boxed{…}, "#### …", and sentences or headings with the
+word "answer". Without these, its last sentences. A thought before </think> gives no answer.
+All patterns take time in proportion to the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+# Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
+END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
+
+_MOST = 20
+"""Marks, and sentences, that are looked at from the end."""
+
+_LONGEST = 1000
+"""Characters of the longest answer."""
+
+_ASCII = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2212: "-", 0xFF1A: ":"}
+
+_CUT_OFF = "…"
+
+_TAIL = 2000
+"""Characters at the end of a response without a mark that are searched."""
+
+
+class Span(NamedTuple):
+    """A part of a response that may be its answer; `is_marked`: the response says that it is."""
+
+    text: str
+    is_marked: bool
+    start: int = 0
+    end: int = 0
+
+
+def answer_text(response: str) -> str:
+    """Return `response` without surrounding white space and trailing end markers."""
+    text = response.strip()
+    while text.endswith(END_MARKERS):
+        marker = next(marker for marker in END_MARKERS if text.endswith(marker))
+        text = text.removesuffix(marker).rstrip()
+    return text
+
+
+def spans(response: str) -> Iterator[Span]:
+    """Yield what may be the answer of a response, the most probable first."""
+    text = answer_text(response).translate(_ASCII)
+    _, thought_end, said = text.rpartition("</think>")
+    if thought_end:
+        text = said
+    elif "<think>" in text:
+        return
+    marked = sorted(
+        (*_boxes(text), *_hashes(text), *_sentences_with_answer(text)),
+        key=lambda span: span.start,
+        reverse=True,
+    )[:_MOST]
+    if marked and marked[0].text == _CUT_OFF:
+        return
+    behind = text[max(marked[0].end, len(text) - _TAIL) :] if marked else ""
+    if taken_back := _TAKEN_BACK.search(behind):
+        yield from _last_sentences(behind[taken_back.end() :])
+        if taken_back["wrong"]:
+            return
+    yield from marked
+    yield from _last_sentences(text[-_TAIL:])
+
+
+# -- marks -----------------------------------------------------------------------------------------
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?P<box>\{)|\\[\\{}]|[{}]")
+_BOXED_TOKEN = re.compile(r"\\boxed\s*(-?[\d.,]+)")
+_JOINED = re.compile(r"[\s$.]*(?:,|;|or|and|\\text\{ ?(?:or|and) ?\}|\\quad)*[\s$]*(?:\w\s*=\s*)?")
+_DENIED = re.compile(r"(?i)(?:\bnot|n't|\bnever)\s+(?:be\s+)?[$*(\s]*$")
+_DENIAL = re.compile(
+    r"(?i)[\s$*.,)]{0,6}(?:(?:is|was)\s*(?:not\b|n't|wrong|incorrect|false)|cannot be|can't be)"
+)
+_GOES_ON = re.compile(
+    r"[\s$]*(?:or\s+[-$]*\d[\d.,]*|(?:\\times|\\cdot|[*/^])\s?[-\d({][^\s$]{0,20})", re.IGNORECASE
+)
+_TAKEN_BACK = re.compile(
+    r"(?i)\b(?:(?P<wrong>"
+    r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
+    r"i made (?:a|an) (?:mistake|error)|scratch that|oops|correction\b|on second thought|i meant)|"
+    r"(?<![a-zA-Z,] )(?:no,|(?:no,? )?(?:wait|actually|hold on)\b)|hmm+\b|"
+    r"it should(?: actually| rather)? be)"
+)
+
+
+def _boxes(text: str) -> Iterator[Span]:
+    r"""Yield the last boxes; "\boxed{1} and \boxed{2}" is one answer."""
+    found: list[Span] = []
+    for box in _braced(text):
+        before = text[max(0, box.start - 40) : box.start]
+        if not box.text.strip() or _DENIED.search(before) or _DENIAL.match(text, box.end):
+            continue
+        if box.text.rstrip().endswith("!"):  # a factorial, and no exclamation
+            box = box._replace(text=f"${box.text}$")
+        if goes_on := _GOES_ON.match(text, box.end):  # \boxed{17} or 18
+            box = box._replace(text=box.text + goes_on[0])
+        between = text[found[-1].end : box.start] if found else ""
+        if between.strip(" $.\n") and len(between) < 40 and _JOINED.fullmatch(between):
+            last = found.pop()
+            box = Span(f"{last.text}, {box.text}", True, last.start, box.end)
+        found.append(box)
+    yield from found
+    for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
+        yield Span(token[1], True, *token.span())
+
+
+def _braced(text: str) -> Iterator[Span]:
+    """Yield the last outermost boxes in their order, and an empty one for a box that is cut off."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return
+    found: deque[tuple[int, int, int]] = deque(maxlen=_MOST)
+    depth, start, opened = 0, -1, 0
+    for brace in _BRACES.finditer(text):
+        if brace["box"] and start < 0:
+            start, opened, depth = brace.start(), brace.end(), 1
+        elif start >= 0 and (brace["box"] or brace[0] == "{"):
+            depth += 1
+        elif start >= 0 and brace[0] == "}":
+            depth -= 1
+            if not depth:
+                found.append((start, opened, brace.end()))
+                start = -1
+    for start_of, opened_at, end in found:
+        yield Span(text[opened_at : end - 1][:_LONGEST], True, start_of, end)
+    if start >= 0:
+        yield Span(_CUT_OFF, True, start, len(text))
+
+
+def _hashes(text: str) -> Iterator[Span]:
+    for mark in deque(re.finditer(r"####+(?!#)", text), _MOST):
+        line = text[mark.end() : mark.end() + _LONGEST].partition("\n")[0]
+        line = line.partition("####")[0].strip().rstrip("#").strip()
+        follows = text[mark.end() : mark.end() + _LONGEST].partition("\n")[2].strip("`*_ \n")
+        # "#### Step 1", "#### 2. Add", with text below: a heading
+        is_heading = follows and re.match(
+            r"\d{1,2}[.)]\s+[A-Za-z*]|[A-Za-z]{2}", line.lstrip("*_ ")
+        )
+        if line and not is_heading:
+            yield Span(line, True, mark.start(), mark.end() + len(line))
+
+
+_WORD = re.compile(
+    r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|réponse|respuesta|risposta|resposta|ответ)(?![\w-])"
+    r"|答案|答え"
+)
+_UNSURE = re.compile(
+    r"(?i)\b(?:(?:not|never|doubt|if|whether|suppose|assum\w+|wrong|incorrect|false|previous|"
+    r"earlier|initial|old|tempting|possible|might|may|could)|\w+n't)\b[^.,:;!?\n]*$"
+    r"|\b(?:to|can|cannot|could|will|must|we|i|you)\s+$"
+)
+_IS = r"(?:is|are|was|be|equals?|es|est|ist|è|é)"
+_LINK = re.compile(
+    rf"""[\s*_`"'\])}}>]{{0,12}}
+    (?:\s?\([^()\n]{{0,60}}\)                              # (in dollars)
+      | [^.,;:=|\n\d$\\?!]{{0,70}}?(?=[\s*_]\W{{0,4}}{_IS}\b|[:=|])  # to the question
+      | )
+    (?P<link>[\s*_`"'\]}}>]{{0,8}}
+      (?:\b(?:{_IS}|comes\ (?:out\ )?to)\b | [:=|是为]
+        | (?:\s[-\u2013\u2014]|\u2014|-{{1,2}}>|=>|→|⇒)(?=\s)))
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_STARTS = re.compile(
+    r"(?i)(?:^|[\n.!?:;*#<>|(\[_{\"])\s*(?:(?:the|my|our|your|final|correct|numerical)\s+){0,3}$"
+)
+_NOISE = re.compile(
+    r"(?:[\s*_`\"'|:=\]]|>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
+)
+_BEFORE = re.compile(
+    r"(?i)\b(?:is|was|are|be|as|gives?|becomes|being)\s+(?:indeed|therefore|thus|then)?\s*"
+    r"(?:the|our|my|your|an?)?\s*[*_]*"
+    r"(?:(?:final|correct|right|numerical|desired|required|exact)\s+){0,2}[*_]*$"
+)
+_SENTENCE_END = re.compile(r"[.!?。](?=[\s*_`)\"]|$)|\n|</")
+_ABBREVIATION = re.compile(r"(?i)\b(approx|rs|no|ca|vs|e\.g|i\.e)\.")
+
+
+def _sentences_with_answer(text: str) -> Iterator[Span]:
+    for word in deque(_WORD.finditer(text), _MOST):
+        before = text[max(0, word.start() - 80) : word.start()]
+        after = text[word.end() : word.end() + _LONGEST]
+        if _is_unsure(before, after):
+            continue
+        if content := _behind(before, after):
+            yield Span(content, True, word.start(), word.end() + after.find(content) + len(content))
+        elif _BEFORE.search(before):
+            yield from _before(text, word)
+
+
+def _is_unsure(before: str, after: str) -> bool:
+    """Return whether a sentence does not give the answer that it speaks of: "if the answer was"."""
+    link = _LINK.match(after)
+    is_denied = link and re.search(r"(?i)(?:not|\bnever|n't|\bcould|\bmight)\b", link[0])
+    return bool(is_denied or _UNSURE.search(before))
+
+
+def _behind(before: str, after: str) -> str:
+    """Return the sentence behind "answer is", or the lines below a heading; "" if none follows."""
+    link = _LINK.match(after)
+    is_direct = _STARTS.search(before) and re.match(
+        r"[\s*_`\"\])}>#:]*(?:\n|[-+]?[$\\(]*\d)", after
+    )
+    if not link and not is_direct:  # "Answer 18", but not "many answer 18"
+        return ""
+    start = link.end() if link else int(after.startswith(">"))
+    return _first_sentence(after[start:])
+
+
+def _first_sentence(text: str) -> str:
+    noise = _NOISE.match(text)
+    text = _ABBREVIATION.sub(r"\1", text[noise.end() if noise else 0 :])
+    end = _SENTENCE_END.search(text)
+    if end:
+        text = text[: end.end() if end[0] == "?" else end.start()]
+    return text.strip()
+
+
+def _before(text: str, word: re.Match[str]) -> Iterator[Span]:
+    """Yield the part of a sentence before "is the answer"."""
+    left = text[max(0, word.start() - 300) : word.start()]
+    left = left[: (found.start() if (found := _BEFORE.search(left)) else len(left))]
+    parts = _SENTENCE_END.split(left)
+    content = re.sub(r",?\s*\b(?:which|that|this|it)\s*$", "", parts[-1].strip())
+    content = re.sub(r"(?i)^\W*(?:so|thus|therefore|hence|then)\b[,\s]*", "", content)
+    if content:
+        yield Span(content, False, word.start(), word.end())
+
+
+def _speaks_unsurely(sentence: str) -> bool:
+    return any(
+        _is_unsure(
+            sentence[max(0, word.start() - 80) : word.start()], sentence[word.end() :][:_LONGEST]
+        )
+        for word in deque(_WORD.finditer(sentence), _MOST)
+    )
+
+
+# -- sentences -------------------------------------------------------------------------------------
+
+_BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*(\s*:)?")
+_BULLET = re.compile(r"^\s*(?:[-*•>]\s+)+")
+
+
+def _last_sentences(text: str) -> Iterator[Span]:
+    for line in islice(reversed(text.splitlines()), _MOST):
+        sentences = [
+            each
+            for each in re.split(r"(?<=[.!?;。])\s+", _BULLET.sub("", line).strip())
+            if each.strip()
+        ]
+        for sentence in islice(reversed(sentences), _MOST):
+            bold = [
+                text
+                for text, colon in _BOLD.findall(sentence)
+                if re.search(r"\d", text) and not colon and not text.endswith(":")
+            ]
+            if len(bold) == 1 and not _WORD.search(sentence):
+                yield Span(bold[0], False)
+            if not _speaks_unsurely(sentence):
+                yield Span(sentence[-_LONGEST:], False)
+            elif " but " in sentence and not _speaks_unsurely(
+                part := sentence.rpartition(" but ")[2]
+            ):
+                yield Span(part, False)
