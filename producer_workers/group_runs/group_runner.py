@@ -14,8 +14,9 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from buffer.errors import (
@@ -32,7 +33,7 @@ from buffer.errors import (
 )
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
@@ -40,8 +41,13 @@ from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.group_runs.drawn import Drawn
 from producer_workers.group_runs.expert_files import put_experts_into_files
 from producer_workers.group_runs.failure_backoff import FailureBackoff
-from producer_workers.group_runs.group_tokens import oldest_weights
 from producer_workers.group_runs.loop_result import GroupFilter, check_result, check_weights
+from producer_workers.group_runs.members import (
+    figure,
+    oldest_weights,
+    open_share,
+    waits_for_judge,
+)
 from producer_workers.group_runs.restarts import (
     interrupt,
     is_interrupted,
@@ -55,9 +61,6 @@ from producer_workers.user_code.contained_tasks import Contained
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
-
-UNJUDGED = (Status.INIT, Status.ABORTED)
-"""Statuses of a sampled rollout whose judge has not answered yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +180,19 @@ class GroupRunner:
 
         It is 1 until the group's payload is read.
         """
-        return {job: _open_share(self._members.get(job, ())) for job in jobs}
+        return {job: figure(open_share, self._members.get(job, ()), 1.0) for job in jobs}
 
     def judging(self) -> int:
         """Return how many groups only wait for their judge. Any thread may call it."""
-        return sum(map(_waits_for_judge, list(self._members.values())))
+        return sum(figure(waits_for_judge, each, False) for each in list(self._members.values()))
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens. Any thread may call it."""
-        found = {
-            job: oldest_weights(self._members.get(job, ()), self._engine.tokens.began(job.gid))
-            for job in jobs
-        }
+        found = {}
+        for job in jobs:
+            began = self._engine.tokens.began(job.gid)
+            find = partial(oldest_weights, began=began)
+            found[job] = figure(find, self._members.get(job, ()), began)
         return {job: weights for job, weights in found.items() if weights}
 
     async def run(self, job: Job) -> None:
@@ -355,7 +359,8 @@ class GroupRunner:
         """Release a group that can serve no train step any more."""
         self.submitting.add(job)
         members = self._members.get(job, ())
-        ended = self._engine.tokens.ended_early(job.gid, known_tokens, members)
+        count = partial(self._engine.tokens.ended_early, job.gid, known_tokens)
+        ended = figure(count, members, count(()))
         await self._release(job, "expired", "too old for every train step", ended)
 
     async def _release(
@@ -385,14 +390,3 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
-
-
-def _open_share(members: Sequence[RolloutState]) -> float:
-    if not members:
-        return 1.0
-    return sum(not has_ended(member) for member in members) / len(members)
-
-
-def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
-    """Return whether all members are sampled, and some are without their judge's answer."""
-    return not _open_share(members) and any(member.status in UNJUDGED for member in members)

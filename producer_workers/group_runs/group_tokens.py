@@ -72,16 +72,3 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
     for span in spans:
         if span.length:
             oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
-
-
-def oldest_weights(
-    states: Iterable[RolloutState], began: PolicyVersion | None
-) -> PolicyVersion | None:
-    """Return the oldest weights in the tokens of a group; None if it has none.
-
-    The first tokens of a rollout are its oldest: weights of a lineage that was abandoned come
-    before those of the fork.
-    """
-    first = [span for state in states for span in state.spans[:1]]
-    weights = [PolicyVersion(span.lineage, span.version) for span in first]
-    return min([*weights, *([began] if began else [])], key=lambda w: w.version, default=None)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,8 @@ from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Generation
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter
-from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
+from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.user_function import UserFunction
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, SLOW_S, TASK, WatchedEngine, Yard
@@ -320,7 +320,7 @@ KINDS = [
 def make_worker(yard: Yard, name: str, token_s: float, *, partial: bool, **parts: Any) -> Worker:
     judges = WatchedJudges()
     if function := parts.pop("is_valid_sample", None):
-        call = UserFunction("filter", function, "filter", 60.0)
+        call = call_here("filter", "filter", function, "filter", 60.0)
         function = GroupFilter("filter", call, lambda what, call: judges.run(10.0, what, call))
     scorer = parts.pop("judge", FunctionJudge("one", lambda **_: 1.0))
     fills = fills_twice(parts)
@@ -413,3 +413,36 @@ def test_a_tool_that_ruins_its_arguments_ruins_no_call(coroutine: bool) -> None:
     call = ToolCall(id="1", name=tool.__name__, arguments=copy.deepcopy(arguments))
     assert asyncio.run(Toolbox([tool]).call_all([call, call])) == ["2", "2"]
     assert call.arguments == arguments
+
+
+class RuinsItself(SingleTurnAgentLoop):
+    """Puts rubbish into every field of its rollouts, and holds them until heartbeats went by."""
+
+    def __init__(self, yard: Yard, **given: Any) -> None:
+        super().__init__(**given)
+        self._yard = yard
+
+    async def generate_group(
+        self, states: list[RolloutState], engine: Any, gid: str
+    ) -> list[RolloutState]:
+        for state in states:
+            for name in RolloutState.model_fields:
+                if name != "index":
+                    state.__dict__[name] = [[]]
+        (record,) = self._yard.run.fleet.workers()
+        while self._yard.run.fleet.workers()[0].seen_ms == record.seen_ms:
+            await asyncio.sleep(0.01)
+        return states
+
+
+def test_rubbish_in_a_loops_rollouts_fails_their_group_and_no_heartbeat(yard: Yard) -> None:
+    yard.enqueue(1)
+
+    async def scenario() -> None:
+        worker = make_worker(
+            yard, "w1", SLOW_S, partial=False, loop=partial(RuinsItself, yard), judge=None
+        )
+        async with yard.working(worker):
+            await yard.until(lambda: yard.places().get("dead", 0) == 1)
+
+    asyncio.run(scenario())
