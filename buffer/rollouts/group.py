@@ -141,9 +141,10 @@ class RolloutGroup:
         if self.seal and (changed := list(self.seal.changed())):
             raise GroupChanged(
                 f"group {self.gid}: {', '.join(changed)} changed in memory after it was received",
-                hint="trust nothing that was made of it; copy a column before you change it in "
-                "place. If your code changes none, test this machine's memory and report this as a "
-                "bug. Then start again: a trainer continues from its newest checkpoint",
+                hint="trust nothing that was made of it. If your code replaces columns or changes "
+                "them in place, let it work on copies (only `mask` may be replaced); if not, test "
+                "this machine's memory and report this as a bug. Then start again: a trainer "
+                "continues from its newest checkpoint",
             )
 
     # -- columns -------------------------------------------------------------

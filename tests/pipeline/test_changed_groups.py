@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from buffer.errors import GroupChanged
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.group import RolloutGroup
 from tests.memory_fault import overwrite
+from tests.pipeline.site import Site
 from tests.pipeline.yard import FAST_S, SLOW_S, Yard
 
 
@@ -79,3 +81,31 @@ def test_tokens_that_changed_are_not_submitted(
         )
     assert yard.run.record(gid)["payload"] == before
     assert yard.places() == {"running": 1}
+
+
+LOOP = """
+import ctypes
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+
+class Faulty(SingleTurnAgentLoop):
+    async def generate_group(self, states, engine, gid):
+        made = await super().generate_group(states, engine, gid)
+        ctypes.memset(states[0].prompt_ids.ctypes.data, 1, 1)
+        return made
+"""
+
+
+@pytest.mark.slow
+def test_a_launched_run_ends_and_says_why(make_site: Callable[..., Site]) -> None:
+    """A worker that is started again would change, or meet, the same memory."""
+    site = make_site(steps=1000)
+    (site.folder / "faulty.py").write_text(LOOP, encoding="utf-8")
+    text = site.config.read_text(encoding="utf-8")
+    assert "[tasks.sums]\n" in text
+    text = text.replace("[tasks.sums]\n", '[tasks.sums]\nagent_loop = "faulty:Faulty"\n')
+    site.config.write_text(text, encoding="utf-8")
+    run = site.start("run")
+    assert run.wait() == GroupChanged.exit_code, run.said()
+    assert "prompt_ids changed in memory" in run.said()
+    assert "worker restarted" not in run.said()
+    assert not site.lines()
