@@ -218,7 +218,7 @@ def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
     tasks["math"] = tasks["math"].model_copy(update={"prompt_repeat_k": MEMBERS + 1})
     edited = site.config.model_copy(update={"tasks": tasks})
     with at_work(site.run, math=GROUPS):
-        pass
+        wait_until(lambda: site.run.groups.count({"stage": "pool"}) > 0, "a group")
     crew_size = next(site.run.groups.find({"task": "math"})).samples
     with pytest.raises(ConfigError, match=f"is {MEMBERS + 1}, .* has {crew_size} rollouts"):
         trl.train(site.run, edited, site.config.policy.model)
