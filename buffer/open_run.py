@@ -15,6 +15,7 @@ from redis.exceptions import NoPermissionError
 from buffer.config.config import ConfigFile
 from buffer.config.fingerprint import origin_of
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
@@ -113,21 +114,29 @@ def write_nonce(folder: Path, nonce: str) -> None:
     part.rename(folder / "run.json")
 
 
-def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
+def create_run(
+    store: Store, config: ConfigFile, model_dir: Path, regeneration: Regeneration | None = None
+) -> Run:
     """Create the run of this config, or continue it with this config (`Run.changes`).
 
-    Raises RunExists when the name belongs to the run of another folder, ConfigError when the
-    server's maxmemory is too small for the run, or an edited config cannot continue it.
+    With `regeneration`, what the server has of it is cleared first. Raises RunExists when the name
+    belongs to the run of another folder, ConfigError when the server's maxmemory is too small for
+    the run, or an edited config cannot continue it.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
-    _restore_nonce(store, config)
+    if regeneration is None:
+        _restore_nonce(store, config)
+    elif regeneration.position.run_nonce and not (config.run.folder / "run.json").exists():
+        write_nonce(config.run.folder, regeneration.position.run_nonce)
     nonce = run_nonce(config.run.folder)
     limits = config.limits(maxmemory)
     path = str(model_dir.resolve())
     origin = origin_of(config, model_dir)
-    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin)
+    return Run.create(
+        store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin, regeneration
+    )
 
 
 def _restore_nonce(store: Store, config: ConfigFile) -> None:

@@ -11,7 +11,6 @@ from buffer.batches.account import Account
 from buffer.batches.audits import Audits
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.trainer_opening import TrainerOpening
-from buffer.control.continuation import Continuation, continue_run
 from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
@@ -25,8 +24,10 @@ from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.limits import (
+    REGENERATING,
     SCHEMA,
     STAMP_FIELDS,
     LimitsStamp,
@@ -42,13 +43,15 @@ from buffer.run_fields import (
     read_hash,
     read_settings,
     require_schema,
+    settings_left,
+    settings_of_start,
     without_copy,
     without_meta,
 )
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.key_fields import limits_in, require_fields
+from buffer.store.key_fields import limits_in
 from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
@@ -113,26 +116,35 @@ class Run:
         weights: PolicyVersion = FIRST_WEIGHTS,
         path: str = "",
         origin: Origin | None = None,
+        regeneration: Regeneration | None = None,
     ) -> Run:
         """Create a run, or continue it with these limits if it exists with this nonce.
 
         `nonce`: 32 random hex digits (`secrets.token_hex(16)`), which distinguish this run from
         others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
         the ones that workers start with, at `path`. `origin`: what its draws mean, if a config says
-        so. `Run.changes` is then what differs from the run so far. Raises RunExists for another run
-        of the name, ConfigError for limits or an origin that cannot continue it.
+        so. `Run.changes` is then what differs from the run so far. `regeneration`: what the server
+        has of the run is cleared first, whatever it lost; a trainer then opens it with the position
+        of the checkpoint, and what that does not prove is generated again. Raises RunExists for
+        another run of the name, ConfigError for limits or an origin that cannot continue it.
 
         Usage:
             limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
             run = Run.create(Store(url), "mine", nonce, limits)
         """
-        keys = Keys(name)
-        store = store.at(keys.meta, limits.wait_replicas)
+        store = store.at(Keys(name).meta, limits.wait_replicas)
+        keys = Keys(name, spread=store.in_cluster)
         facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
-        facts["operation"] = new_nonce()
+        facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]
         while reply[0] == "CONFLICT":
-            settings = cls._settings(store, keys, nonce, limits, origin)
+            if regeneration:
+                position = regeneration.position
+                settings = settings_left(store, keys, nonce, limits, origin, position.step + 1)
+                regeneration.clear(store, keys, nonce, limits.role_timeout_ms)
+                facts["continues"] = position.run_nonce or nonce
+            else:
+                settings = settings_of_start(store, keys, nonce, limits, origin)
             reply = store.call(
                 "create_run",
                 keys.slots(),
@@ -142,6 +154,8 @@ class Run:
             )
         if reply[0] == "DAMAGED":
             raise without_meta(keys)
+        if reply[0] == "CLEARED":
+            require_schema(name, {"schema": REGENERATING})
         if reply[0] == "EXISTS":
             _, other, created_ms, _ = reply
             raise RunExists(
@@ -156,20 +170,6 @@ class Run:
         if run.media:
             run.media.claim()
         return run
-
-    @staticmethod
-    def _settings(
-        store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None
-    ) -> Continuation:
-        """Return what `create` writes: the settings of a new run, or those that continue it."""
-        meta = read_hash(store, "create run", keys.meta)
-        if meta.get("nonce") != nonce:
-            return Continuation(limits, origin)
-        require_schema(keys.run, meta)
-        ledger = read_hash(store, "create run", keys.ledger("train"))
-        require_fields("ledger", keys.ledger("train"), ledger)
-        step = int(ledger["taken"]) + 1
-        return continue_run(keys.run, meta, limits, origin, step)
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:

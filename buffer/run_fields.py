@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from buffer.control.continuation import Continuation, continue_run
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
-from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
-from buffer.store.key_fields import HINT, limits_in, text_fields
+from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
+from buffer.model.origin import Origin
+from buffer.store.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -30,6 +32,37 @@ def read_settings(store: Store, keys: Keys, key: str) -> tuple[dict[str, str], R
             raise without_meta(keys)
     require_schema(keys.run, meta)
     return meta, limits_in(key, meta)
+
+
+def settings_of_start(
+    store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None
+) -> Continuation:
+    """Return what `create_run` writes: the settings of a new run, or those that continue it."""
+    meta = read_hash(store, "create run", keys.meta)
+    if meta.get("nonce") != nonce:
+        return Continuation(limits, origin)
+    require_schema(keys.run, meta)
+    ledger = read_hash(store, "create run", keys.ledger("train"))
+    require_fields("ledger", keys.ledger("train"), ledger)
+    step = int(ledger["taken"]) + 1
+    return continue_run(keys.run, meta, limits, origin, step)
+
+
+def settings_left(
+    store: Store, keys: Keys, nonce: str, limits: RunLimits, origin: Origin | None, step: int
+) -> Continuation:
+    """Return the settings of a run that is made again at `step`: what is left, with these limits.
+
+    Where neither `meta` nor its copy can be read, they are those of a new run.
+    """
+    for key in (keys.meta, keys.meta_copy):
+        try:
+            meta = read_hash(store, "create run", key)
+        except RunDamaged:
+            continue
+        if meta.get("nonce") == nonce and are_settings(meta):
+            return continue_run(keys.run, meta, limits, origin, step)
+    return Continuation(limits, origin)
 
 
 def without_meta(keys: Keys) -> RunDamaged:
@@ -71,6 +104,11 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
         raise RunNotFound(
             f"run {name!r} is being removed, or its removal was interrupted",
             hint=f"`rolloutmq runs --delete {name} --yes` completes it",
+        )
+    if schema == REGENERATING:
+        raise RunNotFound(
+            f"run {name!r} is being made again from a checkpoint, or that was interrupted",
+            hint="repeat the command with --regenerate, which completes it",
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")

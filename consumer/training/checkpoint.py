@@ -21,6 +21,7 @@ import orjson
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError
+from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
@@ -172,14 +173,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
+def make_run(store: Store, config: TrainingConfig, model: Path) -> Run:
     """Return the run of this config, and create it if it is new.
 
-    Raises LostRun if it has checkpoints but the server does not hold it: only `regenerate` may
-    create it again (I6).
+    Raises LostRun if it has checkpoints but the server does not hold it: only `make_again` may
+    create it then (I6).
     """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
-    if steps and not regenerate and config.run.name not in Run.names(store):
+    if steps and config.run.name not in Run.names(store):
         raise LostRun(
             f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such "
             "run on this server",
@@ -187,3 +188,23 @@ def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: b
             "or start with --regenerate: what was not trained yet is then generated again",
         )
     return create_run(store, config, model)
+
+
+def make_again(
+    store: Store,
+    config: TrainingConfig,
+    model: Path,
+    say: Callable[[str], object],
+    *,
+    take_over: bool = False,
+) -> Run:
+    """Clear what the server has of the run, and make it again from the newest whole checkpoint.
+
+    `say` gets a sentence about what goes, before anything is changed. Raises ModelError where no
+    checkpoint is whole, RoleHeld while a trainer is alive (unless `take_over`), RunExists.
+    """
+    position = CheckpointFolder(config.run.folder / "checkpoints").newest_whole()
+    regeneration = Regeneration(position or Position(), take_over=take_over)
+    left = regeneration.leftovers(store, config.run.name, list(config.tasks))
+    say(regeneration.describe(config.run.name, left))
+    return create_run(store, config, model, regeneration)

@@ -27,7 +27,8 @@ Regenerate = Annotated[
     bool,
     typer.Option(
         "--regenerate",
-        help="Generate again what the server lost, or freed, after the newest checkpoint.",
+        help="Clear what the server has of the run, and generate again what the newest checkpoint "
+        "does not prove. For a server that lost a part of the run, or all of it.",
     ),
 ]
 Detach = Annotated[
@@ -153,8 +154,10 @@ def train(
     rank = training.own_rank()
     log_json("trainer", settings.run.name, f"trainer-{rank}" if rank else "")
     follow_owner()
-    run, model_dir = training.open_run(settings, redis_url, metrics, regenerate=regenerate)
-    if not training.train(run, settings, model_dir, take_over=take_over, regenerate=regenerate):
+    run, model_dir = training.open_run(
+        settings, redis_url, metrics, regenerate=regenerate, take_over=take_over
+    )
+    if not training.train(run, settings, model_dir, take_over=take_over):
         # stopped before its last step: the launcher must not take that for the end of the run
         raise typer.Exit(130)
 

@@ -82,7 +82,7 @@ def create(
     with _server(config, redis_url) as (url, server):
         store = open_store(config, url, name="rolloutmq-create")
         model = prepare_model(config, command, quiet=quiet)
-        run = make_run(store, config, model, regenerate=False)
+        run = make_run(store, config, model)
         taken = run.ledger.steps().taken
         store.close()
     folder = config.run.folder

@@ -30,6 +30,7 @@ from rolloutmq.launch.preparation import (
     await_roles,
     check_start,
     is_done,
+    make_again_patiently,
     prepare_model,
     start_server,
 )
@@ -150,12 +151,12 @@ class Launcher:
             highlight=False,
         )
         model = prepare_model(config, self._command)
-        done = is_done(config)
-        run = (
-            Run.open(store, config.run.name)
-            if done
-            else make_run(store, config, model, regenerate=self._regenerate)
-        )
+        if is_done(config):
+            run = Run.open(store, config.run.name)
+        elif self._regenerate:
+            run = make_again_patiently(store, config, model, say)
+        else:
+            run = make_run(store, config, model)
         for warning in config.warnings():
             say(f"warning  {warning}", highlight=False)
         for change in run.changes:
@@ -185,9 +186,9 @@ class Launcher:
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + ranks)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
-        flags = ["--regenerate"] if self._regenerate else []
+        # never with --regenerate: a trainer that is started again would clear the run again
         self._trainer = self._child(
-            "trainer", ["train", *flags], placement.environment(placement.trainer), ranks
+            "trainer", ["train"], placement.environment(placement.trainer), ranks
         )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [

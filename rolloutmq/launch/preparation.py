@@ -18,8 +18,9 @@ from buffer.open_run import embedded_server
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.server.process import OWNER
+from buffer.store.store import Store
 from consumer.models.model_folder import check_model_folder
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.checkpoint import CheckpointFolder, make_again
 from consumer.training.step_log import read_evaluations
 from rolloutmq.launch.machine import machine_errors
 
@@ -101,6 +102,30 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
         if not is_reported:
             report(f"waiting   for the {' and the '.join(held)} of an earlier start to exit")
             is_reported = True
+        time.sleep(0.2)
+
+
+def make_again_patiently(
+    store: Store, config: TrainingConfig, model: Path, report: Callable[[str], object]
+) -> Run:
+    """Make the run again from its checkpoint, once the trainer of an earlier start has exited.
+
+    Raises RoleHeld if it stays alive.
+    """
+    end = time.monotonic() + 2 * config.limits(0).role_timeout_ms / 1000
+    said: list[str] = []
+
+    def say_once(text: str) -> None:
+        if not said:
+            report(f"clears   {text}")
+        said.append(text)
+
+    while True:
+        try:
+            return make_again(store, config, model, say_once)
+        except RoleHeld:
+            if time.monotonic() > end:
+                raise
         time.sleep(0.2)
 
 

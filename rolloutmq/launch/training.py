@@ -18,7 +18,7 @@ from buffer.model.dotted_path import load_object
 from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, server_url, wait_for_run
 from buffer.server.process import OWNER
-from consumer.training.checkpoint import make_run
+from consumer.training.checkpoint import make_again, make_run
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -33,11 +33,17 @@ def own_rank() -> int:
 
 
 def open_run(
-    settings: TrainingConfig, redis_url: str | None, metrics: str | None, *, regenerate: bool
+    settings: TrainingConfig,
+    redis_url: str | None,
+    metrics: str | None,
+    *,
+    regenerate: bool,
+    take_over: bool,
 ) -> tuple[Run, Path]:
     """Return the run and its model folder; rank 0 creates the run if it is new.
 
-    `metrics`: the address at which rank 0 serves metrics.
+    `metrics`: the address at which rank 0 serves metrics. `regenerate`: rank 0 first clears what
+    the server has of the run, but not when torchrun starts it again.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
@@ -50,7 +56,10 @@ def open_run(
         from buffer.monitoring.process_metrics import serve_process
 
         serve_process("trainer", store, metrics)
-    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    if regenerate and not _restarts():
+        run = make_again(store, settings, model_dir, log.warning, take_over=take_over)
+    else:
+        run = make_run(store, settings, model_dir)
     run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
@@ -60,9 +69,12 @@ def open_run(
     return run, model_dir
 
 
-def train(
-    run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool, regenerate: bool
-) -> bool:
+def _restarts() -> int:
+    """Return how often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def train(run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
     if settings.trainer.loop:
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
@@ -84,10 +96,10 @@ def train(
     if sys.stderr.isatty():  # a bar in place of a line per step
         trainer.shows_progress = True
         log.setLevel(logging.WARNING)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and not take_over:
+    if _restarts() and not take_over:
         # torchrun has ended the ranks before these, but the role is theirs until it times out
         trainer.consumer.role.wait_until_vacant(trainer.rank.stopped)
-    return trainer.fit(take_over=take_over, regenerate=regenerate)
+    return trainer.fit(take_over=take_over)
 
 
 def _check_nodes(settings: TrainingConfig, ranks: int) -> None:
