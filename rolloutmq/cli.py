@@ -22,6 +22,7 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
 \b
@@ -117,6 +118,7 @@ def main() -> None:
     gc.set_threshold(10_000, 10, 10)
     as_json = "--json" in sys.argv
     _accept_any_text()
+    follow_terminal()
     try:
         try:
             # without --json, typer reports usage errors itself, and prints the usage

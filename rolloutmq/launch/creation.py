@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ def _server(
 
     An embedded server runs during the block, and afterwards only if it did before.
     """
+    # a signal must not leave the server behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     was_running = EmbeddedServer(config.run.folder / "server").is_running
     url, server = start_server(config, redis_url)
     try:

@@ -23,6 +23,7 @@ from buffer.open_run import open_store
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
+from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
@@ -122,15 +123,14 @@ class Launcher:
                 cli = self._server.cli if self._server else None
                 account = finish(self._console, self._config, run, cli)
                 self._owned.note(Stage.STOPPING, account=account)
-        except KeyboardInterrupt:
-            self._console.print(
-                "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
-            )
-            self._stop_children()
-            self._report_stop(run)
-            raise
+        except (KeyboardInterrupt, OSError) as error:
+            # the terminal may be gone before the signal that says so comes
+            if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
+                raise
+            self._stop_in_order(run)
+            raise KeyboardInterrupt from error
         finally:
-            for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP):
+            for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             for child in self._children:
                 child.kill()
@@ -328,6 +328,13 @@ class Launcher:
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------
+
+    def _stop_in_order(self, run: Run | None) -> None:
+        self._console.print(
+            "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
+        )
+        self._stop_children()
+        self._report_stop(run)
 
     def _stop_children(self) -> None:
         """Stop the children, the trainer first: the run continues from its checkpoint."""

@@ -462,7 +462,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        checkpoint.make_run(run.store, config, model_dir, regenerate=False)
+        checkpoint.make_run(run.store, config, model_dir)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)
