@@ -20,6 +20,7 @@ import typer
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
+from buffer.model.json_text import visible
 from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.hang_up import follow_terminal
@@ -192,7 +193,7 @@ def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool)
             "kind": type(error).__name__,
             "exit_code": error.exit_code,
         }
-        return json.dumps(document, ensure_ascii=False)
+        return visible(json.dumps(document, ensure_ascii=False))
     return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 

@@ -28,7 +28,11 @@ from buffer.store.connection.nodes import Role, Servers
 from buffer.store.connection.retry import Backoff, OutageLog, is_transient
 from buffer.store.connection.url import SOCKET_TIMEOUT_S, mask_url
 from buffer.store.connection.wrong_type import WrongType
-from buffer.store.connection_errors import describe_connection_error, is_acl_failure
+from buffer.store.connection_errors import (
+    describe_connection_error,
+    is_acl_failure,
+    is_missing_command,
+)
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.script_calls import (
@@ -341,6 +345,9 @@ class Store:
             # in a pipeline of the library, the command with the key precedes it
             why = f"{error.key} is of another type" if isinstance(error, WrongType) else error
             return RunDamaged(f"{what}: {why}", hint=HINT)
+        if is_missing_command(str(error)):
+            described = describe_connection_error(self.url, error)
+            return StoreError(f"{what}: {described.message}", hint=described.hint)
         # only errors about users: another one is a bug, and its words could fit any description
         is_about_user = isinstance(
             error, redis.ConnectionError | NoPermissionError
