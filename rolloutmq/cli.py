@@ -136,6 +136,10 @@ def main() -> None:
         if missing is None:
             raise
         _exit(missing, as_json=as_json)
+    except ValueError as error:
+        if "null byte" not in str(error) and "null character" not in str(error):
+            raise
+        _exit(ConfigError("a path or a name contains the character NUL"), as_json=as_json)
     except OSError as error:
         known = _describe_file_error(error)
         _drop_output()
@@ -160,7 +164,7 @@ def _describe_file_error(error: OSError) -> RolloutMQError:
         sys.exit(1)
     if error.filename is None and error.errno != errno.ENOSPC:
         raise error
-    where = "the output" if error.filename is None else error.filename
+    where = "the output, or a file" if error.filename is None else error.filename
     return RolloutMQError(
         f"{where}: {error.strerror}",
         hint="check the path, its permissions and the space on its disk",

@@ -20,7 +20,7 @@ import orjson
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
-from buffer.errors import LostRun, ModelError
+from buffer.errors import LostRun, ModelError, RolloutMQError
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
 from buffer.run import Run
@@ -110,12 +110,19 @@ class CheckpointFolder:
     def complete(self, position: Position, folder: Path) -> Path:
         """Make the checkpoint in a folder of `begin` visible, as a whole; return its new path.
 
-        It is on disk by then. One of the same step (of a lineage that ended) is replaced.
+        It is on disk by then. One of the same step (of a lineage that ended) is replaced. Raises
+        RolloutMQError where the disk is full.
         """
         path = self.path(position.step)
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
-        (folder / POSITION).write_bytes(data)
-        _sync_tree(folder)
+        try:
+            (folder / POSITION).write_bytes(data)
+            _sync_tree(folder)
+        except OSError as error:
+            raise RolloutMQError(
+                f"{folder} cannot be written: {error.strerror}",
+                hint="make room on its disk; the run continues from the checkpoint before",
+            ) from error
         self._remove(path)
         folder.rename(path)
         _sync(self.folder)

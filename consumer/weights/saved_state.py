@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, RolloutMQError
 from consumer.ranks import Ranks
 
 ROWS = "rows"
@@ -56,12 +56,21 @@ class _Part(NamedTuple):
 def write_state(
     folder: Path, state: Mapping[str, Tensor], rows: Mapping[str, Rows], ranks: Ranks
 ) -> None:
-    """Write this rank's tensors into `folder`, to the disk. `rows`: of those that are sharded."""
+    """Write this rank's tensors into `folder`, to the disk. `rows`: of those that are sharded.
+
+    Raises RolloutMQError where the disk is full.
+    """
     file = folder / _name(ranks.rank, ranks.size)
     spans = {name: [rows[name].first, rows[name].total] for name in state if name in rows}
-    save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    try:
+        save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    except (OSError, SafetensorError) as error:
+        raise RolloutMQError(
+            f"{file} cannot be written: {error}",
+            hint="make room on its disk; the run continues from the checkpoint before",
+        ) from error
 
 
 class SavedState(Mapping[str, Tensor]):

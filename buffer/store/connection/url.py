@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -100,6 +100,8 @@ def open_client(
         settings["socket_keepalive"] = True
     _check_options(url)
     try:
+        if "\0" in unquote(url):
+            raise ValueError("NUL")
         client = (
             _primary(url, settings)
             if "+sentinel://" in url
