@@ -54,6 +54,7 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
+    store.allow_unsafe = config.redis.allow_unsafe
 
     def check() -> list[Finding]:
         try:

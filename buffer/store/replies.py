@@ -32,7 +32,7 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
     """Return the reply of trainer_open or producer_open; raise LostRun or RoleHeld."""
     match reply:
         case ["LOST", found, *_]:
-            holds = f"another run of that name ({found[:8]}…)" if found else "no run of that name"
+            holds = f"run {found[:8]}…" if found else "no run of that name"
             raise LostRun(
                 f"this server holds {holds}, not the run {run!r} that this process knows",
                 hint="connect to the server of this run, restore its data, or start a run with "

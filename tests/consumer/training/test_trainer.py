@@ -428,7 +428,7 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
         file.write_bytes(
             orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"})
         )
-        with pytest.raises(LostRun, match="another run"):
+        with pytest.raises(LostRun, match="this server holds run"):
             train(run, config, model_dir)
 
 
