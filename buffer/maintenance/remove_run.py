@@ -32,9 +32,9 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
     do not stall it. Raises StoreError.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
-    removed = _remove(store.control, [keys.control.encode()])
+    removed: int = store.retrying("remove", lambda: store.control.unlink(keys.control))
     removed += clear_keys(store, keys, (keys.meta,), advance)
-    return removed + _remove(store.control, [keys.meta.encode()])
+    return removed + int(store.retrying("remove", lambda: store.control.unlink(keys.meta)))
 
 
 def clear_keys(
