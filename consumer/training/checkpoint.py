@@ -25,6 +25,7 @@ from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
+from consumer.weights.state_files import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -72,9 +73,6 @@ class CheckpointFolder:
 
         None where there is no checkpoint. Raises ModelError where none is whole.
         """
-        # here, because it imports torch, which the launcher does without
-        from consumer.weights.saved_state import check_state
-
         problems = []
         for step in reversed(self._folders()):
             try:

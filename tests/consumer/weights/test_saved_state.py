@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from buffer.errors import ModelError, RolloutMQError
 from consumer.ranks import Ranks
-from consumer.weights.saved_state import Rows, SavedState, check_state, write_state
+from consumer.weights.saved_state import Rows, SavedState, write_state
+from consumer.weights.state_files import check_state
 
 SHAPES = {"a": (7, 3), "b": (1,), "c": (16, 2, 2), "e": (3,)}
 
