@@ -32,7 +32,7 @@ def lose(site: Site, seed: int) -> None:
 def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
     make_site: Callable[..., Site],
 ) -> None:
-    site = make_site(steps=14)
+    site = make_site(steps=40)
     first = site.start("run")
     site.until_step(5)
     assert first.end(signal.SIGTERM) == 130
@@ -45,7 +45,7 @@ def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
     second = site.start("run", "--regenerate")
     site.until_step(reached + 2)
     assert f"from the checkpoint of step {reached}" in second.said()
-    child(second, "trainer").kill()
+    child(second, "train").kill()
     assert second.wait() == 0, site.words()
     assert "trainer restarted" in second.said()
     # a trainer that is started again clears nothing
