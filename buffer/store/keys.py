@@ -23,7 +23,11 @@ class KeyRow(NamedTuple):
 
 TABLE: Mapping[str, KeyRow] = {
     # the run
-    "meta": KeyRow("HASH", "schema, nonce, created_ms, and the limits of the run"),
+    "meta": KeyRow(
+        "HASH",
+        "schema, nonce, created_ms, and the limits of the run; continues: the run whose checkpoint "
+        "it was made again from",
+    ),
     "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
     "control": KeyRow(
         "HASH",

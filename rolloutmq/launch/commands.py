@@ -80,8 +80,8 @@ def run(
 
     Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C or
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
-    hold. A second Ctrl-C kills them. The same command continues the run. With --chaos it is a
-    separate run, NAME-chaos.
+    hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
+    them. The same command continues the run. With --chaos it is a separate run, NAME-chaos.
     """
     given = list(overrides or [])
     settings = _load(config, given)
