@@ -17,6 +17,7 @@ from buffer.config.fingerprint import origin_of
 from buffer.control.continuation import Start
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
@@ -55,6 +56,7 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
+    store.allow_unsafe = config.redis.allow_unsafe
 
     def check() -> list[Finding]:
         try:
@@ -120,29 +122,36 @@ def create_run(
     store: Store,
     config: ConfigFile,
     model_dir: Path,
+    regeneration: Regeneration | None = None,
     *,
     by_hand: bool = True,
     is_done: Callable[[int], bool] = lambda steps: False,
 ) -> Run:
     """Create the run of this config, or continue it with this config (`Run.changes`).
 
-    Not `by_hand`, a run that exists keeps all of its settings. `is_done`: returns whether a run
-    with so many steps has nothing left to do; it then stays finished. Raises RunExists when the
-    name belongs to the run of another folder, ConfigError when the server's maxmemory is too small
-    for the run, or an edited config cannot continue it.
+    With `regeneration`, what the server has of it is cleared first. Not `by_hand`, a run that
+    exists keeps all of its settings. `is_done`: returns whether a run with so many steps has
+    nothing left to do; it then stays finished. Raises RunExists when the name belongs to the run of
+    another folder, ConfigError when the server's maxmemory is too small for the run, or an edited
+    config cannot continue it.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
     config.run.make_folder()  # the umask of a process that is not ours is not changed
-    _restore_nonce(store, config)
+    if regeneration is None:
+        _restore_nonce(store, config)
+    elif regeneration.position.run_nonce and not (config.run.folder / "run.json").exists():
+        write_nonce(config.run.folder, regeneration.position.run_nonce)
     nonce = run_nonce(config.run.folder)
     limits = config.limits(maxmemory)
     path = str(model_dir.resolve())
     origin = origin_of(config, model_dir)
     kept = KeptSettings(config.run.folder, nonce)
     start = Start(by_hand, config.written(), kept.read, is_done)
-    run = Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin, start)
+    run = Run.create(
+        store, config.run.name, nonce, limits, FIRST_WEIGHTS, path, origin, start, regeneration
+    )
     kept.keep(run.settings)
     return run
 

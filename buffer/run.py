@@ -26,8 +26,10 @@ from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.limits import (
+    REGENERATING,
     SCHEMA,
     STAMP_FIELDS,
     LimitsStamp,
@@ -43,7 +45,9 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
     read_hash,
     read_settings,
+    require_schema,
     settings_for,
+    settings_left,
     without_copy,
     without_meta,
 )
@@ -118,6 +122,7 @@ class Run:
         path: str = "",
         origin: Origin | None = None,
         start: Start = BY_HAND,
+        regeneration: Regeneration | None = None,
     ) -> Run:
         """Create a run, or continue it with these limits if it exists with this nonce.
 
@@ -125,20 +130,29 @@ class Run:
         others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
         the ones that workers start with, at `path`. `origin`: what its draws mean, if a config says
         so. `Run.changes` is then what differs from the run so far: what `Run.set` changed holds
-        where `limits` is as in the last call. Raises RunExists for another run of the name,
-        ConfigError for limits or an origin that cannot continue it.
+        where `limits` is as in the last call. `regeneration`: what the server has of the run is
+        cleared first; a trainer then opens it with the position of the checkpoint, and what that
+        does not prove is generated again. Raises RunExists for another run of the name, ConfigError
+        for limits or an origin that cannot continue it.
 
         Usage:
             limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
             run = Run.create(Store(url), "mine", nonce, limits)
         """
-        keys = Keys(name)
-        store = store.at(keys.meta, limits.wait_replicas)
+        store = store.at(Keys(name).meta, limits.wait_replicas)
+        keys = Keys(name, spread=store.in_cluster)
         facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
-        facts["operation"] = new_nonce()
+        facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]
         while reply[0] == "CONFLICT":
-            settings = settings_for(store, keys, nonce, limits, origin, start)
+            if regeneration:
+                position = regeneration.position
+                step = position.step + 1
+                settings = settings_left(store, keys, nonce, limits, origin, start, step)
+                regeneration.clear(store, keys, nonce, limits.role_timeout_ms)
+                facts["continues"] = position.run_nonce or nonce
+            else:
+                settings = settings_for(store, keys, nonce, limits, origin, start)
             reopen = int(not start.is_done(settings.limits.steps))
             reply = store.call(
                 "create_run",
@@ -149,6 +163,8 @@ class Run:
             )
         if reply[0] == "DAMAGED":
             raise without_meta(keys)
+        if reply[0] == "CLEARED":
+            require_schema(name, {"schema": REGENERATING})
         if reply[0] == "EXISTS":
             _, other, created_ms, _ = reply
             raise RunExists(

@@ -6,9 +6,9 @@ from typing import Any
 
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
-from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
+from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.model.origin import Origin
-from buffer.store.key_fields import HINT, limits_in, require_fields, text_fields
+from buffer.store.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -32,6 +32,29 @@ def read_settings(store: Store, keys: Keys, key: str) -> tuple[dict[str, str], R
             raise without_meta(keys)
     require_schema(keys.run, meta)
     return meta, limits_in(key, meta)
+
+
+def settings_left(
+    store: Store,
+    keys: Keys,
+    nonce: str,
+    limits: RunLimits,
+    origin: Origin | None,
+    start: Start,
+    step: int,
+) -> Continuation:
+    """Return the settings of a run that is made again at `step`: what is left, with these limits.
+
+    Where neither `meta` nor its copy can be read, they are those of a new run.
+    """
+    for key in (keys.meta, keys.meta_copy):
+        try:
+            meta = read_hash(store, "create run", key)
+        except RunDamaged:
+            continue
+        if meta.get("nonce") == nonce and are_settings(meta):
+            return continue_run(keys.run, meta, limits, origin, step, start)
+    return begin_run(limits, origin, start)
 
 
 def without_meta(keys: Keys) -> RunDamaged:
@@ -73,6 +96,11 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
         raise RunNotFound(
             f"run {name!r} is being removed, or its removal was interrupted",
             hint=f"`rolloutmq runs --delete {name} --yes` completes it",
+        )
+    if schema == REGENERATING:
+        raise RunNotFound(
+            f"run {name!r} is being made again from a checkpoint, or that was interrupted",
+            hint="repeat the command with --regenerate, which completes it",
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")

@@ -20,8 +20,10 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
+from buffer.model.json_text import visible
 from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
 \b
@@ -120,6 +122,7 @@ def main() -> None:
     as_json = "--json" in sys.argv
     _accept_any_text()
     _keep_files_private()
+    follow_terminal()
     try:
         try:
             # without --json, typer reports usage errors itself, and prints the usage
@@ -136,6 +139,10 @@ def main() -> None:
         if missing is None:
             raise
         _exit(missing, as_json=as_json)
+    except ValueError as error:
+        if "null byte" not in str(error) and "null character" not in str(error):
+            raise
+        _exit(ConfigError("a path or a name contains the character NUL"), as_json=as_json)
     except OSError as error:
         known = _describe_file_error(error)
         _drop_output()
@@ -170,7 +177,7 @@ def _describe_file_error(error: OSError) -> RolloutMQError:
         sys.exit(1)
     if error.filename is None and error.errno != errno.ENOSPC:
         raise error
-    where = "the output" if error.filename is None else error.filename
+    where = "the output, or a file" if error.filename is None else error.filename
     return RolloutMQError(
         f"{where}: {error.strerror}",
         hint="check the path, its permissions and the space on its disk",
@@ -203,7 +210,7 @@ def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool)
             "kind": type(error).__name__,
             "exit_code": error.exit_code,
         }
-        return json.dumps(document, ensure_ascii=False)
+        return visible(json.dumps(document, ensure_ascii=False))
     return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 

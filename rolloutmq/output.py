@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
+from buffer.model.json_text import visible
 from buffer.monitoring.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -56,14 +57,13 @@ _VERSION_STYLES = (
 
 def emit(document: Any) -> None:
     """Print one JSON document."""
-    typer.echo(
-        orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
-    )
+    option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+    typer.echo(visible(orjson.dumps(document, option=option).decode()))
 
 
 def emit_line(document: Any) -> None:
     """Print one JSON document on one line, for streams."""
-    typer.echo(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode())
+    typer.echo(visible(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode()))
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:

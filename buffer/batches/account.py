@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 from buffer.batches.field_check import FieldCheck
 from buffer.batches.key_check import FoundKey, KeyCheck
@@ -22,6 +23,7 @@ from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUn
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
+from buffer.store.key_fields import text_fields, wrong_fields
 from buffer.store.keys import Keys, SlotKeys
 from buffer.store.scripts import Arg
 from buffer.store.store import Store
@@ -223,6 +225,24 @@ class Account:
         for what, damage in checks.items():
             _collect(audit, what, damage)
         return audit
+
+    def spot_check(self) -> list[Damage]:
+        """Check the ledger of training and the newest draws of each task.
+
+        The cost does not grow with the run.
+        """
+        audit = Audit([], leases=0, bytes=ByteCount(0, 0))
+        key = self._keys.ledger("train")
+        _collect(audit, "the ledger", wrong_fields("ledger", key, self._ledger_fields(key)))
+        for task in self.totals().tasks:
+            newest = range(max(0, task.drawn - SLICE), task.drawn)
+            gids = [group_id(task.task, draw) for draw in newest]
+            _collect(audit, f"the draws of {task.task}", self._check(gids, task.cursor))
+        return audit.damage
+
+    def _ledger_fields(self, key: str) -> dict[str, str]:
+        found: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
+        return text_fields(found)
 
     def _check_draws(self, audit: Audit) -> Iterator[Damage]:
         """Count all groups into `audit`, and yield what is wrong with the counts and draws."""

@@ -29,6 +29,9 @@ from buffer.store.connection.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 
+MOST_DEPTH = 64
+"""Levels of tables and arrays in a config; parsers and checks recurse into them."""
+
 
 def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     """Read a TOML file into `model`, with `overrides` like "lease.lease_ms=5000" applied on top.
@@ -64,6 +67,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     tree = _read_toml(path)
     for override in overrides:
         _apply_override(tree, override)
+    _require_plain(tree, str(path))
     search_in(path.parent)
     return tree
 
@@ -84,8 +88,7 @@ def validate_config(model: type[M], tree: dict[str, Any], where: str) -> M:
 
     Raises ConfigError, which names every wrong value.
     """
-    if _contains_nul(tree):
-        raise ConfigError(f"{where}: a text contains the character NUL", hint="remove \\u0000")
+    _require_plain(tree, where)
     try:
         # through JSON, because only there pydantic's strict mode accepts paths and enums as text
         return model.model_validate_json(_to_json(tree), strict=True)
@@ -136,12 +139,24 @@ def _valid(adapter: TypeAdapter[Any], values: Mapping[str, Any]) -> dict[str, An
     return valid
 
 
-def _contains_nul(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_contains_nul(part) for pair in value.items() for part in pair)
-    if isinstance(value, list):
-        return any(map(_contains_nul, value))
-    return isinstance(value, str) and "\0" in value
+def _require_plain(tree: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a text with the character NUL, and for values that are nested deep."""
+    left: list[tuple[Any, int]] = [(tree, 0)]
+    while left:
+        value, depth = left.pop()
+        if depth > MOST_DEPTH:
+            raise _nested(where)
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{where}: a text contains the character NUL", hint="remove \\u0000")
+        parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else []
+        parts += value if isinstance(value, list) else []
+        left += [(part, depth + 1) for part in parts]
+
+
+def _nested(where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: values are nested more than {MOST_DEPTH} deep", hint="remove them"
+    )
 
 
 def _to_json(value: Any) -> bytes:
@@ -160,6 +175,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a text file in UTF-8 (see byte {error.start})") from error
     try:
         return tomllib.loads(text)
+    except RecursionError:
+        raise _nested(str(path)) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path}: not valid TOML: {error}{_quote_line(text, str(error))}"
@@ -213,6 +230,8 @@ def _parse_value(text: str) -> Any:
     # a shell removes the quotes around a word, so a word without them is a string
     try:
         document = tomllib.loads(f"value = {text}")
+    except RecursionError:
+        raise _nested("--set") from None
     except tomllib.TOMLDecodeError:
         return text
     return document["value"] if len(document) == 1 else text

@@ -24,6 +24,7 @@ from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.rollouts.rollout import PolicyVersion
+from buffer.store.eviction import EvictionWatch
 from buffer.store.key_fields import HINT, key_gone
 from buffer.store.keys import Keys
 from buffer.store.replies import opened, unfenced
@@ -325,6 +326,10 @@ class RunControl:
         control = {name: field.decode() for name, field in known if field is not None}
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         return RoleHolder.parse(role, control, now_ms, self._limits.role_timeout_ms)
+
+    def watch_evictions(self, watch: EvictionWatch) -> None:
+        """Warn of a server that may evict keys of the run. Raises StoreUnsafe once it did."""
+        watch.look(self._store.eviction(), is_allowed=self._store.allow_unsafe)
 
     def _is_damaged(self) -> bool:
         """Return whether the run exists, but not its control state."""

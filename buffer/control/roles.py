@@ -21,6 +21,7 @@ from buffer.control.work import Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.store.connection.retry import LogOnce, OutageClock
+from buffer.store.eviction import EvictionWatch
 
 log = logging.getLogger("rolloutmq.control")
 
@@ -64,13 +65,14 @@ class HeldRole:
         self.ended = threading.Event()
         """set when the role is given up; a process that stands in for a crashed one sets it, too"""
         self.lost: RolloutMQError | None = None
-        """why the background heartbeat ended: Fenced, or a server that refuses"""
+        """why the background heartbeat ended: Fenced, or a server that refuses or evicts keys"""
         self.thread: threading.Thread | None = None
         self._control = control
         self._role: Role = role
         self._waited_s = waited_s
         self._pauses = pauses
         self._work = work or Work()
+        self._evictions = EvictionWatch()
 
     def wait_until_vacant(self, stop: threading.Event) -> bool:
         """Wait until no process holds the role; return False if `stop` is set or the run finished.
@@ -151,6 +153,9 @@ class HeldRole:
             if busy_s > HUNG_S:
                 continue
             try:
+                # the first look is before the first heartbeat: what is evicted later is of this run
+                if self._evictions.is_due():
+                    self._control.watch_evictions(self._evictions)
                 self._beat(closing=False)
             except StoreUnavailable as error:
                 log.warning("no heartbeat of the %s: %s", self._role, error)

@@ -15,12 +15,19 @@
 -- ARGV operation token       nonce of this call
 -- ARGV version   ''|0..      of the limits that these are based on; '' = there was no run
 -- ARGV reopen    0|1
+-- ARGV continues ''|token    of the checkpoint that a cleared run continues (see regenerate.lua); '' = none
 -- ARGV field, value  name, text..65536 x0..64  limits of the run, for meta
 -- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema | DAMAGED (meta is gone) | CONFLICT (read the run again)
+--       | CLEARED (without what it continues, it would train again what was trained)
 -- keeps I6 (a run is known by its nonce), I13 (operation); compare-and-set, so that no change is undone unseen
 
 local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema', 'limits_version', 'limits_op')
 if known[1] and known[1] ~= nonce then return {'EXISTS', known[1], known[2], known[3]} end
+if known[3] == 'regenerating' then
+  if continues == '' then return {'CLEARED'} end
+  redis.call('UNLINK', meta, meta_copy)
+  known = {}
+end
 -- what is left of a run whose meta is gone is not a new run: its batches would be trained again
 if not known[1] and redis.call('EXISTS', control) == 1 then return {'DAMAGED'} end
 if known[1] and known[5] == operation then return {'OK'} end
@@ -50,6 +57,7 @@ if known[1] then
   return {'OK'}
 end
 put_settings(meta, meta_copy, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
+if continues ~= '' then put_settings(meta, meta_copy, 'continues', continues) end
 redis.call('HSET', control, 'epoch', 1, 'mode', 'run', 'lanes', 'eval resume fresh',
   'trainer_mode', 'run', 'operator_mode', 'run', 'weights', weights, 'weights_path', path)
 redis.call('HSET', ledger, 'taken', 0, 'committed', 0, 'freed', 0)

@@ -8,7 +8,7 @@
 -- KEYS ledger   HASH
 -- KEYS lineages LIST
 -- KEYS events   STREAM
--- ARGV run_nonce  ''|token       of the checkpoint; '' = there is none
+-- ARGV run_nonce  ''|token       of the checkpoint, or what this run continues; '' = there is none
 -- ARGV nonce      token          of this trainer
 -- ARGV take_over  0|1            1 = even if another one still sends heartbeats
 -- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as dead
@@ -23,7 +23,9 @@
 local actual = redis.call('HGET', meta, 'nonce') or ''
 local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
 local is_new = redis.call('LLEN', lineages) == 0
-local is_other = run_nonce ~= '' and run_nonce ~= actual
+local continues = redis.call('HGET', meta, 'continues')
+regenerate = regenerate or (is_new and continues)
+local is_other = run_nonce ~= '' and run_nonce ~= actual and run_nonce ~= continues
 if actual == '' or (is_other and not (is_new and regenerate)) then return {'LOST', actual} end
 if is_new and step > 0 and not regenerate then return {'EMPTY', actual} end
 local now = now_ms()

@@ -1,4 +1,4 @@
-"""Remove every key of a run, in an order that may be interrupted anywhere.
+"""Remove the keys of a run, in an order that may be interrupted anywhere.
 
     meta gets the schema REMOVING ─▶ control is removed ─▶ all other keys ─▶ meta
 
@@ -8,7 +8,7 @@ run is listed until its `meta` is removed, so that an interrupted removal is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,9 @@ from buffer.store.store import Store
 
 SLICE = 500
 """Keys in one round trip."""
+
+PASSES = 8
+"""Walks over the keys at most: a live process may write some for ever, such as its heartbeat."""
 
 Advance = Callable[[int], object]
 
@@ -29,22 +32,48 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
     do not stall it. Raises StoreError.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
-    removed = _remove(store, [keys.control])
-    for _, client in store.servers.masters():
-        for names in _slices(client, keys):
-            count = _remove(store, names)
-            removed += count
-            advance(count)
-    return removed + _remove(store, [keys.meta])
+    removed: int = store.retrying("remove", lambda: store.control.unlink(keys.control))
+    removed += clear_keys(store, keys, (keys.meta,), advance)
+    return removed + int(store.retrying("remove", lambda: store.control.unlink(keys.meta)))
 
 
-def _slices(client: Any, keys: Keys) -> Iterator[list[str]]:
-    found = (key.decode() for key in client.scan_iter(keys.pattern, count=SLICE))
-    others = (key for key in found if key != keys.meta)
-    while names := list(islice(others, SLICE)):
+def clear_keys(
+    store: Store, keys: Keys, but: Collection[str], advance: Advance = lambda count: None
+) -> int:
+    """Remove every key of a run `but` a few, whatever its type is; return how many.
+
+    A key that a process wrote behind the walk is found by the next one: without the records, no
+    process can write a group. Keys of other runs are not touched. Raises StoreError.
+    """
+    kept = {name.encode() for name in but}
+
+    def walk() -> int:
+        removed = 0
+        for _, client in store.servers.masters():
+            for names in _slices(client, keys, kept):
+                count = _remove(client, names)
+                removed += count
+                advance(count)
+        return removed
+
+    total = 0
+    for _ in range(PASSES):
+        count = store.retrying("remove", walk)
+        total += count
+        if not count:
+            break
+    return total
+
+
+def _slices(client: Any, keys: Keys, kept: Collection[bytes]) -> Iterator[list[bytes]]:
+    found = (key for key in client.scan_iter(keys.pattern, count=SLICE) if key not in kept)
+    while names := list(islice(found, SLICE)):
         yield names
 
 
-def _remove(store: Store, names: list[str]) -> int:
+def _remove(client: Any, names: list[bytes]) -> int:
     # one by one: in a cluster they lie in different slots
-    return sum(store.each("remove", [("UNLINK", name) for name in names]))
+    pipe = client.pipeline(transaction=False)
+    for name in names:
+        pipe.unlink(name)
+    return sum(pipe.execute())

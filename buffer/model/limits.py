@@ -32,6 +32,9 @@ LOADING = "loading"
 REMOVING = "removing"
 """In place of the schema version while a run is removed: it cannot be opened."""
 
+REGENERATING = "regenerating"
+"""In place of the schema version while a run is cleared, to be made again from a checkpoint."""
+
 
 LEAST_FAILURES = 8
 """Failures in a row that never stop a task: a batch of one group must not end with one bad row."""

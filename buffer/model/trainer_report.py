@@ -81,6 +81,6 @@ def _parsed(entry: str) -> ReportedStep | None:
     try:
         found: dict[str, Any] = json.loads(entry)
         return ReportedStep(int(found["step"]), {k: float(v) for k, v in found["metrics"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # written by hand: no reason to refuse the whole view of a run; the next step replaces it
         return None

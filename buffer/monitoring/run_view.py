@@ -219,6 +219,12 @@ class Snapshot:
         return [worker.id for worker in self.live_workers if worker.ack >= epoch]
 
 
+def evictions(run: Run) -> list[str]:
+    """Return a sentence about a server that deletes keys of the run; none where it does not."""
+    found = run.store.eviction()
+    return [str(found)] if found.takes_all and found.keys else []
+
+
 def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
     """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
 
@@ -243,7 +249,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         committed=ledger[1],
         freed=ledger[2],
         tasks=tuple(_task_view(run, task, replies, ledger[0]) for task in audit.tasks),
-        faults=tuple(audit.faults),
+        faults=(*evictions(run), *audit.faults),
         leases=audit.leases,
         overdue=replies["overdue"],
         dead=replies["dead"],

@@ -212,6 +212,14 @@ def _check_version(info: Mapping[str, Any]) -> Finding:
 
 def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Finding]:
     yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
+    if evicted := int(info.get("evicted_keys", 0)):
+        yield Finding(
+            "warning",
+            f"{evicted} keys were evicted since the server was started",
+            "parts of a run may be gone",
+            "`rolloutmq fsck` tells; `rolloutmq run CONFIG --regenerate` makes a run again from "
+            "its newest checkpoint",
+        )
     if not info.get("aof_enabled"):
         yield Finding(
             "error",

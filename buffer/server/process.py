@@ -20,6 +20,8 @@ from typing import Any, TextIO
 
 import orjson
 
+from buffer.model.json_text import visible
+
 MINUTE_S = 60.0
 MOST_CAUSES = 1000
 """Causes that are remembered."""
@@ -50,7 +52,7 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(entry, default=str).decode()
+        return visible(orjson.dumps(entry, default=str).decode())
 
 
 class OncePerMinute(logging.Filter):

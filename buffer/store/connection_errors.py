@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from buffer.errors import StoreError, StoreUnavailable
 from buffer.store.connection.url import mask_url
 from buffer.store.durability import NotDurable
@@ -138,6 +140,14 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
 )
 
 
+_UNKNOWN = re.compile(r"unknown (?:sub|redis )?command(?: called|,? ['`\"]?(\w+))?", re.IGNORECASE)
+
+
+def is_missing_command(text: str) -> bool:
+    """Return whether a server does not know a command: it was renamed, or the service lacks it."""
+    return bool(_UNKNOWN.search(text))
+
+
 def is_acl_failure(text: str) -> bool:
     """Return whether a script was refused a command or key; Redis 7.0 has words of its own."""
     return "ACL failure in script" in text or "The user executing the script" in text
@@ -152,6 +162,13 @@ def describe_connection_error(url: str, error: Exception) -> StoreError:
     where = mask_url(url)
     if isinstance(error, NotDurable):
         return StoreUnavailable(f"{where}: {error}", hint="see its disk and its replicas")
+    if found := _UNKNOWN.search(str(error)):
+        name = f"the command {found[1].upper()}" if found[1] else "a command of a script"
+        return StoreError(
+            f"{where}: the server does not know {name}, which a run needs",
+            hint="remove the rename-command of it from the server's settings, or use a server that "
+            "has all commands; to forbid some, give each role a user (`rolloutmq acl`)",
+        )
     for signs, kind, what, hint in _REASONS:
         if any(sign in words for sign in signs):
             return kind(f"{where}: {what}", hint=hint)

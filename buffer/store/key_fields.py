@@ -17,7 +17,10 @@ from buffer.model.ids import GID
 from buffer.model.limits import RunLimits
 from buffer.model.settings_record import SettingsRecord
 
-HINT = "something else wrote to the keys of this run; `rolloutmq fsck` lists all that is wrong"
+HINT = (
+    "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
+    "doctor`); `rolloutmq fsck` lists all that is wrong"
+)
 
 _COUNT = r"\d{1,16}"
 _NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-?inf|nan"

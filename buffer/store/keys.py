@@ -25,8 +25,9 @@ TABLE: Mapping[str, KeyRow] = {
     # the run
     "meta": KeyRow(
         "HASH",
-        "schema, nonce, created_ms, the limits of the run, what its draws mean (`origin`), and "
-        "what `rolloutmq set` changed (`settings`)",
+        "schema, nonce, created_ms, the limits of the run, what its draws mean (`origin`), what "
+        "`rolloutmq set` changed (`settings`); continues: the run whose checkpoint it was made "
+        "again from",
     ),
     "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
     "control": KeyRow(

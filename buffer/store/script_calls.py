@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 from buffer.errors import RunDamaged, ScriptError
 from buffer.store.connection.bulk_io import Command, pipelined, send
 from buffer.store.connection.wrong_type import WrongType
-from buffer.store.connection_errors import is_acl_failure
+from buffer.store.connection_errors import is_acl_failure, is_missing_command
 from buffer.store.durability import Durability
 from buffer.store.key_fields import HINT
 from buffer.store.keys import type_below
@@ -152,7 +152,7 @@ class ScriptRunner:
             # a script failed on a field that is missing, or that is no number; refusals, full
             # memory, and the key of a command beside the script are for the caller
             is_damage = type(error) is ResponseError and "user_script" in text
-            if is_damage and not is_acl_failure(text):
+            if is_damage and not (is_acl_failure(text) or is_missing_command(text)):
                 return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
             return error
         wrong = ", ".join(self._of_another_type(script, keys)[:3]) or "a key is of another type"

@@ -28,9 +28,15 @@ from buffer.store.connection.nodes import Role, Servers
 from buffer.store.connection.retry import Backoff, OutageLog, is_transient
 from buffer.store.connection.url import SOCKET_TIMEOUT_S, mask_url
 from buffer.store.connection.wrong_type import WrongType
-from buffer.store.connection_errors import describe_connection_error, is_acl_failure
+from buffer.store.connection_errors import (
+    describe_connection_error,
+    is_acl_failure,
+    is_missing_command,
+)
 from buffer.store.durability import Durability
+from buffer.store.eviction import Eviction
 from buffer.store.key_fields import HINT
+from buffer.store.keys import SlotKeys
 from buffer.store.script_calls import (
     FIRST_KEY,
     ScriptCall,
@@ -43,6 +49,9 @@ from buffer.store.scripts import Arg, KeysByName, Script, library
 T = TypeVar("T")
 
 _BACKOFF = Backoff(0.05, 2.0)
+
+_LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
+"""Replies to a process whose run is not what it knows."""
 
 
 class Store:
@@ -69,6 +78,8 @@ class Store:
         """by name; a test may put changed scripts here"""
         self.waits_for_disk = False
         self.wait_replicas = 0
+        self.allow_unsafe = False
+        """the user accepts that this server may lose data"""
         self.retries = 0
         self.patience: Callable[[], bool] = lambda: False
         """Return whether to continue after the deadline. The holder of a role does until it is
@@ -142,7 +153,23 @@ class Store:
             runner = self._runner("control", str(command[FIRST_KEY]))
             return runner.call(entry, command, durable=durable)
 
-        return self.retrying(script, run, starts_work=entry.starts_work)
+        reply = self.retrying(script, run, starts_work=entry.starts_work)
+        if reply[0] in _LOSSES and isinstance(keys, SlotKeys):
+            self._explain_loss(keys["control"])
+        return reply
+
+    def _explain_loss(self, control: str) -> None:
+        """Raise StoreUnsafe where a process is refused because the server evicted its run."""
+        found = self.eviction()
+        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+            raise found.error()
+
+    def eviction(self) -> Eviction:
+        """Return whether the servers delete keys when they are full, and how many they did."""
+        return self.retrying(
+            "eviction",
+            lambda: Eviction.read([client for _, client in self.servers.masters()]),
+        )
 
     def call_and_read(
         self,
@@ -341,6 +368,9 @@ class Store:
             # in a pipeline of the library, the command with the key precedes it
             why = f"{error.key} is of another type" if isinstance(error, WrongType) else error
             return RunDamaged(f"{what}: {why}", hint=HINT)
+        if is_missing_command(str(error)):
+            described = describe_connection_error(self.url, error)
+            return StoreError(f"{what}: {described.message}", hint=described.hint)
         # only errors about users: another one is a bug, and its words could fit any description
         is_about_user = isinstance(
             error, redis.ConnectionError | NoPermissionError

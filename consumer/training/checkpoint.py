@@ -20,11 +20,13 @@ import orjson
 
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
-from buffer.errors import LostRun, ModelError
+from buffer.errors import LostRun, ModelError, RolloutMQError
+from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.new_folder import follow_umask
+from consumer.weights.state_files import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -72,9 +74,6 @@ class CheckpointFolder:
 
         None where there is no checkpoint. Raises ModelError where none is whole.
         """
-        # here, because it imports torch, which the launcher does without
-        from consumer.weights.saved_state import check_state
-
         problems = []
         for step in reversed(self._folders()):
             try:
@@ -110,13 +109,20 @@ class CheckpointFolder:
     def complete(self, position: Position, folder: Path) -> Path:
         """Make the checkpoint in a folder of `begin` visible, as a whole; return its new path.
 
-        It is on disk by then. One of the same step (of a lineage that ended) is replaced.
+        It is on disk by then. One of the same step (of a lineage that ended) is replaced. Raises
+        RolloutMQError where the disk is full.
         """
         path = self.path(position.step)
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
-        (folder / POSITION).write_bytes(data)
-        follow_umask(folder)
-        _sync_tree(folder)
+        try:
+            (folder / POSITION).write_bytes(data)
+            follow_umask(folder)
+            _sync_tree(folder)
+        except OSError as error:
+            raise RolloutMQError(
+                f"{folder} cannot be written: {error.strerror}",
+                hint="make room on its disk; the run continues from the checkpoint before",
+            ) from error
         self._remove(path)
         folder.rename(path)
         _sync(self.folder)
@@ -179,17 +185,16 @@ def make_run(
     config: TrainingConfig,
     model: Path,
     *,
-    regenerate: bool,
     by_hand: bool = True,
     is_done: Callable[[int], bool] = lambda steps: False,
 ) -> Run:
     """Return the run of this config, and create it if it is new.
 
     `by_hand`, `is_done`: see `create_run`. Raises LostRun if it has checkpoints but the server does
-    not hold it: only `regenerate` may create it again (I6).
+    not hold it: only `make_again` may create it then (I6).
     """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
-    if steps and not regenerate and config.run.name not in Run.names(store):
+    if steps and config.run.name not in Run.names(store):
         raise LostRun(
             f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such "
             "run on this server",
@@ -197,3 +202,23 @@ def make_run(
             "or start with --regenerate: what was not trained yet is then generated again",
         )
     return create_run(store, config, model, by_hand=by_hand, is_done=is_done)
+
+
+def make_again(
+    store: Store,
+    config: TrainingConfig,
+    model: Path,
+    say: Callable[[str], object],
+    *,
+    take_over: bool = False,
+) -> Run:
+    """Clear what the server has of the run, and make it again from the newest whole checkpoint.
+
+    `say` gets a sentence about what goes, before anything is changed. Raises ModelError where no
+    checkpoint is whole, RoleHeld while a trainer is alive (unless `take_over`), RunExists.
+    """
+    position = CheckpointFolder(config.run.folder / "checkpoints").newest_whole()
+    regeneration = Regeneration(position or Position(), take_over=take_over)
+    left = regeneration.leftovers(store, config.run.name, list(config.tasks))
+    say(regeneration.describe(config.run.name, left))
+    return create_run(store, config, model, regeneration)

@@ -16,7 +16,7 @@ from pathlib import Path
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
-from buffer.errors import ExpiredBatch, LostRun
+from buffer.errors import ExpiredBatch
 from buffer.model.manifest import Manifest
 from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts.staleness import staleness
@@ -91,7 +91,7 @@ class Trainer:
             self.rank.end()
 
     def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
-        self._position = self._newest_position(regenerate)
+        self._position = self._newest_position()
         self._evaluations = EvaluationPlan(
             self._config,
             self._run.limits.eval_tasks,
@@ -153,16 +153,10 @@ class Trainer:
             writers.append(ProgressBar(self._position.step, self._run.limits.steps))
         return writers
 
-    def _newest_position(self, regenerate: bool) -> Position:
+    def _newest_position(self) -> Position:
         position = self._checkpoints.newest_whole()
         if position is None:
             return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
-        if position.run_nonce != self._run.nonce and not regenerate:
-            raise LostRun(
-                f"the checkpoint {self._checkpoints.path(position.step)} "
-                "belongs to another run of this name",
-                hint="move the old checkpoints away, or use the server that holds that run",
-            )
         log.info("resuming", extra={"step": position.step})
         return position
 

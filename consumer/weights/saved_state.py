@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 
 import orjson
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, RolloutMQError
 from consumer.ranks import Ranks
-
-ROWS = "rows"
+from consumer.weights.state_files import ROWS, opened, spans_of, state_name, state_paths
 
 
 class Rows(NamedTuple):
@@ -56,12 +55,21 @@ class _Part(NamedTuple):
 def write_state(
     folder: Path, state: Mapping[str, Tensor], rows: Mapping[str, Rows], ranks: Ranks
 ) -> None:
-    """Write this rank's tensors into `folder`, to the disk. `rows`: of those that are sharded."""
-    file = folder / _name(ranks.rank, ranks.size)
+    """Write this rank's tensors into `folder`, to the disk. `rows`: of those that are sharded.
+
+    Raises RolloutMQError where the disk is full.
+    """
+    file = folder / state_name(ranks.rank, ranks.size)
     spans = {name: [rows[name].first, rows[name].total] for name in state if name in rows}
-    save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    try:
+        save_file(dict(state), file, metadata={ROWS: orjson.dumps(spans).decode()})
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    except (OSError, SafetensorError) as error:
+        raise RolloutMQError(
+            f"{file} cannot be written: {error}",
+            hint="make room on its disk; the run continues from the checkpoint before",
+        ) from error
 
 
 class SavedState(Mapping[str, Tensor]):
@@ -80,7 +88,7 @@ class SavedState(Mapping[str, Tensor]):
         self._rows = rows or {}
         self._open = ExitStack()
         self._parts: dict[str, list[_Part]] = {}
-        paths = _paths(folder)
+        paths = state_paths(folder)
         own = rank if rank < len(paths) else 0
         # the own file first: of a tensor that is whole everywhere, the first one counts
         for path in [paths[own], *paths[:own], *paths[own + 1 :]]:
@@ -130,8 +138,8 @@ class SavedState(Mapping[str, Tensor]):
         return torch.cat(found) if found else overlaps[0]
 
     def _add(self, path: Path) -> None:
-        file = self._open.enter_context(_opened(path))
-        spans = _spans(file, path)
+        file = self._open.enter_context(opened(path, "pt"))
+        spans = spans_of(file, path)
         for name in file.keys():  # noqa: SIM118 - not a dict
             shape = tuple(file.get_slice(name).get_shape())
             first, total = spans.get(name, (0, None))
@@ -139,50 +147,3 @@ class SavedState(Mapping[str, Tensor]):
             if total is not None or not parts:
                 parts.append(_Part(file, shape, first, total))
                 parts.sort(key=lambda part: part.first)
-
-
-def check_state(folder: Path) -> None:
-    """Raise ModelError unless the files in `folder` are all there, each with all of its bytes."""
-    for path in _paths(folder):
-        with _opened(path) as file:
-            _spans(file, path)
-
-
-def _name(rank: int, size: int) -> str:
-    return f"state-{rank:05d}-of-{size:05d}.safetensors"
-
-
-def _paths(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("state-*-of-*.safetensors"))
-    size = int(found[0].stem.rpartition("-")[2]) if found else 1
-    paths = [folder / _name(rank, size) for rank in range(size)]
-    missing = [path.name for path in paths if path not in found]
-    if missing:
-        raise ModelError(
-            f"{folder} is not a complete checkpoint: it lacks {missing[0]}",
-            hint="remove this checkpoint's folder to use an older one",
-        )
-    return paths
-
-
-def _opened(path: Path) -> Any:
-    try:
-        # compares the length of the file with its header
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _spans(file: Any, path: Path) -> dict[str, tuple[int, int]]:
-    """Return the first row and the number of all rows of each tensor that is sharded."""
-    try:
-        return dict(orjson.loads((file.metadata() or {}).get(ROWS, "{}")))
-    except ValueError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ModelError:
-    return ModelError(
-        f"{path} cannot be read: {error}",
-        hint="remove this checkpoint's folder to use an older one",
-    )

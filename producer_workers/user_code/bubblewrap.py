@@ -31,8 +31,9 @@ def caged(program: IO[bytes], rules: IO[bytes], disk_mb: int) -> list[str]:
     return [
         *_command(),
         *("--size", str(_ROOT_BYTES), "--tmpfs", "/"),
-        *_binds(),
+        # before the interpreter, which may lie below /tmp
         *("--size", str(disk_mb << 20), "--tmpfs", "/tmp"),
+        *_binds(),
         *("--dir", "/dev", "--symlink", "/tmp", "/dev/shm"),
         *("--ro-bind-data", str(program.fileno()), _PROGRAM),
         *("--remount-ro", "/", "--chdir", "/tmp"),
@@ -81,9 +82,22 @@ def check_bubblewrap() -> None:
         reason = tried.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
         raise SandboxUnavailable(
             f"programs of a model run in bubblewrap, which fails here: {reason[0]}",
-            hint="permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a "
-            f"container a seccomp profile that allows unshare and mount), {_WEAK}",
+            hint=_hint(reason[0]),
         )
+
+
+def _hint(reason: str) -> str:
+    """Return what to do about the last line of bubblewrap's output."""
+    if "execvp" in reason or "error while loading" in reason:
+        return (
+            f"the interpreter {sys.executable} needs files outside of {sys.prefix}, "
+            f"{sys.base_prefix} and the system's libraries: use a Python that is in one place, "
+            f"{_WEAK}"
+        )
+    return (
+        "permit user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
+        f"seccomp profile that allows unshare and mount), {_WEAK}"
+    )
 
 
 def _command() -> tuple[str, ...]:

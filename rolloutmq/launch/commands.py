@@ -27,7 +27,8 @@ Regenerate = Annotated[
     bool,
     typer.Option(
         "--regenerate",
-        help="Generate again what the server lost, or freed, after the newest checkpoint.",
+        help="Clear what the server has of the run, and generate again what the newest checkpoint "
+        "does not prove. For a server that lost a part of the run, or all of it.",
     ),
 ]
 Detach = Annotated[
@@ -79,8 +80,8 @@ def run(
 
     Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C or
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
-    hold. A second Ctrl-C kills them. The same command continues the run. With --chaos it is a
-    separate run, NAME-chaos.
+    hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
+    them. The same command continues the run. With --chaos it is a separate run, NAME-chaos.
     """
     given = list(overrides or [])
     settings = _load(config, given)
@@ -156,7 +157,7 @@ def train(
     run, model_dir = training.open_run(
         settings, redis_url, metrics, take_over=take_over, regenerate=regenerate
     )
-    if not training.train(run, settings, model_dir, take_over=take_over, regenerate=regenerate):
+    if not training.train(run, settings, model_dir, take_over=take_over):
         # stopped before its last step: the launcher must not take that for the end of the run
         raise typer.Exit(INTERRUPTED)
 

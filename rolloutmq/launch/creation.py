@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def create(
     with _server(config, redis_url) as (url, server):
         store = open_store(config, url, name="rolloutmq-create")
         model = prepare_model(config, command, quiet=quiet)
-        run = make_run(store, config, model, regenerate=False, is_done=partial(is_done, config))
+        run = make_run(store, config, model, is_done=partial(is_done, config))
         taken = run.ledger.steps().taken
         store.close()
     folder = config.run.folder
@@ -106,6 +107,8 @@ def _server(
 
     An embedded server runs during the block, and afterwards only if it did before.
     """
+    # a signal must not leave the server behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     was_running = EmbeddedServer(config.run.folder / "server").is_running
     url, server = start_server(config, redis_url)
     try:

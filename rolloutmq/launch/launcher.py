@@ -25,6 +25,7 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
@@ -32,6 +33,8 @@ from rolloutmq.launch.preparation import (
     await_roles,
     check_start,
     is_done,
+    last_step,
+    make_again_patiently,
     prepare_model,
     start_server,
 )
@@ -124,15 +127,14 @@ class Launcher:
                 cli = self._server.cli if self._server else None
                 account = finish(self._console, self._config, run, cli)
                 self._owned.note(Stage.STOPPING, account=account)
-        except KeyboardInterrupt:
-            self._console.print(
-                "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
-            )
-            self._stop_children()
-            self._report_stop(run)
-            raise
+        except (KeyboardInterrupt, OSError) as error:
+            # the terminal may be gone before the signal that says so comes
+            if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
+                raise
+            self._stop_in_order(run)
+            raise KeyboardInterrupt from error
         finally:
-            for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP):
+            for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             for child in self._children:
                 child.kill()
@@ -153,16 +155,13 @@ class Launcher:
             highlight=False,
         )
         model = prepare_model(config, self._command)
-        if earlier := own_run(store, config):
-            # this config must not change the settings of a run that another start still trains
-            await_roles(earlier, say)
-        run = make_run(
-            store,
-            config,
-            model,
-            regenerate=self._regenerate,
-            is_done=partial(is_done, config),
-        )
+        if self._regenerate and not is_done(config, last_step(config)):
+            run = make_again_patiently(store, config, model, say)
+        else:
+            if earlier := own_run(store, config):
+                # this config must not change the settings of a run that another start still trains
+                await_roles(earlier, say)
+            run = make_run(store, config, model, is_done=partial(is_done, config))
         for warning in config.warnings():
             say(f"warning  {warning}", highlight=False)
         for change in run.changes:
@@ -194,9 +193,9 @@ class Launcher:
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + ranks)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
-        flags = ["--regenerate"] if self._regenerate else []
+        # never with --regenerate: a trainer that is started again would clear the run again
         self._trainer = self._child(
-            "trainer", ["train", *flags], placement.environment(placement.trainer), ranks
+            "trainer", ["train"], placement.environment(placement.trainer), ranks
         )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
@@ -343,6 +342,13 @@ class Launcher:
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------
+
+    def _stop_in_order(self, run: Run | None) -> None:
+        self._console.print(
+            "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
+        )
+        self._stop_children()
+        self._report_stop(run)
 
     def _stop_children(self) -> None:
         """Stop the children, the trainer first: the run continues from its checkpoint."""

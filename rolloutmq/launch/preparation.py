@@ -12,14 +12,16 @@ from pathlib import Path
 
 from buffer.config.config import ConfigFile, TrainingConfig
 from buffer.config.sources import fetch, names_any
+from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.monitoring.run_view import take_snapshot
-from buffer.open_run import embedded_server
+from buffer.open_run import embedded_server, run_nonce
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.server.process import OWNER
+from buffer.store.store import Store
 from consumer.models.model_folder import check_model_folder
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.checkpoint import CheckpointFolder, make_again
 from consumer.training.step_log import read_evaluations
 from rolloutmq.launch.machine import machine_errors
 
@@ -102,6 +104,40 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
             report(f"waiting   for the {' and the '.join(held)} of an earlier start to exit")
             is_reported = True
         time.sleep(0.2)
+
+
+def make_again_patiently(
+    store: Store, config: TrainingConfig, model: Path, report: Callable[[str], object]
+) -> Run:
+    """Make the run again from its checkpoint, once the trainer of an earlier start has exited.
+
+    Raises RoleHeld if it stays alive.
+    """
+    end = time.monotonic() + 2 * config.limits(0).role_timeout_ms / 1000
+    said: list[str] = []
+
+    def say_once(text: str) -> None:
+        if not said:
+            report(f"clears   {text}")
+        said.append(text)
+
+    while True:
+        try:
+            return make_again(store, config, model, say_once)
+        except RoleHeld:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
+
+def last_step(config: TrainingConfig) -> int:
+    """Return the last step of the run, which `rolloutmq set` may have changed, by its folder."""
+    folder = config.run.folder
+    if not (folder / "run.json").exists():
+        return config.plan.steps
+    record = KeptSettings(folder, run_nonce(folder)).read()
+    changed = record.overrides.get("steps") if record else None
+    return int(changed.value) if changed else config.plan.steps
 
 
 def is_done(config: TrainingConfig, last: int) -> bool:

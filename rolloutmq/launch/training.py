@@ -20,7 +20,7 @@ from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
 from buffer.store.replies import role_held
-from consumer.training.checkpoint import make_run
+from consumer.training.checkpoint import make_again, make_run
 from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def own_rank() -> int:
 
 def is_by_hand() -> bool:
     """Return whether neither `rolloutmq run` nor torchrun started this process again."""
-    return OWNER not in os.environ and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return OWNER not in os.environ and not _restarts()
 
 
 def open_run(
@@ -54,8 +54,9 @@ def open_run(
 ) -> tuple[Run, Path]:
     """Return the run and its model folder; rank 0 creates the run if it is new.
 
-    `metrics`: the address at which the first rank of each machine serves metrics. Raises RoleHeld
-    while another trainer is alive, unless `take_over`.
+    `metrics`: the address at which the first rank of each machine serves metrics. `regenerate`:
+    rank 0 first clears what the server has of the run, but not when torchrun starts it again.
+    Raises RoleHeld while another trainer is alive, unless `take_over`.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
@@ -69,9 +70,12 @@ def open_run(
         run.check_signatures(settings.trainer.keys_file)
         return run, model_dir
     by_hand = is_by_hand()
-    if by_hand and not take_over:
-        _require_vacancy(store, settings)
-    run = make_run(store, settings, model_dir, regenerate=regenerate, by_hand=by_hand)
+    if regenerate and not _restarts():
+        run = make_again(store, settings, model_dir, log.warning, take_over=take_over)
+    else:
+        if by_hand and not take_over:
+            _require_vacancy(store, settings)
+        run = make_run(store, settings, model_dir, by_hand=by_hand)
     run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
@@ -98,9 +102,12 @@ def _require_vacancy(store: Store, settings: TrainingConfig) -> None:
         time.sleep(POLL_S)
 
 
-def train(
-    run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool, regenerate: bool
-) -> bool:
+def _restarts() -> int:
+    """Return how often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def train(run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
     if settings.trainer.loop:
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
@@ -122,10 +129,10 @@ def train(
     if sys.stderr.isatty():  # a bar in place of a line per step
         trainer.shows_progress = True
         log.setLevel(logging.WARNING)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and not take_over:
+    if _restarts() and not take_over:
         # torchrun has ended the ranks before these, but the role is theirs until it times out
         trainer.consumer.role.wait_until_vacant(trainer.rank.stopped)
-    return trainer.fit(take_over=take_over, regenerate=regenerate)
+    return trainer.fit(take_over=take_over)
 
 
 def _check_nodes(settings: TrainingConfig, ranks: int) -> None:

@@ -77,6 +77,7 @@ WORDS = {
 
 NEW = {
     ("create_run", "nonce"),
+    ("create_run", "continues"),
     ("trainer_open", "nonce"),
     ("producer_open", "nonce"),
     ("register", "nonce"),

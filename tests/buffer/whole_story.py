@@ -13,10 +13,12 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
 from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.run import Run
 from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 
@@ -98,6 +100,19 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.control.renew_role("trainer", scene.trainer)
     run.control.renew_role("trainer", scene.trainer, closing=True)
     run.control.renew_role("producer", scene.producer, closing=True)
+    make_again(scene)
+
+
+def make_again(scene: Scene) -> None:
+    """Clear the run, and go on with nothing."""
+    run = scene.run
+    again = Regeneration(Position(run_nonce=run.nonce), take_over=True)
+    Run.create(scene.store, run.name, run.nonce, run.limits, FIRST, "/w", regeneration=again)
+    scene.nonces.clear()
+    scene.open_producer()
+    scene.open_trainer(lineage="l5", position=Position(run_nonce=run.nonce))
+    scene.enqueue(2)
+    scene.check()
 
 
 def lose_and_recover(scene: Scene) -> None:

@@ -57,10 +57,17 @@ class Trial:
     ended: dict[str, str] = field(default_factory=dict)
     """the error of each process that ended"""
     repaired: str = ""
+    made_again: str = ""
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.target} {self.way}"
+
+    @property
+    def outcome(self) -> str:
+        """Of the way back, in words; "" if none was taken."""
+        ways = {"repaired": self.repaired, "made again": self.made_again}
+        return "; ".join(f"{how}: {what}" for how, what in ways.items() if what)
 
 
 class DamageRun(ChaosRun):
@@ -112,6 +119,9 @@ class DamageRun(ChaosRun):
             before = self._sizes()
             trial.found = "live" if _names(run, trial.key) else ""
         self._observe(trial, before)
+        self._bring_back(trial, before, since)
+
+    def _bring_back(self, trial: Trial, before: dict[Path, int], since: float) -> None:
         self._stop(trial)
         self._read_logs(trial, before)
         self._check_and_repair(trial, since)
@@ -153,14 +163,16 @@ class DamageRun(ChaosRun):
             if event["op"] == "ended" and event["why"]
         }
 
-    def _stop(self, trial: Trial) -> None:
-        for name in CLIENTS:
+    def _stop(self, trial: Trial, names: Sequence[str] = CLIENTS) -> None:
+        for name in names:
             self.crew.members[name].send(signal.SIGTERM)
-        late = self.crew.wait_for_end(LIMIT_S)
+        until(lambda: not any(self.crew.members[name].is_up for name in names), LIMIT_S)
+        late = [name for name in names if self.crew.members[name].is_up]
         trial.problems += [f"{name} did not leave" for name in late]
         for name in late:
             self.crew.members[name].send(signal.SIGKILL)
-        for name, member in self.crew.members.items():
+        for name in names:
+            member = self.crew.members[name]
             assert member.popen is not None
             code = member.popen.wait()
             # a signal that comes before the client handles it ends it at once
@@ -278,7 +290,7 @@ def row(trial: Trial) -> str:
         return f"{trial}: no such key in this run"
     parts = [f"fsck: {trial.found or 'clean'}"]
     parts += [f"{name} ended with {said}" for name, said in sorted(trial.ended.items())]
-    parts += [f"repaired: {trial.repaired}"] if trial.repaired else []
+    parts += [trial.outcome] if trial.outcome else []
     parts += [f"PROBLEM {problem}" for problem in trial.problems]
     return f"{trial}: " + "\n    ".join(parts)
 
@@ -297,7 +309,7 @@ def _cell(trial: Trial) -> str:
     if not trial.key:
         return "none in this run"
     parts = [f"{', '.join(sorted(trial.ended))} end" if trial.ended else "all continue"]
-    parts += [f"repaired: {trial.repaired}"] if trial.repaired else []
+    parts += [trial.outcome] if trial.outcome else []
     return "; ".join([*parts, *(f"PROBLEM {problem}" for problem in trial.problems)])
 
 
@@ -308,13 +320,17 @@ def all_trials(words: str = "") -> list[Trial]:
 
 
 def run_trials(
-    plan: Plan, base: Path, say: Callable[[str], None], trials: Sequence[Trial]
+    plan: Plan,
+    base: Path,
+    say: Callable[[str], None],
+    trials: Sequence[Trial],
+    kind: type[DamageRun] = DamageRun,
 ) -> list[str]:
     """Make trials, in a new run behind each that a run did not survive; return all problems."""
     problems = []
     left = trials
     while left:
-        chaos = DamageRun(plan, new_folder(base, f"damage-{len(trials) - len(left)}"), say)
+        chaos = kind(plan, new_folder(base, f"damage-{len(trials) - len(left)}"), say)
         chaos.trials = left
         verdict = chaos.run()
         done = left[: chaos.done]

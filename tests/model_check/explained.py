@@ -10,7 +10,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I3 | enqueue | if samples > 0 and size == 0 then | if false then",
         "I6 | commit | keep = math.min(keep, committed) | {'retain_batches': 9}",
         "I6 | take_batch | if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end | {'retain_batches': 9}",
-        "I6 | trainer_open | local is_other = run_nonce ~= '' and run_nonce ~= actual | local is_other = false",
+        "I6 | trainer_open | local is_other = run_nonce ~= '' and run_nonce ~= actual and run_nonce ~= continues | local is_other = false",
         "I8 | take_batch | if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end",
     ),
     "needs a loss of server data, which no history has: tests/integration/test_server_loses_data.py": (

@@ -43,9 +43,9 @@ class MemorySection(Section):
     """bytes, as a number or text like "8GiB"; default: three quarters of the server's maxmemory, no
     limit where the server has none
     """
-    low_water: float = Field(0.7, gt=0, le=1)
+    low_water: float = Field(0.7, ge=0.01, le=1)
     """share of the budget above which no new prompt is started"""
-    high_water: float = Field(0.9, gt=0, le=1)
+    high_water: float = Field(0.9, ge=0.01, le=1)
     """share of the budget above which nothing is started; the rest is for the results of running
     groups
     """

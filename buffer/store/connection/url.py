@@ -8,7 +8,7 @@
     memory://  memory://name                                 inside this process, for tests only
 
 User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=`
-and `&sentinel_password=`.
+and `&sentinel_password=`. Behind `?` stand OPTIONS, and no others of redis-py.
 
 Passwords must not reach a log, a screen or an error message: URLs are masked before they are
 shown.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -29,19 +29,43 @@ from redis.sentinel import Sentinel
 from buffer.errors import ConfigError
 from buffer.store.connection.wrong_type import NamingClient
 
-# greedy up to the last "@": a password may hold unescaped ":" and "@", and it is safe to mask too
-# much; a URL with a missing or misspelled scheme may hold a password as well
-_USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
-# an "@" behind the name of a password may end the user information, or belong to that password
-_NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
-_BOTH = re.compile(rf"([^:@/\s'\"]*):(?!//)[^\s'\"]*{_NAMED}[^\s'\"]*@[^\s'\"]*", re.IGNORECASE)
-_QUERY = re.compile(rf"({_NAMED})[^&\s'\"]+", re.IGNORECASE)
+_WORD = re.compile(r"[^\s'\"]+")
+# the "//" behind a scheme; a URL with a missing or misspelled scheme may hold a password as well
+_COLON = re.compile(r":(?!//)")
+_NAMED = re.compile(r"[?&](?:password|ssl_password|sentinel_password)=", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAMED.pattern})[^&\s'\"]+", re.IGNORECASE)
 
 
 def mask_url(text: str) -> str:
-    """Return the text with `***` for every password of a URL in it."""
-    return _QUERY.sub(r"\1***", _USER_INFO.sub(r"\1:***@", _BOTH.sub(r"\1:***", text)))
+    """Return the text with `***` for every password of a URL in it, in one pass over it."""
+    return _QUERY.sub(r"\1***", _WORD.sub(_mask_user_info, text))
 
+
+def _mask_user_info(word: re.Match[str]) -> str:
+    """Return a word without the password before its last "@".
+
+    A password may hold unescaped ":" and "@", and it is safe to mask too much.
+    """
+    text = word[0]
+    colon = _COLON.search(text)
+    end = text.rfind("@")
+    if colon is None or end < colon.end():
+        return text
+    # an "@" behind the name of a password may end the user information, or belong to that password
+    named = _NAMED.search(text, colon.end())
+    rest = "" if named and named.end() <= end else text[end:]
+    return f"{text[: colon.start()]}:***{rest}"
+
+
+OPTIONS = frozenset(
+    (
+        *("db", "username", "password", "sentinel_username", "sentinel_password"),
+        *("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"),
+        *("ssl_password", "ssl_cert_reqs", "ssl_check_hostname", "ssl_min_version", "ssl_ciphers"),
+    )
+)
+"""Options that a URL may have. Others of redis-py change the types of replies, repeat commands
+(I13), or replace the time-outs on which leases depend."""
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
@@ -74,7 +98,10 @@ def open_client(
     }
     if not url.startswith("unix"):
         settings["socket_keepalive"] = True
+    _check_options(url)
     try:
+        if "\0" in unquote(url):
+            raise ValueError("NUL")
         client = (
             _primary(url, settings)
             if "+sentinel://" in url
@@ -93,9 +120,34 @@ def open_client(
             f"this is no URL of a Redis server: {mask_url(url)}",
             hint="redis://[user:password@]host:port/0, unix:///path or "
             "redis+sentinel://host:port,host:port/service; "
-            "write special characters of a password as %XX; options behind ? are those of redis-py",
+            "write special characters of a password as %XX",
         ) from None
     return client
+
+
+def _check_options(url: str) -> None:
+    """Raise ConfigError for the first option that a URL may not have."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return  # refused as no URL
+    # with an "@", it is the rest of a password that is not escaped, and must not be shown
+    named = [] if "@" in parts.query else parse_qsl(parts.query, keep_blank_values=True)
+    tls = parts.scheme.startswith("rediss")
+    sentinel = parts.scheme.endswith("+sentinel")
+    for name, _ in named:
+        if name not in OPTIONS:
+            what = "is none that a run works with"
+        elif name.startswith("ssl_") and not tls:
+            what = "needs a URL that begins with rediss://"
+        elif name.startswith("sentinel_") and not sentinel:
+            what = "needs a URL that begins with redis+sentinel://"
+        else:
+            continue
+        raise ConfigError(
+            f"the option {name[:60]!r} of the server's URL {what}: {mask_url(url)}",
+            hint=f"remove it; the options are {', '.join(sorted(OPTIONS))}",
+        )
 
 
 def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:

@@ -52,7 +52,23 @@ from rolloutmq.output import age, emit, plural
 
 def inspect(run: Run, snap: Snapshot) -> list[Symptom]:
     """Return the symptoms of a run that are not visible in its snapshot."""
-    return [*_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+    return [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+
+
+def _damage(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+    """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
+    groups = sum(task.account.entered for task in snap.tasks)
+    is_small = max(groups, run.store.control.dbsize()) <= FEW
+    found = run.account.fsck().damage if is_small else run.account.spot_check()
+    texts = [each.text for each in found if each.text not in snap.faults]
+    for text in texts[:SHOWN]:
+        yield Symptom("fault", text, None, "`rolloutmq fsck` lists all that is wrong")
+    if len(texts) > SHOWN:
+        more = f"{len(texts) - SHOWN} more faults"
+        yield Symptom("fault", more, None, "`rolloutmq fsck` lists all that is wrong")
+    if not is_small:
+        what = f"{groups} groups: only the ledger and the newest of them were checked"
+        yield Symptom("note", what, None, "`rolloutmq fsck` checks them all")
 
 
 def _judges(run: Run) -> Iterator[Symptom]:
@@ -110,6 +126,12 @@ def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
             "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`",
         )
 
+
+FEW = 20_000
+"""Groups and keys up to which all of a run is checked: that takes a second or two."""
+
+SHOWN = 5
+"""Faults that are shown one by one."""
 
 EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, TypeAdapter, ValidationError
 
-from buffer.config.config import Config
-from buffer.config.load import load_config, validate_config
+from buffer.config.config import Config, TrainingConfig
+from buffer.config.load import inspect_config, load_config, validate_config
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
@@ -267,3 +267,59 @@ def put(tree: dict[str, Any], assignment: str) -> None:
         tree[last] = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         tree[last] = text
+
+
+DEEP = 3000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = {'[' * DEEP}{']' * DEEP}",
+        f"[{'.'.join('a' * DEEP)}]",
+        f"x = {'{a = ' * DEEP}1{'}' * DEEP}",
+    ],
+    ids=["arrays", "tables", "inline tables"],
+)
+def test_deeply_nested_file_is_a_mistake(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nested"):
+        load(tmp_path, text)
+    path = tmp_path / "run.toml"
+    with pytest.raises(ConfigError, match="nested"):
+        inspect_config(path)
+    key, _, value = text.partition(" = ")
+    if value:
+        with pytest.raises(ConfigError, match="nested"):
+            load(tmp_path, '[run]\nname = "x"\n', f"run.{key}={value}")
+
+
+def accepted_floats() -> Iterator[tuple[str, ...]]:
+    """The place of every number of the whole config that may be a fraction."""
+
+    def walk(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for name, field in type(value).model_fields.items():
+            part = getattr(value, name)
+            if isinstance(part, BaseModel):
+                yield from walk(part, (*place, name))
+            if "float" in str(field.annotation):
+                yield (*place, name)
+
+    return walk(validate_config(TrainingConfig, tomllib.loads(WHOLE), "test"), ())
+
+
+@pytest.mark.parametrize("place", [*accepted_floats()], ids=".".join)
+def test_smallest_numbers_are_refused_or_used(place: tuple[str, ...]) -> None:
+    """Below 1e-308 the reciprocal of a number is infinite."""
+    for value in (5e-324, 1e-320, 1e-300, 1e300):
+        tree = tomllib.loads(WHOLE)
+        node = tree
+        for name in place[:-1]:
+            node = node.setdefault(name, {})
+        node[place[-1]] = value
+        try:
+            config = validate_config(TrainingConfig, tree, "test")
+        except ConfigError:
+            continue
+        config.memory_problem(config.memory.budget(2**34))
+        config.limits(2**34)
+        list(config.warnings())

@@ -126,6 +126,7 @@ def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
     read = run_fields.read_hash
 
     def create_after(store: Store, what: str, key: str) -> dict[str, str]:
+        monkeypatch.setattr(run_fields, "read_hash", read)
         fields = read(store, what, key)
         if not fields:
             monkeypatch.setattr(run_fields, "read_hash", read)

@@ -107,7 +107,7 @@ BATCHES = [
     Mutation(
         "I6",
         "trainer_open",
-        "local is_other = run_nonce ~= '' and run_nonce ~= actual\n",
+        "local is_other = run_nonce ~= '' and run_nonce ~= actual and run_nonce ~= continues\n",
         batches.a_trainer_opens_what_is_kept_of_the_run_it_knows,
         new="local is_other = false\n",
     ),

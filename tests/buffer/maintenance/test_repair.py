@@ -10,106 +10,40 @@ from typing import Any
 import pytest
 
 from buffer.batches.position import Position
-from buffer.errors import RoleHeld, SnapshotError, WireError
+from buffer.errors import RoleHeld, SnapshotError
 from buffer.maintenance.repair import repair
 from buffer.maintenance.repair.image import Image, read_image
 from buffer.maintenance.repair.repair import Plan, Repair
-from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
-from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import exact, run_keys
 from tests.buffer.scene import FIRST, Scene
+from tests.buffer.story import DRAWS, Story
 
-DRAWS = 12
 
-
-class Story:
-    """A run with groups of two tasks in all stages, and a trainer with checkpoints."""
+class Repaired(Story):
+    """A story that is repaired; the copies go to `folder`."""
 
     def __init__(self, scene: Scene, folder: Path) -> None:
-        self.scene = scene
+        super().__init__(scene)
         self.folder = folder
-        self.trainer = Trainer(scene)
         self.copies = 0
-        for task in ("math", "code"):
-            scene.enqueue(DRAWS, task=task, samples=[2] * (DRAWS - 1) + [0])
-        jobs = {job.gid: job for job in scene.claim(2 * DRAWS - 2)}
-        for task in ("math", "code"):
-            own = [job for gid, job in jobs.items() if gid.startswith(task)]
-            aborted, filtered, dead, back, running, *ready = own
-            scene.submit(aborted, status=Status.ABORTED)
-            scene.submit(filtered, filtered=True)
-            scene.run.jobs.release("w0", dead, "failed")
-            scene.run.jobs.release("w0", back, "handback")
-            for job in ready:
-                scene.submit(job)
-            assert running
-        for step in (1, 2, 3):
-            self.trainer.train(step, math=1, code=1)
-        self.trainer.save(keep=2)
-        scene.take(4, math=1, code=1)
-        scene.run.janitor.sweep()
-        scene.check()
-        self.leave()
-
-    def leave(self) -> None:
-        """All processes of the run are gone for long."""
-        scene = self.scene
-        scene.raw.hset(scene.keys.control, mapping={"trainer_seen_ms": 1, "producer_seen_ms": 1})
-        scene.raw.zadd(scene.keys.workers, dict.fromkeys(("w0", "w1"), 1))
-        scene.nonces.clear()
-        scene.producer = ""
 
     def repair(self, position: Position | None = None) -> Repair:
         run = self.scene.run
         return Repair(run.store, run.keys, run.limits, run.nonce, position)
-
-    def ready(self, task: str) -> list[str]:
-        return [gid for gid, _ in self.scene.pool("completed", task)]
 
     def carry_out(self) -> Plan:
         self.copies += 1
         path = self.folder / f"copy-{self.copies}"
         return self.repair(self.trainer.checkpoints[3]).carry_out(path)
 
-    def finish(self, steps: int = 9) -> None:
-        """Train to the last step; `Position.add` raises where a group is trained twice."""
-        scene = self.scene
-        self.trainer.open(self.trainer.checkpoints[3])
-        scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 4), "/w/4", "sum")
-        for step in range(4, steps + 1):
-            while not self._train(step):
-                self._produce(PolicyVersion("l1", 4))
-            self.trainer.save()
-        scene.check()
-
-    def _train(self, step: int) -> bool:
-        answer = self.scene.run.ledger.take(self.scene.trainer, step, {"math": 1, "code": 1})
-        if not isinstance(answer, Manifest):
-            return False
-        self.trainer.position.add(answer)
-        return True
-
-    def _produce(self, weights: PolicyVersion) -> None:
-        scene = self.scene
-        for task in ("math", "code"):
-            scene.run.jobs.reissue(scene.producer or scene.open_producer(), task, "aborted", 1000)
-            scene.run.jobs.next_draw(scene.producer, task)
-            scene.enqueue(2, task=task)
-        for job in scene.claim(8, weights=weights):
-            try:
-                scene.submit(job, weights)
-            except WireError:  # the bytes are of another group
-                scene.run.jobs.release("w0", job, "failed")
-
 
 @pytest.fixture
-def story(make_scene: Callable[..., Scene], tmp_path: Path) -> Story:
-    return Story(make_scene(max_tries=1, stale_threshold=20), tmp_path)
+def story(make_scene: Callable[..., Scene], tmp_path: Path) -> Repaired:
+    return Repaired(make_scene(max_tries=1, stale_threshold=20), tmp_path)
 
 
-def test_run_without_damage_is_left_as_it_is(story: Story) -> None:
+def test_run_without_damage_is_left_as_it_is(story: Repaired) -> None:
     for position in (story.trainer.checkpoints[3], None):
         plan = story.repair(position).plan()
         assert (plan.damaged, plan.payloads, plan.lost, plan.closed) == ([], [], [], [])
@@ -117,7 +51,7 @@ def test_run_without_damage_is_left_as_it_is(story: Story) -> None:
     story.finish()
 
 
-def test_repair_is_refused_while_a_process_of_the_run_is_alive(story: Story) -> None:
+def test_repair_is_refused_while_a_process_of_the_run_is_alive(story: Repaired) -> None:
     scene = story.scene
     moves: list[Callable[[], object]] = [scene.worker, scene.open_producer, story.trainer.open]
     for open_one in moves:
@@ -130,7 +64,7 @@ def test_repair_is_refused_while_a_process_of_the_run_is_alive(story: Story) -> 
 
 
 def test_repair_changes_nothing_where_the_run_changes_meanwhile(
-    story: Story, monkeypatch: pytest.MonkeyPatch
+    story: Repaired, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that was silent for long submits while the plan is made."""
     scene = story.scene
@@ -147,7 +81,7 @@ def test_repair_changes_nothing_where_the_run_changes_meanwhile(
     assert not scene.raw.exists(scene.keys.pool("math", "completed"))
 
 
-def test_repair_can_be_undone_until_the_run_is_opened(story: Story) -> None:
+def test_repair_can_be_undone_until_the_run_is_opened(story: Repaired) -> None:
     scene = story.scene
     damaged = [damage(story, random.Random(seed)) for seed in range(9)]
     before = scene.dump()
@@ -164,7 +98,7 @@ def test_repair_can_be_undone_until_the_run_is_opened(story: Story) -> None:
         story.repair().undo(story.folder / "copy-2")
 
 
-def test_nothing_is_trained_twice_where_no_checkpoint_is_known(story: Story) -> None:
+def test_nothing_is_trained_twice_where_no_checkpoint_is_known(story: Repaired) -> None:
     """What was archived is not known any more: what is missing is closed."""
     scene = story.scene
     scene.raw.delete(scene.keys.ended("math", "archived"))
@@ -175,7 +109,7 @@ def test_nothing_is_trained_twice_where_no_checkpoint_is_known(story: Story) -> 
     story.finish()
 
 
-def test_manifest_that_is_gone_becomes_a_new_revision(story: Story) -> None:
+def test_manifest_that_is_gone_becomes_a_new_revision(story: Repaired) -> None:
     scene = story.scene
     known = scene.run.ledger.recorded(3)
     gone = scene.run.ledger.recorded(4)
@@ -189,7 +123,7 @@ def test_manifest_that_is_gone_becomes_a_new_revision(story: Story) -> None:
     story.finish()
 
 
-def test_run_without_its_settings_is_created_again_and_repaired(story: Story) -> None:
+def test_run_without_its_settings_is_created_again_and_repaired(story: Repaired) -> None:
     scene = story.scene
     scene.raw.delete(scene.keys.meta, scene.keys.control)
     Run.create(scene.store, scene.name, scene.run.nonce, scene.run.limits, FIRST, "/weights/0")
@@ -197,7 +131,7 @@ def test_run_without_its_settings_is_created_again_and_repaired(story: Story) ->
     story.finish()
 
 
-def names(story: Story, *prefixes: str) -> list[str]:
+def names(story: Repaired, *prefixes: str) -> list[str]:
     start = story.scene.keys.prefix
     found = (key.removeprefix(start) for key in run_keys(story.scene.raw, story.scene.name))
     return sorted(name for name in found if name.startswith(prefixes))
@@ -208,7 +142,7 @@ BY_TASK = ("jobs:", "pool:", "ended:", "progress:", "ledger:", "batch:", "group:
 KINDS = (*FIXED, *BY_TASK, "worker:", "payload:", "dead:", "age:")
 
 
-def damage(story: Story, chance: random.Random) -> str:
+def damage(story: Repaired, chance: random.Random) -> str:
     """Delete, rename, retype or change one key of any kind, or a value in it."""
     raw: Any = story.scene.raw
     kind = chance.choice(KINDS)
@@ -290,7 +224,9 @@ def change_string(raw: Any, key: str, chance: random.Random, junk: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_run_is_repaired_and_finishes_with_a_clean_account(story: Story, seed: int) -> None:
+def test_damaged_run_is_repaired_and_finishes_with_a_clean_account(
+    story: Repaired, seed: int
+) -> None:
     chance = random.Random(seed)
     before = set(names(story, "group:"))
     trained = story.trainer.checkpoints[3].trained

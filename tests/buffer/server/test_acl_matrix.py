@@ -54,7 +54,7 @@ CHANGES = {
     ),
     **dict.fromkeys(
         ("beat", "commit", "create_run", "curriculum", "dissolve_batch", "enqueue", "forget", "producer_open",
-         "reassert", "refill", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
+         "reassert", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
         ("admit", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER

@@ -431,7 +431,7 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
         file.write_bytes(
             orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"})
         )
-        with pytest.raises(LostRun, match="another run"):
+        with pytest.raises(LostRun, match="this server holds run"):
             train(run, config, model_dir)
 
 
@@ -465,7 +465,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        checkpoint.make_run(run.store, config, model_dir, regenerate=False)
+        checkpoint.make_run(run.store, config, model_dir)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, RolloutMQError
 from consumer.ranks import Ranks
-from consumer.weights.saved_state import Rows, SavedState, check_state, write_state
+from consumer.weights.saved_state import Rows, SavedState, write_state
+from consumer.weights.state_files import check_state
 
 SHAPES = {"a": (7, 3), "b": (1,), "c": (16, 2, 2), "e": (3,)}
 
@@ -92,3 +94,15 @@ def test_state_of_a_model_with_more_rows_is_refused(tmp_path: Path) -> None:
         pytest.raises(ModelError, match="the 8 rows"),
     ):
         state["a"]
+
+
+def test_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    """Files may not grow, which the kernel refuses in the same place."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(RolloutMQError, match="cannot be written") as caught:
+            write_state(tmp_path, {"x": torch.zeros(1 << 20)}, {}, Ranks())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in caught.value.message

@@ -7,7 +7,9 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -388,3 +390,18 @@ def test_a_fault_of_a_service_is_no_score(fault: tuple[int, bytes], reason: str)
 def test_an_output_too_long_to_read_is_the_fault_of_the_program() -> None:
     with fusion((200, b" " * (http_request.LONGEST_ANSWER + 1))) as (url, _):
         assert run_program("", "", QUICK, url).problem == "it wrote more than 1 MiB"
+
+
+@needs_bubblewrap
+def test_interpreter_below_tmp_is_seen() -> None:
+    """A virtual environment there, as of CI jobs and notebooks."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        program = (
+            f"import sys; sys.path.insert(0, {str(HERE.parents[3])!r})\n"
+            "from producer_workers.user_code.bubblewrap import check_bubblewrap\n"
+            "check_bubblewrap()"
+        )
+        python = Path(folder) / "bin" / "python"
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

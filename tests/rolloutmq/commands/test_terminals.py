@@ -89,7 +89,7 @@ def test_a_full_disk_is_one_line(server: EmbeddedServer, scene: Scene) -> None:
             cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=400,
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "error: the output: No space left on device"
+    assert done.stderr.splitlines()[0] == "error: the output, or a file: No space left on device"
     assert len(done.stderr.splitlines()) == 2
 
 

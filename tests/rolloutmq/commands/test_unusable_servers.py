@@ -40,6 +40,14 @@ URLS = {
     "unix://nobody:wrong@SOCKET": (3, "refuses the user or password"),
     "unix://no-rights:pw@SOCKET": (3, "ACL"),
     "unix://SOCKET?db=99": (3, "no such database"),
+    **{
+        f"unix://SOCKET?{option}": (2, f"'{option.partition('=')[0]}'")
+        for option in (
+            *("decode_responses=True", "encoding=latin-1", "protocol=3", "legacy_responses=0"),
+            *("health_check_interval=1", "socket_timeout=0.001", "max_connections=1"),
+            *("retry_on_timeout=yes", "client_name=x", "ssl_ca_certs=/ca.pem", "nonsense=1"),
+        )
+    },
     "redis://127.0.0.1:HTTP/0": (3, "not a Redis server"),
     "rediss://127.0.0.1:HTTP/0": (3, "does not use TLS"),
 }

@@ -20,6 +20,7 @@ from buffer.monitoring.console import console
 from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
+from rolloutmq.commands.administration import doctor
 from rolloutmq.commands.administration.doctor import diagnose_run
 from rolloutmq.commands.look.status import show
 from tests.buffer.busy_run import busy_run, moves
@@ -124,6 +125,38 @@ def test_fsck_finds_every_key_that_was_damaged(busy: Scene) -> None:
     assert unseen == []
     assert [name for name in unnamed if not NAMED_BY_WHAT_IS_MISSING.fullmatch(name)] == []
     busy.check()
+
+
+def faults_of(scene: Scene) -> list[str]:
+    """What doctor says is wrong with the run."""
+    _, found = diagnose_run(scene.store, scene.name)
+    return [symptom.what for symptom in found if symptom.level == "fault"]
+
+
+def test_doctor_says_what_fsck_finds(busy: Scene) -> None:
+    assert faults_of(busy) == []
+    unseen = []
+    for harm in representative(busy):
+        if harm.how in ("deleted", "of another type"):
+            with harmed(busy, harm):
+                if bool(fsck(busy)) != bool(faults_of(busy)):
+                    unseen.append(str(harm))
+    assert unseen == []
+
+
+def test_doctor_finds_a_lost_ledger_and_records_in_a_large_run_and_points_to_fsck(
+    busy: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "FEW", 0)
+    _, found = diagnose_run(busy.store, busy.name)
+    assert any("rolloutmq fsck" in symptom.fix for symptom in found)
+    assert faults_of(busy) == []
+    dead = busy.raw.zrange(busy.keys.dead, 0, -1)  # their letters show where they are
+    for harm in representative(busy):
+        is_dead = harm.name.partition(":")[2].encode() in dead
+        if harm.how == "deleted" and harm.kind in ("ledger", "group") and not is_dead:
+            with harmed(busy, harm):
+                assert faults_of(busy), harm
 
 
 def test_no_command_and_no_process_ends_in_a_traceback(busy: Scene) -> None:

@@ -1,0 +1,121 @@
+"""A terminal closes: `rolloutmq run` and each process of it stop as after SIGTERM, and leave nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import psutil
+import pytest
+
+from rolloutmq.run_owner import Stage, read_record
+from tests.pipeline.site import ROOT, Process, Site
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def processes_of(process: Process) -> list[psutil.Process]:
+    """All that a launcher has started, and its server, which is in a session of its own."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def are_gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def stopped_in_order(site: Site, started: list[psutil.Process]) -> None:
+    record = read_record(site.run_dir)
+    assert record
+    assert record.stage is Stage.STOPPED, site.words()
+    assert "lost 0" in record.account
+    site.until(partial(are_gone, started), "the end of all processes")
+    assert not site.server.is_running
+    assert site.audit().clean
+    # the trainer was asked, and wrote what it had trained
+    step = site.history().steps[-1].step
+    assert (site.run_dir / "checkpoints" / f"step-{step:06d}").is_dir()
+
+
+def take_terminal() -> None:
+    """Make stdin the terminal that controls this session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Site]) -> None:
+    site = make_site(steps=1000)
+    master, slave = pty.openpty()
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "rolloutmq", "run", str(site.config)],
+        cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        preexec_fn=take_terminal,
+        env={k: v for k, v in os.environ.items() if k != "REDIS_URL"} | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(slave)
+    process = Process(popen, site.folder / "none")
+    process.log.touch()
+    site.processes.append(process)
+    os.set_blocking(master, False)
+
+    def read_until_step() -> bool:
+        with suppress(BlockingIOError):
+            os.read(master, 1 << 16)
+        return any(step >= 2 for step, _ in site.lines())
+
+    site.until(read_until_step, "step 2")
+    started = processes_of(process)
+    assert len(started) >= 4
+    os.close(master)
+    process.wait()
+    stopped_in_order(site, started)
+
+
+def test_hang_up_twice_is_no_second_ctrl_c(make_site: Callable[..., Site]) -> None:
+    """A shell sends it, and the kernel sends it once more."""
+    site = make_site(steps=1000)
+    process = site.start("run")
+    site.until_step(2)
+    started = processes_of(process)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGHUP)
+    assert process.wait() == 130, site.words()
+    stopped_in_order(site, started)
+
+
+def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site]) -> None:
+    site = make_site(steps=1000)
+    site.server.start()
+    trainer, producer, worker = (site.start(verb) for verb in ("train", "producer", "worker"))
+    site.until_step(2)
+    assert worker.end(signal.SIGHUP) == 0, worker.said()
+    assert trainer.end(signal.SIGHUP) == 130, trainer.said()
+    assert producer.end(signal.SIGHUP) == 0, producer.said()
+    audit = site.audit()
+    assert audit.clean
+    assert audit.leases == 0
+
+
+def test_an_ignored_hang_up_stays_ignored(make_site: Callable[..., Site]) -> None:
+    """As under nohup, and for what a run started under nohup starts."""
+    site = make_site(steps=1000)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = site.start_module("rolloutmq", "run", str(site.config))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    site.until_step(1)
+    for each in [psutil.Process(process.pid), *processes_of(process)]:
+        if "valkey" not in each.name():
+            each.send_signal(signal.SIGHUP)
+    site.until_step(site.lines()[-1][0] + 2)
+    assert process.exit_code is None
+    started = processes_of(process)
+    assert process.end(signal.SIGTERM) == 130
+    stopped_in_order(site, started)
