@@ -25,8 +25,9 @@ from buffer.control.control import Mode
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall
 from buffer.rollouts.sampling import SampleParams
+from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
-from producer_workers.agent_loops.multi_turn import Answer, MultiTurnAgentLoop, Turn
+from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Generation
@@ -256,7 +257,7 @@ def agent_loop(vandal: Vandal) -> dict[str, Any]:
             for state in returned:
                 state.extra = {"ruined": [state.index]}
                 state.messages = [{"role": "user", "content": "ruined"}]
-                state.ground_truth = state.sample_params = state.tools = None
+                state.__dict__.update(ground_truth=None, sample_params=None, tools=None)
                 state.prompt_ids = prompts[state.index]
                 vandal.kept += [state.messages, state.response_ids, state.logprobs]
             if vandal.fails and returned[2].status is Status.COMPLETED:

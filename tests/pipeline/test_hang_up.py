@@ -24,7 +24,8 @@ pytestmark = pytest.mark.timeout(400)
 
 def processes_of(process: Process) -> list[psutil.Process]:
     """All that a launcher has started, and its server, which is in a session of its own."""
-    return psutil.Process(process.pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    return found
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:

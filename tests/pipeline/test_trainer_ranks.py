@@ -83,6 +83,7 @@ def pod_command(pod: int) -> list[str]:
     """Return what a pod of the Indexed Job runs, for pods that are processes of this host."""
     component = ROOT / "docker/kubernetes/trainer_ranks/kustomization.yaml"
     (patch,) = yaml.safe_load(component.read_text(encoding="utf-8"))["patches"]
+    command: list[str]
     (command,) = [
         change["value"]
         for change in yaml.safe_load(patch["patch"])

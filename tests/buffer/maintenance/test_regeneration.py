@@ -14,6 +14,7 @@ from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.ids import new_nonce
+from buffer.model.limits import REGENERATING
 from buffer.rollouts.rollout import Status
 from buffer.run import Run
 from tests.buffer.damage import every_harm
@@ -177,7 +178,7 @@ def test_a_command_that_dies_anywhere_is_repeated(
             except Died:
                 pass
         deaths += 1
-        if scene.raw.hget(scene.keys.meta, "schema") == regeneration.REGENERATING.encode():
+        if scene.raw.hget(scene.keys.meta, "schema") == REGENERATING.encode():
             with pytest.raises(RunNotFound, match="made again"):
                 Run.open(scene.store, scene.name)
             with pytest.raises(RunNotFound, match="made again"):
@@ -205,7 +206,7 @@ def test_what_is_written_behind_the_walk_is_removed_as_well(
             if walks < 3:
                 scene.raw.zadd(late, {"0000000001:math-0000000001": 1})
 
-        return clear_keys(*args, advance)
+        return clear_keys(*args, advance=advance)
 
     monkeypatch.setattr(regeneration, "clear_keys", clear)
     regenerate(story)

@@ -51,7 +51,7 @@ def reachable(value: Any, found: dict[int, Any]) -> dict[int, Any]:
         return found
     if isinstance(value, dict | list | set):
         found[id(value)] = value
-    parts = value.values() if isinstance(value, dict) else ()
+    parts: Any = value.values() if isinstance(value, dict) else ()
     if isinstance(value, list | tuple | set):
         parts = value
     elif hasattr(value, "__struct_fields__"):
@@ -73,7 +73,7 @@ def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received:
     group = RolloutGroup("math-0000000001", "math", given)
     before = wire.encode(group)
     if is_received:
-        group = wire.decode(bytearray(before))
+        group = wire.decode(memoryview(bytearray(before)))
     parties = [*(given if not is_received else []), *group.states]
     owned = [reachable(state, {}) for state in parties]
     owned.append(reachable([group.table.shared, group.table.own, group.table.columns], {}))

@@ -47,6 +47,6 @@ def test_missing_command_is_named(command: str, tmp_path: Path) -> None:
             found.append(error)
     # some commands of scripts are for cases that do not occur here
     assert found or command not in NEEDED
-    for error in found:
-        assert command in error.message or "command of a script" in error.message
-        assert "rename-command" in error.hint
+    for each in found:
+        assert command in each.message or "command of a script" in each.message
+        assert "rename-command" in each.hint

@@ -186,7 +186,7 @@ def test_requests_to_the_gateway_never_reach_a_proxy(
 
 def test_the_key_of_a_session_is_in_no_command_line() -> None:
     with pytest.raises(ConfigError) as refused:
-        ProgramAgent(["agent", "--key={api_key}"])
+        ProgramAgent(["agent", "--key={api_key}"], 1.0)
     assert "OPENAI_API_KEY" in str(refused.value.hint)
 
 

@@ -119,7 +119,8 @@ def loop_of(
 def run(loop: Any, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
     async def scene() -> list[RolloutState]:
         try:
-            return await loop.generate_group(states, engine, "math-0000000001")
+            made: list[RolloutState] = await loop.generate_group(states, engine, "math-0000000001")
+            return made
         finally:
             await loop.close()
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from producer_workers.group_runs.loop_result import Given, LoopError, check_result
+from producer_workers.group_runs.drawn import Drawn
+from producer_workers.group_runs.loop_result import LoopError, check_result
 
 Act = Callable[[RolloutState], object]
 
@@ -58,19 +59,30 @@ def then_add(act: Act) -> Act:
 KEPT: list[Act] = [lambda _: None, add, start_again]
 CHANGES = [change(name, at) for name in ("response_ids", "logprobs") for at in (0, 2)]
 
-CASES: list[tuple[Status, Act, bool]] = [
-    *[(Status.ABORTED, act, True) for act in KEPT],
-    *[(Status.ABORTED, then_add(act), False) for act in CHANGES],
-    (Status.COMPLETED, KEPT[0], True),
-    *[(Status.COMPLETED, act, False) for act in [add, start_again, *CHANGES]],
-]
+
+def loop_result(rollout: RolloutState, act: Act) -> RolloutState:
+    """Return what the worker gets of a loop that does `act` to its rollout, and completes it."""
+    drawn = Drawn([rollout], [])
+    (lent,) = drawn.lend([rollout])
+    act(lent)
+    lent.status = Status.COMPLETED
+    (made,) = check_result(drawn, [rollout], [lent])
+    return made
 
 
-@pytest.mark.parametrize(("status", "act", "is_right"), CASES)
-def test_tokens_that_a_rollout_had_are_kept(status: Status, act: Act, is_right: bool) -> None:
-    rollout = state(status)
-    given = Given.of([rollout])
-    act(rollout)
-    rollout.status = Status.COMPLETED
+@pytest.mark.parametrize(
+    ("act", "is_right"),
+    [*((act, True) for act in KEPT), *((then_add(act), False) for act in CHANGES)],
+)
+def test_tokens_that_an_interrupted_rollout_had_are_kept(act: Act, is_right: bool) -> None:
     with nullcontext() if is_right else pytest.raises(LoopError, match="rollout 3"):
-        check_result(given, [rollout])
+        loop_result(state(Status.ABORTED), act)
+
+
+@pytest.mark.parametrize("act", [*KEPT, *CHANGES])
+def test_a_completed_rollout_stays_as_it_was(act: Act) -> None:
+    made = loop_result(state(Status.COMPLETED), act)
+    before = state(Status.COMPLETED)
+    assert made.response_ids.tolist() == before.response_ids.tolist()
+    assert made.logprobs.tolist() == before.logprobs.tolist()
+    assert (made.spans, made.reward) == (before.spans, before.reward)
