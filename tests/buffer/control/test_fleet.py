@@ -276,7 +276,13 @@ def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_
 
 def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
     pulse = HeartbeatReport(
-        1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2
+        1,
+        PolicyVersion("l1", 4),
+        WorkerState.PAUSED,
+        tokens_per_s=12.34,
+        done=7,
+        judging=2,
+        replaced=3,
     )
     scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
     (row,) = scene.run.fleet.workers()
@@ -287,7 +293,7 @@ def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
         7,
         1,
     )
-    assert (row.judging, row.requests) == (2, None)
+    assert (row.judging, row.requests, row.replaced) == (2, None, 3)
 
 
 def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -> None:
