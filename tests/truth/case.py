@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from buffer.groups.submit import GROUPS_PER_TRIP
@@ -54,6 +55,13 @@ class Case:
     def batch_bytes(self) -> int:
         """About how many bytes a batch has."""
         return self.batch * sum(self.group_bytes) // 2
+
+
+def largest_cases(most_bytes: int) -> Iterator[Case]:
+    """The largest groups, and the most of middle size, that `most_bytes` allow for a batch."""
+    plain = Case(steps=2, members=8, held=1, concurrency=8)
+    for size in (20_000_000, 1_300_000):
+        yield replace(plain, batch=max(2, most_bytes // size), group_bytes=(size, size))
 
 
 def random_case(dice: random.Random, most_bytes: int) -> Case:

@@ -1,7 +1,7 @@
 """Records what the loss function of a learner is given, micro-batch by micro-batch.
 
-The data's path is the real one: filter, advantages, packing, micro-batches, loss. Only the model is
-left out, whose forward pass over a batch of gigabytes takes a GPU.
+The data's path is the real one: filter, advantages, packing, micro-batches. Only what is computed
+from them is left out: a forward pass over such batches takes a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUDGET = 65_536
 
 
 class WitnessLearner(Learner):
-    """Writes down each micro-batch when the loss reads it, and takes no optimizer step."""
+    """Writes down each micro-batch instead of computing its loss, and takes no optimizer step."""
 
     def __init__(self, model_dir: Path, note: Note, ranks: Ranks = ALONE, updates: int = 1) -> None:
         # with an entropy term, rollouts without an advantage are used, too
@@ -42,7 +42,6 @@ class WitnessLearner(Learner):
         super().__init__(model_dir, config, ranks=ranks)
         self._note = note
         self._groups: Sequence[RolloutGroup] = ()
-        self._advantages = torch.zeros(0)
         self._seen = 0
         self.train_step = 0
 
@@ -53,30 +52,25 @@ class WitnessLearner(Learner):
         return super().pack(groups, keep=keep)
 
     def _backward(self, update: Update, index: int) -> dict[str, float]:
-        self._advantages = update.advantages[index]
-        return super()._backward(update, index)
+        """Write down what the forward pass and the loss of the learner's own method are given."""
+        self._see(update.batches[index], update.advantages[index])
+        return {"tokens": 0.0}
 
     def _score(
         self, policy: TargetLogits, batch: MicroBatch, *, entropy_gradient: bool = True
     ) -> TokenLogprobs:
-        self._seen += 1
-        # before the first update of a batch, `compute_old_logprobs` reads it without advantages
-        advantages = self._advantages if len(self._advantages) == len(batch.targets) else None
-        note_micro_batch(
-            self._note,
-            self.train_step,
-            self.ranks.rank,
-            self._seen,
-            self._groups,
-            batch,
-            advantages,
-        )
-        zeros = torch.zeros(len(batch.targets), requires_grad=torch.is_grad_enabled())
-        return TokenLogprobs(zeros, zeros.detach())
+        """Write down what `compute_old_logprobs` reads."""
+        self._see(batch)
+        zeros = torch.zeros(len(batch.targets))
+        return TokenLogprobs(zeros, zeros)
 
     def _optimize(self, update: Update) -> dict[str, float]:
-        self._advantages = torch.zeros(0)
         return {}
+
+    def _see(self, batch: MicroBatch, advantages: Tensor | None = None) -> None:
+        self._seen += 1
+        where = (self.train_step, self.ranks.rank, self._seen)
+        note_micro_batch(self._note, *where, self._groups, batch, advantages)
 
 
 class LossWitness:
