@@ -81,7 +81,7 @@ class Oracle:
     def _add(self, event: Event) -> None:
         known = self._made[event["gid"], event["member"]]
         for number, piece in enumerate(event["pieces"], 1):
-            is_end = number == len(event["pieces"]) and event["reason"] != "abort"
+            is_end = number == len(event["pieces"]) and event["ended"]
             known[tuple(piece)] = is_end or known.get(tuple(piece), False)
 
     def judge(self) -> Verdict:

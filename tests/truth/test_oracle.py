@@ -47,13 +47,13 @@ def records() -> list[Event]:
     events: list[Event] = []
     for state in group().states:
         sequence = np.concatenate([PROMPT, state.response_ids])
-        for span, reason in ((FIRST, "abort"), (SECOND, "stop")):
+        for span, ended in ((FIRST, False), (SECOND, True)):
             start = span.start
             made = pieces(
                 sequence, state.logprobs[start:], [span._replace(start=0)], len(PROMPT) + start
             )
             events.append(
-                {"op": "made", "gid": GID, "member": state.index, "pieces": made, "reason": reason}
+                {"op": "made", "gid": GID, "member": state.index, "pieces": made, "ended": ended}
             )
     events.append({"op": "batch", "step": 1, "rank": 0, "groups": {GID: 2}})
     members = [*members_of(group())]

@@ -6,7 +6,7 @@ weights is a piece. Its positions are those in the sequence of prompt and respon
 
     [start, length, version, lineage, digest of all ids before it, of its ids, of its logprobs]
 
-    op "made"   an engine call has returned: gid, member, its pieces, and why it ended
+    op "made"   an engine call has returned: gid, member, its pieces, and whether the response or its turn has ended
     op "loss"   a micro-batch is used: step, rank, micro, members (each a `content`)
     op "batch"  a trainer begins to use a batch: step, rank, gids, and the members of each group
 
@@ -134,7 +134,9 @@ class Witnessed:
         gid, member = request_id.split("/")[:2]
         sequence = np.concatenate([given, made.token_ids]).astype("<i4", copy=False)
         found = pieces(sequence, made.logprobs, made.spans, len(given))
-        self.note("made", gid=gid, member=int(member), pieces=found, reason=made.finish_reason)
+        # one that is interrupted at its last token is not asked for more
+        ended = made.finish_reason != "abort" or len(made.token_ids) >= params.max_tokens
+        self.note("made", gid=gid, member=int(member), pieces=found, ended=ended)
         return made
 
 
