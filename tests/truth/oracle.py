@@ -99,7 +99,8 @@ class Oracle:
                     Fault(kind, member["gid"], where, f" member {member['member']}: {text}")
                     for kind, text in faults
                 ]
-        verdict.groups = len({(step, gid) for step, gid, _ in first})
+        begun = {(event["step"], gid) for event in self._batches for gid in event["groups"]}
+        verdict.groups = len(begun)
         verdict.faults += self._missing()
         verdict.faults += self._advantages()
         return verdict

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -28,7 +28,10 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from buffer.rollouts.table import spans_of
-from producer_workers.engines.base import Generation
+
+if TYPE_CHECKING:
+    # judges load this file for `score_of`, each in a process of its own
+    from producer_workers.engines.base import Generation
 
 Content = dict[str, Any]
 Note = Callable[..., None]

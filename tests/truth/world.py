@@ -232,8 +232,8 @@ def _limits(case: Case) -> RunLimits:
         role_timeout_ms=60_000,
         steps=case.steps,
         batch_size=case.batch,
-        # two batches ahead of the newest weights, and no group that was interrupted often is dropped
-        stale_threshold=2,
+        # some batches ahead of the newest weights, which are those before the batches that are held
+        stale_threshold=2 + case.held,
         tail_batch_trigger_size=0,
         tasks={TASK: TaskLimits(), EXAM: TaskLimits(eval_of=TASK)},
     )
