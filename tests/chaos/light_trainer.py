@@ -92,6 +92,8 @@ class LightTrainer:
         self._note_delivery(batch)
         self._note_held(batch)
         self._position.add(batch.manifest)
+        if step % SYNC_INTERVAL == 1:
+            self._interrupt()
         before = self._chain
         self._chain = _link(self._chain, step, batch.groups)
         self._history.note(
@@ -140,17 +142,19 @@ class LightTrainer:
         elif newest:
             self.consumer.commit(newest[0], keep=self._checkpoints.prune(1))
 
+    def _interrupt(self) -> None:
+        """Abort what is sampled since the newest weights came; it is resumed."""
+        with self.consumer.paused("abort"):
+            pass
+
     def _publish(self) -> None:
-        """Name new weights around a pause, as a trainer with devices of its own does; every other
-        pause interrupts what is sampled.
-        """
+        """Name new weights around a pause, as a trainer with devices of its own does."""
         step = self._position.step
         folder = self._folders.weights / f"{self.consumer.lineage}-{step:06d}"
         folder.mkdir(exist_ok=True)
         save_file({"w": np.full(8, step, dtype=np.float32)}, folder / "model.safetensors")
         checksum = weights_manifest.write(folder, f"{self.consumer.lineage}:{step}")
-        interrupts = step // SYNC_INTERVAL % 2 == 0
-        with self.consumer.paused("abort" if interrupts else "keep"):
+        with self.consumer.paused("keep"):
             self.consumer.publish_weights(step, str(folder), checksum)
 
 
