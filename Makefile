@@ -4,6 +4,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 FUZZ_S ?= 300
 SOAK_S ?= 3600
+TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
 SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/buffer/config tests/buffer/query/test_query.py tests/buffer/weights \
 	tests/consumer/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker group_runs)
@@ -42,8 +43,13 @@ chaos-damage: setup ## every kind of key of a live run deleted, and given anothe
 chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
 	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)
 
-soak: setup ## an hour with servers of every kind, one after the other; SOAK_S=36000 for ten; the table: build/chaos/soak.md
+soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the tables: build/chaos/soak.md, build/truth/truth.md
 	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
+	@$(MAKE) -s truth
+
+.PHONY: truth
+truth: setup ## is what is trained what was sampled? random cases, groups up to 20 MB, batches up to 600 MB; TRUTH_S=600, SEED=N
+	@$(PY) -m tests.truth --seconds $(TRUTH_S) $(if $(SEED),--seed $(SEED))
 
 gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
 	@.venv/bin/rolloutmq gpu-check

@@ -21,6 +21,7 @@ SHARED = {
         "tests/consumer/examples/",
         "tests/docs/test_readme.py",
         "tests/rolloutmq/launch/test_gpu_check.py",
+        "tests/truth/test_truth.py",
     ),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""

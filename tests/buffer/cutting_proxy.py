@@ -6,18 +6,25 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+
+UPLOAD_BYTES = 65536
 
 
 class CuttingProxy:
     """Relays a Unix socket. After `cut(n)`, the next n replies that come are dropped with their
-    connections.
+    connections. With `every_bytes`, so is a reply to an upload whenever clients have sent so many
+    bytes since the last cut; what they send again must be less.
     """
 
-    def __init__(self, upstream: str, path: Path) -> None:
+    def __init__(self, upstream: str, path: Path, *, every_bytes: int = 0) -> None:
         self.url = f"unix://{path}"
         self.dropped = 0
+        self._every_bytes = every_bytes
+        self._sent = 0
+        self._unanswered = Counter[socket.socket]()
         self._upstream = upstream
         self._left = 0
         self._listener = socket.socket(socket.AF_UNIX)
@@ -51,13 +58,26 @@ class CuttingProxy:
                     target=self._relay, args=(source, target, source is far), daemon=True
                 ).start()
 
+    def _is_cut(self, client: socket.socket) -> bool:
+        """Whether the reply that has come for this client is dropped."""
+        is_upload = self._unanswered.pop(client, 0) >= UPLOAD_BYTES
+        if self._left:
+            self._left -= 1
+            return True
+        if not is_upload or not 0 < self._every_bytes <= self._sent:
+            return False
+        self._sent = 0
+        return True
+
     def _relay(self, source: socket.socket, target: socket.socket, replies: bool) -> None:
         try:
             while data := source.recv(65536):
-                if replies and self._left:
-                    self._left -= 1
+                if replies and self._is_cut(target):
                     self.dropped += 1
                     break
+                if not replies:
+                    self._sent += len(data)
+                    self._unanswered[source] += len(data)
                 target.sendall(data)
         except OSError:
             pass

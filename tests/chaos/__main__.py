@@ -14,7 +14,7 @@ from tests.chaos.checker import Checker, Verdict
 from tests.chaos.damage_run import DamageRun, all_trials, run_trials
 from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder, rules
 from tests.chaos.history import read_history
-from tests.chaos.mutations import MUTATIONS
+from tests.chaos.mutations import NAMES
 from tests.chaos.outage_run import OutageRun
 from tests.chaos.plan import LEASE_MS
 from tests.chaos.recovery_run import RecoveryRun, table
@@ -109,7 +109,7 @@ def judge_again(base: Path) -> bool:
 def run_mutants(plan: Plan, base: Path) -> bool:
     """Every mutated build, by what it was caught; whether all were."""
     missed = []
-    for name in MUTATIONS:
+    for name in NAMES:
         verdict = ChaosRun(
             replace(plan, mutation=name), new_folder(base, f"mutant-{name}"), lambda _: None
         ).run()
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--servers", choices=tuple(SERVERS), default="single")
     parser.add_argument("--wait-replicas", type=int, default=0)
     parser.add_argument(
-        "--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught"
+        "--mutation", choices=("", *NAMES), default="", help="a build that must be caught"
     )
     parser.add_argument(
         "--mutants",

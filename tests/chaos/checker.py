@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tests.chaos.contents import changes, content_of, differences
 from tests.chaos.figures import figures
 from tests.chaos.history import CLAIMED, Event
 from tests.chaos.lost_results import lost_results
@@ -36,6 +37,8 @@ class Rules:
     """row → the ground truth that its prompt has"""
     surely_fresh: int = 0
     """so many steps after its claim a result cannot be too old"""
+    prompt_of: Any = None
+    """gid → digest of the prompt that it was drawn with"""
     durable: bool = False
     """replicas are waited for: a failover loses no batch, and no result that was accepted"""
 
@@ -78,6 +81,8 @@ class Checker:
             "trained twice": self._trained_twice,
             "not what was trained": self._weights,
             "batch changed": self._redelivery,
+            "not what was sampled": lambda: differences(self.by_op, self.rules.prompt_of),
+            "changed while held": lambda: changes(self.by_op),
             "too old": self._staleness,
             "result lost": lambda: self.results_lost if self.rules.durable else [],
             "zombie": self._zombies,
@@ -230,7 +235,7 @@ class Checker:
             before = last.get(event["step"])
             if (
                 before
-                and _content(before) != _content(event)
+                and content_of(before) != content_of(event)
                 and not self._may_change(before, event)
             ):
                 yield f"step {event['step']} of {event['lineage']} is not what {before['lineage']} was given"
@@ -256,9 +261,9 @@ class Checker:
         """At the first delivery of a batch no group is too old; a recorded one is exempt."""
         known: set[tuple[int, tuple[Any, ...]]] = set()
         for event in self.by_op["delivered"]:
-            if (event["step"], _content(event)) in known:
+            if (event["step"], content_of(event)) in known:
                 continue
-            known.add((event["step"], _content(event)))
+            known.add((event["step"], content_of(event)))
             for group in event["groups"]:
                 age = event["step"] - self._version(group, event["t"]) - 1
                 if age >= self.rules.threshold:
@@ -378,7 +383,3 @@ class Checker:
             yield "no batch was delivered after the last fault"
         if not self.by_op["finished"]:
             yield "the run did not reach its end"
-
-
-def _content(event: Event) -> tuple[Any, ...]:
-    return tuple((group["gid"], group["digest"]) for group in event["groups"])

@@ -40,7 +40,7 @@ from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
-from tests.chaos.mutations import scripts_of
+from tests.chaos.mutations import MEMORY, MUTATIONS, lend_twice, scripts_of
 from tests.chaos.plan import (
     BY_RQ,
     FENCED,
@@ -55,16 +55,24 @@ from tests.chaos.plan import (
     mutation,
 )
 from tests.pipeline.yard import Letters
+from tests.truth.witness import Witnessed
 
 log = logging.getLogger("rolloutmq.chaos")
 
 TOKENS = 6
 
 
+class WitnessedEngine(Witnessed, SimulatedEngine):
+    """Writes down what it makes."""
+
+
 def open_run(url: str, history: History) -> Run:
     store = RecordingStore(url, name=f"chaos-{history.who}", deadline_s=60.0)
     store.history = history
-    if name := mutation():
+    name = mutation()
+    if name == MEMORY and history.who == "trainer":
+        lend_twice()
+    elif name in MUTATIONS:
         store.scripts = scripts_of(name)
     store.waits_for_disk = store.retrying("first contact", lambda: can_wait_for_disk(store))
     return wait_for_run(store, RUN)
@@ -93,8 +101,8 @@ def judge_url(url: str) -> str:
     return os.environ.get("CHAOS_JUDGE_URL", url)
 
 
-async def work(run: Run, name: str, url: str) -> None:
-    engine = SimulatedEngine(
+async def work(run: Run, history: History, url: str) -> None:
+    engine = WitnessedEngine(
         SimulatedConfig(
             first_token_s=Fixed(value=0.1),
             token_s=Fixed(value=0.08),
@@ -103,6 +111,7 @@ async def work(run: Run, name: str, url: str) -> None:
         ),
         FIRST_WEIGHTS,
     )
+    engine.note = history.note
     judge_store = Store(judge_url(url), name="chaos-judging")
     rq = RqJudge(
         judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5)
@@ -110,7 +119,9 @@ async def work(run: Run, name: str, url: str) -> None:
     judges: dict[str, Judge] = {INLINE: FunctionJudge("chance", by_chance), BY_RQ: rq}
     runners = {task: _runner(judges[task]) for task in run.limits.tasks}
     await engine.start()
-    member = Worker(run, engine, runners, worker_id=name, concurrency=16, drain_timeout_s=3.0)
+    member = Worker(
+        run, engine, runners, worker_id=history.who, concurrency=16, drain_timeout_s=3.0
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, member.stop)
     try:
@@ -181,7 +192,7 @@ def act(
 ) -> None:
     acts: dict[str, Any] = {
         "producer": lambda: produce(run, folders),
-        "worker": lambda: asyncio.run(work(run, history.who, url)),
+        "worker": lambda: asyncio.run(work(run, history, url)),
         "trainer": lambda: train(run, folders, history, regenerate="--regenerate" in flags),
         "janitor": lambda: sweep(run),
     }

@@ -21,6 +21,17 @@ def figures(checker: Checker, problems: Mapping[str, list[str]]) -> dict[str, An
         "operations": sum(1 for e in checker.events if e.get("phase") == "ok"),
         "groups_acknowledged": len(checker.entered),
         "groups_trained": sum(len(event["gids"]) for event in checker.surviving),
+        "rollouts_compared": sum(
+            len(group.get("members", ()))
+            for event in checker.by_op["delivered"]
+            for group in event["groups"]
+        ),
+        "rollouts_in_pieces": sum(
+            len(member["pieces"]) > 1
+            for event in checker.by_op["delivered"]
+            for group in event["groups"]
+            for member in group.get("members", ())
+        ),
         "steps": len(checker.surviving),
         "lost": sum(" is nowhere" in text for text in problems["lost or doubled"]),
         "doubled": len(problems["trained twice"])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.run import Run
@@ -31,10 +33,13 @@ from tests.chaos.plan import (
     SYNC_INTERVAL,
     Folders,
     limits,
+    question,
 )
 from tests.chaos.replicated import ClusterServers, Replicated, WatchedServers
 from tests.chaos.server_nemesis import ServerNemesis
 from tests.chaos.stepped_server import SteppedServer
+from tests.pipeline.yard import Letters
+from tests.truth.witness import digest
 
 log = logging.getLogger("rolloutmq.chaos")
 
@@ -238,9 +243,16 @@ def rules(*, durable: bool) -> Rules:
         threshold=2 * SYNC_INTERVAL,
         rows=ROWS,
         answer_of=str,
+        prompt_of=prompt_of,
         surely_fresh=SYNC_INTERVAL - 1,
         durable=durable,
     )
+
+
+def prompt_of(gid: str) -> str:
+    """Digest of the prompt of a draw: rows are drawn in order."""
+    message = {"role": "user", "content": question(int(gid[-10:]) % ROWS)}
+    return digest(np.array(Letters().apply_chat_template([message]), "<i4"))
 
 
 def new_folder(base: Path, name: str) -> Path:

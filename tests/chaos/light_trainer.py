@@ -27,6 +27,7 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from tests.chaos.history import History
 from tests.chaos.plan import CHECKPOINT_EVERY, KEEP_CHECKPOINTS, SYNC_INTERVAL, Folders
+from tests.truth.witness import members_of
 
 log = logging.getLogger("rolloutmq.chaos")
 
@@ -43,6 +44,7 @@ class LightTrainer:
         self._checkpoints = CheckpointFolder(folders.checkpoints)
         self.consumer = RolloutConsumer(run)
         self._chain = ""
+        self._held: Batch | None = None
 
     def fit(self, *, take_over: bool, regenerate: bool) -> None:
         """From the newest checkpoint on. Raises RoleHeld, Fenced, LostRun, LedgerError."""
@@ -88,7 +90,10 @@ class LightTrainer:
         shares = self._run.limits.mix().shares(step)
         batch = self.consumer.take_batch(step, shares, checkpoint=self._make_room)
         self._note_delivery(batch)
+        self._note_held(batch)
         self._position.add(batch.manifest)
+        if step % SYNC_INTERVAL == 1:
+            self._interrupt()
         before = self._chain
         self._chain = _link(self._chain, step, batch.groups)
         self._history.note(
@@ -107,6 +112,15 @@ class LightTrainer:
         self._history.note(
             "delivered", step=batch.step, lineage=self.consumer.lineage, groups=groups
         )
+
+    def _note_held(self, batch: Batch) -> None:
+        """Look at the batch before, which was kept while this one was read."""
+        if self._held:
+            groups = [{"gid": group.gid, "digest": _digest(group)} for group in self._held.groups]
+            self._history.note(
+                "held", step=self._held.step, lineage=self.consumer.lineage, groups=groups
+            )
+        self._held = batch
 
     def _checkpoint(self) -> None:
         step = self._position.step
@@ -127,6 +141,11 @@ class LightTrainer:
             self._checkpoint()
         elif newest:
             self.consumer.commit(newest[0], keep=self._checkpoints.prune(1))
+
+    def _interrupt(self) -> None:
+        """Abort what is sampled since the newest weights came; it is resumed."""
+        with self.consumer.paused("abort"):
+            pass
 
     def _publish(self) -> None:
         """Name new weights around a pause, as a trainer with devices of its own does."""
@@ -176,6 +195,7 @@ def _facts(entry: ManifestEntry, group: RolloutGroup) -> dict[str, object]:
         "row": group.shared.extra["row"],
         "truth": group.shared.ground_truth,
         "made_by": sorted([lineage, version] for version, lineage in spans),
+        "members": [*members_of(group)],
     }
 
 

@@ -1,4 +1,5 @@
-"""Builds that must be caught: all scripts, with one line of one of them gone or changed.
+"""Builds that must be caught: all scripts, with one line of one of them gone or changed, and a
+trainer that receives into memory which is still used.
 
 A few, which must show within a minute of faults. Every line that keeps an invariant has a story of
 its own in tests/buffer/invariants; what is guarded twice shows only there: the cursor (a fence,
@@ -9,7 +10,12 @@ is repeated (its lost groups run out).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
+from typing import Any
 
+import numpy as np
+
+from buffer.store.connection import bulk_io
 from buffer.store.scripts import Script, assemble, sources
 
 MUTATIONS = {
@@ -39,6 +45,15 @@ MUTATIONS = {
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""
 
+MEMORY = "memory-is-lent-twice"
+"""Not a script: `lend_twice`."""
+
+NAMES = (*MUTATIONS, MEMORY)
+
+LENT_BYTES = 1 << 20
+LENT_PIECES = 2
+"""The trainer reads as many batches until it looks at one again."""
+
 
 def scripts_of(name: str) -> Mapping[str, Script]:
     """All scripts of the mutated build `name`."""
@@ -47,3 +62,17 @@ def scripts_of(name: str) -> Mapping[str, Script]:
     assert texts[file].count(old) == 1, f"{file}.lua has no longer exactly one {old!r}"
     texts[file] = texts[file].replace(old, new)
     return assemble(texts)
+
+
+def lend_twice() -> None:
+    """Let a trainer receive its batches into a few pieces of memory by turns, still used or not."""
+    inbox: Any = bulk_io._Inbox
+    begin = inbox.__init__
+    memory = cycle([np.empty(LENT_BYTES, np.uint8).data for _ in range(LENT_PIECES)])
+
+    def begin_in_lent_memory(self: Any, sock: Any, size: int) -> None:
+        begin(self, sock, size)
+        if size <= LENT_BYTES:
+            self._memory = next(memory)
+
+    inbox.__init__ = begin_in_lent_memory

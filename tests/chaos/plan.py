@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 import orjson
 
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import RolloutState
+from tests.truth.witness import score_of
 
 RUN = "chaos"
 INLINE = "sums"
@@ -70,7 +70,7 @@ class Folders:
     def make(self) -> None:
         for folder in (self.history, self.logs, self.checkpoints, self.weights):
             folder.mkdir(parents=True, exist_ok=True)
-        rows = [{"question": f"What is {n} + {n}?", "answer": str(n)} for n in range(ROWS)]
+        rows = [{"question": question(n), "answer": str(n)} for n in range(ROWS)]
         self.dataset.write_bytes(b"\n".join(map(orjson.dumps, rows)))
 
 
@@ -98,8 +98,13 @@ def judge_spec() -> str:
 
 
 def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> float:
-    """1 or 0, by the response alone."""
-    return float(crc32(response.encode()) % 2)
+    """A number that depends on the tokens alone."""
+    return score_of(state.response_ids)
+
+
+def question(row: int) -> str:
+    """The prompt of a row."""
+    return f"What is {row} + {row}?"
 
 
 def mutation() -> str:

@@ -7,18 +7,22 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from buffer.rollouts.rollout import VersionSpan
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.final_look import COUNTED
 from tests.chaos.history import Event
 from tests.chaos.lost_results import lost_results
 from tests.chaos.mutations import MUTATIONS, scripts_of
+from tests.truth.witness import content, digest
 
 BATCH = 2
 STEPS = 4
 THRESHOLD = 2
-RULES = Rules(threshold=THRESHOLD, rows=3, answer_of=str)
+PROMPT = np.arange(3, dtype="<i4")
+RULES = Rules(threshold=THRESHOLD, rows=3, answer_of=str, prompt_of=lambda _: digest(PROMPT))
 
 
 class Story:
@@ -77,6 +81,10 @@ class Story:
             )
             self.script("submit", ["OK", "1"], gid=name, token=token, crc="c", status="completed")
         groups = [facts(name, lineage, version) for name in gids]
+        for group in groups:
+            (member,) = group["members"]
+            made = [list(piece) for piece in member["pieces"]]
+            self.note("made", gid=group["gid"], member=0, pieces=made, ended=True)
         self.note("delivered", step=step, lineage=lineage, groups=groups)
         chain = {"before": f"c{step - 1}" if step > 1 else "", "after": f"c{step}"}
         self.note("trained", step=step, gids=gids, **chain)
@@ -98,7 +106,16 @@ def facts(name: str, lineage: str, version: int) -> dict[str, Any]:
     return {
         "gid": name, "token": f"token-{name}", "crc": "c", "digest": f"d-{name}",
         "row": row, "truth": str(row), "made_by": [[lineage, version]],
+        "members": [member_of(name, VersionSpan(0, 2, version, lineage))],
     }  # fmt: skip
+
+
+def member_of(name: str, span: VersionSpan) -> dict[str, Any]:
+    """A rollout of two tokens."""
+    ids = np.array([int(name[-10:]), 7], "<i4")
+    columns = (ids, np.array([-0.5, -0.25], "<f4"), np.ones(2, "u1"))
+    found = content(PROMPT, *columns, [span])
+    return {"gid": name, "member": 0, "reward": found["score"], **found}
 
 
 def judge(story: Story) -> Verdict:
@@ -195,6 +212,21 @@ def enqueue_twice(story: Story) -> None:
     story.enqueue(8, 9)
 
 
+def train_tokens_of_another_group(story: Story) -> None:
+    groups = story.first("delivered", step=3)["groups"]
+    groups[0]["members"][0]["pieces"] = groups[1]["members"][0]["pieces"]
+
+
+def reward_by_another_number(story: Story) -> None:
+    story.first("delivered", step=3)["groups"][0]["members"][0]["reward"] += 0.5
+
+
+def overwrite_a_batch_that_is_held(story: Story) -> None:
+    delivered = story.first("delivered", step=3)
+    groups = [group | {"digest": "other"} for group in delivered["groups"]]
+    story.note("held", step=3, lineage="l2", groups=groups)
+
+
 def draw_the_wrong_row(story: Story) -> None:
     story.first("delivered", step=3)["groups"][0]["row"] = 7
 
@@ -225,6 +257,9 @@ PLANTED: dict[Callable[[Story], None], str] = {
     pass_a_draw_over: "order",
     enqueue_twice: "order",
     draw_the_wrong_row: "order",
+    train_tokens_of_another_group: "not what was sampled",
+    reward_by_another_number: "not what was sampled",
+    overwrite_a_batch_that_is_held: "changed while held",
     never_end: "stuck",
     stand_still_after_the_faults: "stuck",
 }

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan
-from tests.chaos.mutations import MUTATIONS
+from tests.chaos.mutations import NAMES
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_build_without_a_line_is_caught(name: str, tmp_path: Path) -> None:
     plan = Plan(seed=4, seconds=50.0, faults=120, mutation=name)
     assert not ChaosRun(plan, tmp_path, print).run().clean
