@@ -95,9 +95,9 @@ def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site])
     site.server.start()
     trainer, producer, worker = (site.start(verb) for verb in ("train", "producer", "worker"))
     site.until_step(2)
-    assert worker.end(signal.SIGHUP) == 0, worker.said()
+    assert worker.end(signal.SIGHUP) == 130, worker.said()
     assert trainer.end(signal.SIGHUP) == 130, trainer.said()
-    assert producer.end(signal.SIGHUP) == 0, producer.said()
+    assert producer.end(signal.SIGHUP) == 130, producer.said()
     audit = site.audit()
     assert audit.clean
     assert audit.leases == 0
