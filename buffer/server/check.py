@@ -24,6 +24,9 @@ Level = Literal["ok", "warning", "error"]
 FULL = 0.98
 """The share of maxmemory from which on a call that needs room for a payload may be refused."""
 
+MANY_CLIENTS = 0.8
+"""The share of maxclients from which on a fleet that grows may find no connection."""
+
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
 OLDEST_WAITAOF = (7, 2)
@@ -240,7 +243,7 @@ def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Fin
 
 
 def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a warning if the server is full; not part of `require_safe`, as the run is safe."""
+    """Yield what is nearly used up; not part of `require_safe`, as the run is safe."""
     memory = ServerMemory.of(info)
     if memory.limit and memory.used >= FULL * memory.limit:
         yield Finding(
@@ -250,6 +253,14 @@ def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
             "nothing new is started; running groups can still be submitted, taken and committed",
             "Let the trainer write a checkpoint and commit, drop groups that are not needed, "
             "or raise maxmemory (CONFIG SET)",
+        )
+    most, used = int(info.get("maxclients", 0)), int(info.get("connected_clients", 0))
+    if most and used >= MANY_CLIENTS * most:
+        yield Finding(
+            "warning",
+            f"{used} of {most} connections (maxclients) are used",
+            "the server refuses further ones; a worker keeps five",
+            "Raise maxclients in the server's config, and the limit of open files (ulimit -n)",
         )
 
 

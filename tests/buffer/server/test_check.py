@@ -41,6 +41,20 @@ def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis
         yield client
 
 
+def test_a_server_without_room_for_more_connections_is_found(tmp_path: Path) -> None:
+    with client_of(tmp_path, "--maxclients", "10") as client:
+        others = [client.connection_pool.make_connection() for _ in range(7)]
+        for other in others:
+            other.connect()
+        assert [found.level for found in check_server(client)].count("warning") == 1
+        assert [what for level, what in bad(check_server(client))] == [
+            "8 of 10 connections (maxclients) are used"
+        ]
+        for other in others:
+            other.disconnect()
+        assert bad(check_server(client)) == []
+
+
 @pytest.mark.parametrize(
     ("options", "level", "what"),
     [
