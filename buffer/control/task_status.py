@@ -46,6 +46,11 @@ class TaskStop:
         """Return whether the task is stopped until `rolloutmq resume --task TASK`."""
         return self.kind in ("broken", "failing")
 
+    def fix(self, task: str) -> str:
+        """Return what to do about a stopped task: where its reasons are, and how it continues."""
+        why = "`rolloutmq dead` and `rolloutmq tail` show why; " if self.kind == "failing" else ""
+        return f"{why}fix the cause, then run `rolloutmq resume --task {task}`"
+
     def is_enough_for(self, step: int) -> bool:
         """Return whether the batch of `step` is complete with what there is."""
         return self.kind == "enough" and step <= self.step

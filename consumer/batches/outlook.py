@@ -173,8 +173,7 @@ class BatchOutlook:
                 raise TaskStopped(
                     f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
                     f"of it, {ready} are ready",
-                    hint="`rolloutmq dead` shows the reasons; fix the cause, then run "
-                    f"`rolloutmq resume --task {task}`, or start `rolloutmq run` again",
+                    hint=f"{halt.fix(task)}, or start `rolloutmq run` again",
                 )
         return wanted
 

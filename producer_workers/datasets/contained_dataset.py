@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 from buffer.config.sections.dataset import DatasetSection, PythonDataset
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.wire_checks import check_plain
 from producer_workers.datasets.dataset import Dataset, Place, Problem
+from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.cheap import is_cheap
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
@@ -94,8 +94,6 @@ def _read(dataset: Dataset, places: Sequence[tuple[int, int]]) -> list[Problem |
 def _plain(made: Problem | ConfigError) -> dict[str, Any]:
     if isinstance(made, ConfigError):
         return {"refused": [made.message, made.hint]}
-    shown = ("messages", "tools", "ground_truth", "extra")
-    check_plain("the problem", [getattr(made, key) for key in shown])
     plain = made.model_dump()
     plain["images"] = [str(each) if isinstance(each, Path) else each for each in made.images]
     return plain
@@ -134,7 +132,7 @@ class ContainedDataset:
         try:
             self._rows = int(self._call([]))
         except (UserCodeError, ProcessUnavailable) as error:
-            raise DatasetError(error.message, hint=error.hint) from error
+            raise _unusable(error) from error
 
     def __len__(self) -> int:
         return self._rows
@@ -169,12 +167,18 @@ class ContainedDataset:
         try:
             return self._take([(row, epoch)])
         except (UserCodeError, ProcessUnavailable) as error:
-            return DatasetError(f"row {row}: {error.message}", hint=error.hint)
+            return _unusable(error, f"row {row}: ")
 
     def _take(self, places: list[tuple[int, int]]) -> Problem | DatasetError:
         made = self._call(places)
         self._ahead = dict(zip(places, made, strict=False))
         return self._ahead.pop(places[0])
+
+
+def _unusable(error: UserCodeError | ProcessUnavailable, before: str = "") -> DatasetError:
+    """Return the error of a row that a user's code did not give, with the places in this code."""
+    frames = error.frames.splitlines() if isinstance(error, UserCodeError) else []
+    return DatasetError(before + error.message, hint=raised_at(frames) or error.hint)
 
 
 def source_of_code(section: DatasetSection) -> str | None:

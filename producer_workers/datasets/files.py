@@ -13,18 +13,27 @@ import re
 import threading
 from array import array
 from bisect import bisect_right
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from buffer.errors import ConfigError, DatasetError, describe
+from buffer.errors import ConfigError, DatasetError
 from buffer.model.extras import install_command
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.records import EXPECTED, ToProblem, problem_of
+from producer_workers.datasets.records import EXPECTED, ToProblem, make_problem, problem_of
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
+_OTHER_FILES = {
+    b"\x1f\x8b": "compressed by gzip: `gunzip --keep` writes the file that is read",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: `zstd -d` writes the file that is read",
+    b"BZh": "compressed by bzip2: `bunzip2 --keep` writes the file that is read",
+    b"\xfd7zXZ": "compressed by xz: `xz --decompress --keep` writes the file that is read",
+    b"PAR1": 'Parquet: set kind = "parquet"',
+}
+"""What files are that are no text, and what to do, by their first bytes."""
 HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
@@ -41,6 +50,7 @@ class JsonlDataset:
         self._line_numbers = array("q")
         with self._open() as lines:
             self._identity = _identity(lines)
+            self._refuse_other_files(lines)
             self._index(lines)
         if not self._offsets:
             raise DatasetError(f"{path}: the file has no problems", hint=HINT)
@@ -69,6 +79,14 @@ class JsonlDataset:
             hint = "set path to a JSONL file that this user can read"
             raise DatasetError(f"{self.path}: cannot be opened: {reason}", hint=hint) from error
 
+    def _refuse_other_files(self, lines: BinaryIO) -> None:
+        start = lines.read(8)
+        lines.seek(0)
+        for mark, what in _OTHER_FILES.items():
+            if start.startswith(mark):
+                kind, _, hint = what.partition(": ")
+                raise DatasetError(f"{self.path}: the file is {kind}, not JSON lines", hint=hint)
+
     def _index(self, lines: BinaryIO) -> None:
         offset = 0
         for number, line in enumerate(lines, start=1):
@@ -79,14 +97,8 @@ class JsonlDataset:
             offset += len(line)
 
     def _parse(self, line: bytes, number: int) -> Problem:
-        try:
-            return self._to_problem(_record(line))
-        except ValueError as error:
-            raise DatasetError(f"{self.path}:{number}: {error}", hint=HINT) from error
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a `record` function may raise anything
-            raise DatasetError(f"{self.path}:{number}: {describe(error)}", hint=HINT) from error
+        where = f"{self.path}:{number}"
+        return make_problem(self._to_problem, partial(_record, line), where, HINT)
 
 
 def _record(line: bytes) -> Any:
@@ -155,6 +167,12 @@ class ParquetRows:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def name_row(self, row: int) -> str:
+        """Return the file of a row, and its number there."""
+        file, _ = self._groups[bisect_right(self._ends, row)]
+        first = next(n for n, (other, _) in enumerate(self._groups) if other == file)
+        return f"{file}, row {row - (self._ends[first - 1] if first else 0)}"
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         group = bisect_right(self._ends, row)

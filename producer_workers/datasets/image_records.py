@@ -22,6 +22,7 @@ from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem
+from producer_workers.datasets.row_values import is_picture
 from producer_workers.images.image_file import check_image, png_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def find_image(value: Any, root: Path, limits: ImagesSection) -> Path | bytes:
             return _of_text(value, root, limits)
         case Mapping() if value.get("bytes") or value.get("path"):
             return find_image(value.get("bytes") or value["path"], root, limits)
-        case _ if type(value).__module__.startswith("PIL."):
+        case _ if is_picture(value):
             return png_of(cast("Image", value))
     raise ValueError(f"an image is a {type(value).__name__}; expected a path, a data: URI or bytes")
 
@@ -129,10 +130,9 @@ def without_images(to_problem: ToProblem) -> ToProblem:
 
     def to_text_problem(record: Any) -> Problem:
         problem = to_problem(record)
-        if any(_is_image(part) for part in _parts(problem.messages)):
-            raise ValueError(
-                "a message shows an image; add [tasks.<name>.dataset.images] to allow images"
-            )
+        shown = [*_parts(problem.messages), *problem.extra.values()]
+        if any(_is_image(part) or is_picture(part) for part in shown):
+            raise ValueError("it has an image; add [tasks.<name>.dataset.images] to allow images")
         return problem
 
     return to_text_problem

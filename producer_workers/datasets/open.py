@@ -25,7 +25,7 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
 from producer_workers.datasets.image_records import ImageRecords, without_images
 from producer_workers.datasets.reasoning_gym import write_problems
-from producer_workers.datasets.records import RecordsDataset, ToProblem, load_to_problem
+from producer_workers.datasets.records import RecordsDataset, ToProblem, load_to_problem, unusable
 from producer_workers.datasets.stream import StreamDataset
 
 
@@ -54,7 +54,8 @@ def open_here(
     to_problem = _with_images(section)
     match section:
         case ParquetDataset():
-            return RecordsDataset(ParquetRows(section.path), str(section.path), to_problem)
+            rows = ParquetRows(section.path)
+            return RecordsDataset(rows, str(section.path), to_problem, rows.name_row)
         case HuggingFaceDataset():
             return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
         case PythonDataset():
@@ -128,7 +129,13 @@ def _is_numbered(made: Any) -> bool:
 
 
 def _make(section: PythonDataset) -> Any:
-    made = load_object(section.factory, kind="data set")(**section.options)
+    factory = load_object(section.factory, kind="data set")
+    try:
+        made = factory(**section.options)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise unusable(f"data set {section.factory!r}", error) from error
     if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
         hint = "return an object with a length and [row], or an iterable"
         raise ConfigError(f"{section.factory} made a {type(made).__name__}", hint=hint)

@@ -7,7 +7,8 @@ a table, a list.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,17 +16,22 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.config.sections.dataset import FieldName
-from buffer.errors import DatasetError, WireError, text_of
+from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
 from buffer.model.dotted_path import load_object
+from buffer.model.user_frames import user_frames
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.sampling import StructuredOutput
 from buffer.rollouts.wire_checks import check_nesting
 from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.row_values import HINT as STORABLE
+from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '
     'or {"question": "...", "answer": ...}; "prompt" may replace "question"'
 )
+
+HINT = f"expected {EXPECTED}; a `record` function may convert the record"
 
 ToProblem = Callable[[Any], Problem]
 
@@ -37,34 +43,46 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     `fields`: the names that fields of EXPECTED have in the record.
     """
     if spec is None:
-        return partial(_renamed, fields) if fields else problem_of
+        return partial(_renamed, fields or {})
     change = load_object(spec, kind="record function")
 
     def to_problem(record: Any) -> Problem:
         changed = change(own_copy(record))  # the data set may return the same object again
-        return changed if isinstance(changed, Problem) else problem_of(changed)
+        return plain_problem(changed) if isinstance(changed, Problem) else problem_of(changed)
 
     return to_problem
-
-
-def _renamed(fields: Mapping[FieldName, str], record: Any) -> Problem:
-    if not isinstance(record, dict):
-        return problem_of(record)
-    for name, found in fields.items():
-        if found not in record:
-            raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
-    rest = {key: value for key, value in record.items() if key not in fields.values()}
-    return problem_of(rest | {name: record[found] for name, found in fields.items()})
 
 
 def problem_of(record: Any) -> Problem:
     """Return a record as a problem. Unknown fields are kept in `extra`.
 
-    Raises ValueError with the reason.
+    Its values are changed as `row_values` says. Raises ValueError with the reason.
     """
-    if not isinstance(record, dict):
+    return _renamed({}, record)
+
+
+def _renamed(fields: Mapping[FieldName, str], record: Any) -> Problem:
+    if not isinstance(record, Mapping):
         raise ValueError(f"it is {kind_of(record)}, not an object")
-    record = dict(record)
+    with suppress(Exception):  # nearly all rows need no change; what is wrong is raised below
+        problem = _problem(_rename(fields, dict(record)))
+        if is_plain(problem):
+            return problem
+    return _problem(_rename(fields, plain_record(record)))
+
+
+def _rename(fields: Mapping[FieldName, str], record: dict[str, Any]) -> dict[str, Any]:
+    if not fields:
+        return record
+    for name, found in fields.items():
+        if found not in record:
+            raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
+    rest = {key: value for key, value in record.items() if key not in fields.values()}
+    return rest | {name: record[found] for name, found in fields.items()}
+
+
+def _problem(record: dict[str, Any]) -> Problem:
+    """Return the problem of a record, which is emptied."""
     source = record.pop("data_source", None)
     if not isinstance(source, str | None):
         raise ValueError(f'"data_source" is {kind_of(source)}, not a string')
@@ -75,10 +93,6 @@ def problem_of(record: Any) -> Problem:
     tools = _take_tools(record)
     structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
-    try:
-        check_nesting("the record", [messages, tools, truth, record, extra])
-    except WireError as error:
-        raise ValueError(str(error)) from error
     return Problem(
         messages=messages,
         ground_truth=truth,
@@ -175,13 +189,20 @@ class RecordsDataset:
     """Rows are the records, each made a problem.
 
     The first one is tried at once, so that a wrong function fails before the run. Errors name the
-    records by `source`.
+    records by `source`, or as `name_row` says.
     """
 
-    def __init__(self, records: Records, source: str, to_problem: ToProblem) -> None:
+    def __init__(
+        self,
+        records: Records,
+        source: str,
+        to_problem: ToProblem,
+        name_row: Callable[[int], str] | None = None,
+    ) -> None:
         self._records = records
         self._source = source
         self._to_problem = to_problem
+        self._name_row = name_row or (lambda row: f"{source}, row {row}")
         if not len(records):
             raise DatasetError(f"{source}: there are no records")
         self.row(0)
@@ -192,20 +213,38 @@ class RecordsDataset:
     def row(self, row: int, epoch: int = 0) -> Problem:
         if not 0 <= row < len(self):
             raise IndexError(f"{self._source}: row {row} of {len(self)}")
-        return make_problem(self._to_problem, self._records[row], f"{self._source}, row {row}")
+        return make_problem(
+            self._to_problem, partial(self._records.__getitem__, row), self._name_row(row)
+        )
 
 
-def make_problem(to_problem: ToProblem, record: Any, where: str) -> Problem:
-    """Make a problem of a record.
+def make_problem(
+    to_problem: ToProblem, read: Callable[[], Any], where: str, expected: str = HINT
+) -> Problem:
+    """Read a record and make a problem of it, which can be stored.
 
-    Raises DatasetError that names the record, for every error of a user's function.
+    Raises DatasetError that names the record, for every error of a user's function, and says where
+    in the user's code it was raised.
     """
     try:
-        return to_problem(record)
-    except KeyboardInterrupt:
+        return to_problem(read())
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = f"{kind}{text_of(error)}"
-        hint = f"expected {EXPECTED}; a `record` function may convert the record"
-        raise DatasetError(f"{where}: {reason}", hint=hint) from error
+        raise unusable(where, error, expected) from error
+
+
+def unusable(where: str, error: BaseException, expected: str = "") -> DatasetError:
+    """Return the error of a data set or a record for what a user's function raised, or is wrong.
+
+    `expected`: the hint where no code of the user raised it.
+    """
+    if isinstance(error, Unstorable):
+        return DatasetError(f"{where}: {error}", hint=STORABLE)
+    reason = text_of(error) if isinstance(error, ValueError) else describe(error)
+    return DatasetError(f"{where}: {reason}", hint=raised_at(user_frames(error)) or expected)
+
+
+def raised_at(frames: Sequence[str]) -> str:
+    """Return the hint that names places in a user's code, the innermost first; "" for none."""
+    return f"raised at {', called at '.join(reversed(frames))}" if frames else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from buffer.errors import DatasetError
@@ -56,13 +57,18 @@ class StreamDataset:
         """Return record `row` of pass `epoch`; one long past costs a pass from the start."""
         if not 0 <= row < self._rows:
             raise IndexError(f"{self._source}: row {row} of {self._rows}")
-        with self._lock:
-            record = self._find(row, epoch)
-        return make_problem(
-            self._to_problem, record, f"{self._source}, epoch {epoch}, record {row}"
-        )
+        where = f"{self._source}, epoch {epoch}, record {row}"
+        return make_problem(self._to_problem, partial(self._find, row, epoch), where)
 
     def _find(self, row: int, epoch: int) -> Any:
+        with self._lock:
+            try:
+                return self._read_to(row, epoch)
+            except BaseException:
+                self._epoch = -1  # a generator that raised has ended
+                raise
+
+    def _read_to(self, row: int, epoch: int) -> Any:
         if epoch != self._epoch or row < self._next - len(self._kept):
             self._begin(epoch)
         while self._next <= row:

@@ -165,7 +165,7 @@ class AgentLoopManager:
     def _raise_if_stopped(self, step: int) -> None:
         for task, share in self._run.limits.mix().shares(step).items():
             if share and (stop := self._stops.get(task)):
-                raise TaskStopped(f"task {task} is stopped: {stop.reason}", hint=_how_to_fix(task))
+                raise TaskStopped(f"task {task} is stopped: {stop.reason}", hint=stop.fix(task))
 
     # -- rounds --------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class AgentLoopManager:
             stop = self._run.task_stops.of(task)
         if stop.is_stopped:
             if task not in self._stops:
-                log.error("task %s is stopped: %s; %s", task, stop.reason, _how_to_fix(task))
+                log.error("task %s is stopped: %s; %s", task, stop.reason, stop.fix(task))
             self._stops[task] = stop
             return True
         self._stops.pop(task, None)
@@ -264,10 +264,3 @@ class AgentLoopManager:
         if self._halts.get(task) != halt:
             self._run.task_stops.publish(self.nonce, task, halt)
             self._halts[task] = halt
-
-
-def _how_to_fix(task: str) -> str:
-    return (
-        "`rolloutmq dead` and `rolloutmq tail` show why; fix the cause, then run "
-        f"`rolloutmq resume --task {task}`"
-    )

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from buffer.errors import DatasetError, MediaError, describe
+from buffer.errors import DatasetError, MediaError, WireError, describe
 from buffer.model.ids import group_id
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.rollouts import wire
+from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
@@ -114,6 +115,14 @@ class Sampler:
             )
             for index in range(self._k)
         ]
+
+    def encode(self, draw: int, states: list[RolloutState]) -> bytes:
+        """Return the payload of a draw's rollouts; raises DatasetError where it cannot be read."""
+        try:
+            return wire.encode_checked(RolloutGroup(self.gid(draw), self.task, states))
+        except WireError as error:
+            message = f"{self.task}: row {self.place(draw).row}: {error.message}"
+            raise DatasetError(message, hint=error.hint) from error
 
     def _read(self, draw: int, place: Place) -> Problem:
         try:

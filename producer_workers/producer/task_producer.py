@@ -14,10 +14,8 @@ from itertools import islice
 from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
-from buffer.errors import ConfigError, DatasetError, PayloadMissing, WireError
+from buffer.errors import ConfigError, PayloadMissing
 from buffer.model.ids import new_nonce
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
 from buffer.store.payloads import CHUNK_BYTES
@@ -139,21 +137,14 @@ class SamplerWithReplayBuffer:
         return self._ahead[draw]
 
     def _encode(self, draw: int, states: list[RolloutState]) -> bytes:
-        """Return the payload of a prompt; b"" for one that cannot be stored.
-
-        Raises DatasetError for a row that no worker could read.
-        """
-        row = self._sampler.place(draw).row
-        try:
-            payload = wire.encode_checked(RolloutGroup(self._sampler.gid(draw), self.task, states))
-        except WireError as error:
-            raise DatasetError(f"{self.task}: row {row}: {error}") from error
+        """Return the payload of a prompt; b"" for one that cannot be stored."""
+        payload = self._sampler.encode(draw, states)
         if self._run.payloads.fits(payload):
             return payload
         log.warning(
             "task %s: row %d is skipped: its prompt has %d bytes, and at most %d can be stored",
             self.task,
-            row,
+            self._sampler.place(draw).row,
             len(payload),
             CHUNK_BYTES,
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from buffer.errors import RolloutMQError, UserCodeError, describe
+from buffer.model.user_frames import user_frames
 from producer_workers.user_code.border import Border
 
 Mode = Literal["plain", "coroutines", "threads"]
@@ -16,8 +14,6 @@ Mode = Literal["plain", "coroutines", "threads"]
 
 ROOM: dict[Mode, int] = {"plain": 1, "coroutines": 64, "threads": 16}
 """Calls that one process makes at once."""
-
-_LIBRARIES = (sys.prefix, sys.base_prefix, "<", str(Path(__file__).parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +33,13 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, border: Border) -> Failure:
         """Return why a call that raised `error` has no result."""
-        frames = _frames(error)
+        frames = "\n".join(user_frames(error))
         if isinstance(error, RolloutMQError):
             return cls(error.message, border.told(error), error.hint, frames, is_own=True)
         empty = isinstance(error, StopIteration)
         hint = "next(...) found nothing: give it a default" if empty else ""
         is_memory = isinstance(error, MemoryError)
         return cls(describe(error), border.told(error), hint, frames, is_out_of_memory=is_memory)
-
-
-def _frames(error: BaseException) -> str:
-    found = traceback.extract_tb(error.__traceback__)
-    users = [each for each in found if not each.filename.startswith(_LIBRARIES)]
-    return "\n".join(f"{each.filename}:{each.lineno} in {each.name}" for each in users[-8:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

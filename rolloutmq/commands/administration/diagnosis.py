@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control.role_holder import RoleHolder
+from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
 from buffer.monitoring.run_view import Snapshot, TaskView
 from rolloutmq.output import age, plural
@@ -276,7 +277,9 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
     for task in snap.tasks:
         if task.stop_reason:
             what = f"task {task.account.task} is stopped: {task.stop_reason}"
-            yield Symptom("stuck", what, _error_age_ms(task, snap), _fix_of_errors(task))
+            has_failed = task.progress.get("stopped")
+            fix = _fix_of_errors(task) if has_failed else TaskStop("broken").fix(task.account.task)
+            yield Symptom("stuck", what, _error_age_ms(task, snap), fix)
         elif task.progress.get("halt") == "enough":
             last = task.progress["halt_step"]
             reason = task.progress.get("halt_reason", "")

@@ -1,0 +1,29 @@
+"""Find where in a user's code an error was raised."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(
+    f"{_ROOT / name}/" for name in ("buffer", "consumer", "producer_workers", "rolloutmq")
+)
+_LIBRARIES = (sys.prefix, sys.base_prefix, "<")
+_MOST = 8
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """Return the places in a user's code where `error` was raised, the innermost last.
+
+    Each is "file:line in function". A user's code may be installed as a library: without any other,
+    places in libraries are returned. There are none where code of this project raised the error
+    and called no code of a user.
+    """
+    found = traceback.extract_tb(error.__traceback__)
+    others = [each for each in found if not each.filename.startswith(_OURS)]
+    users = [each for each in others if not each.filename.startswith(_LIBRARIES)]
+    if not users and found and found[-1].filename.startswith(_OURS):
+        return []
+    return [f"{each.filename}:{each.lineno} in {each.name}" for each in (users or others)[-_MOST:]]

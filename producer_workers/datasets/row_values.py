@@ -1,0 +1,236 @@
+"""Make the values of a row ones that a group can store, where that loses nothing.
+
+Text, numbers, true and false, null, bytes, lists and objects stay. Dates, times, durations (ISO
+8601), decimals, fractions, UUIDs and paths become text; arrays, tensors, tuples and sorted sets
+become lists; scalars of numpy and members of an Enum become their values; a missing date, null.
+Anything else is refused with its place in the record: an integer over 64 bits, half of a surrogate
+pair, a key that is not text, an object of a class. Pictures pass: `image_records` takes them out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from types import NoneType
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import numpy as np
+import orjson
+
+from buffer.errors import WireError
+from buffer.rollouts.wire_checks import MAX_NESTING, check_plain
+from producer_workers.datasets.dataset import Problem
+
+HINT = (
+    "make it text, a number, a list, or an object whose keys are text; a `record` function may "
+    "convert the record"
+)
+_STAY = frozenset((float, bool, NoneType, bytes))
+_BASES: tuple[type[Any], ...] = (str, int, float, bytes)
+_AS_TEXT = (UUID, Fraction, PurePath)
+_SHOWN = 80
+"""Characters of a place or a value in an error."""
+
+
+class Unstorable(ValueError):
+    """A value that no group can store: its place in the record, and what it is."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.place = ""
+
+    def inside(self, part: str) -> Unstorable:
+        """Return the error with the place of what contains the value."""
+        self.place = part + self.place
+        return self
+
+    def __str__(self) -> str:
+        place = self.place.removeprefix(".")
+        shown = f"{place[:_SHOWN]}…" if len(place) > _SHOWN else place
+        return f'"{shown}" {self.what}' if place else f"it {self.what}"
+
+
+def plain_record(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a record with values that can be stored, or are pictures. Raises Unstorable."""
+    return _entries(record, 0)  # most columns are stored within `extra`
+
+
+def plain_problem(problem: Problem) -> Problem:
+    """Return a problem whose values can be stored. Raises Unstorable."""
+    if is_plain(problem):
+        return problem
+    made = problem.model_copy(update=_entries(_values(problem), -1))
+    for name, value in _values(made).items():
+        try:
+            check_plain(name, [value])
+        except WireError as error:
+            raise Unstorable(f"cannot be stored: {error}").inside(name) from error
+    return made
+
+
+def is_plain(problem: Problem) -> bool:
+    """Return whether the values can be stored as they are, as nearly all can; False for bytes."""
+    values = [*_values(problem).values()]
+    try:
+        check_plain("the row", values)
+        orjson.dumps(values, option=_STRICT)  # refuses long integers and half surrogates
+    except (WireError, orjson.JSONEncodeError):
+        return False
+    return True
+
+
+def _values(problem: Problem) -> dict[str, Any]:
+    return {name: getattr(problem, name) for name in _FIELDS}
+
+
+_FIELDS = ("messages", "tools", "ground_truth", "data_source", "extra")
+_STRICT = (
+    orjson.OPT_PASSTHROUGH_DATACLASS
+    | orjson.OPT_PASSTHROUGH_DATETIME
+    | orjson.OPT_PASSTHROUGH_SUBCLASS
+)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return a value at that depth as one that can be stored, in containers of its own.
+
+    Raises Unstorable.
+    """
+    kind = type(value)
+    if kind is str:
+        return _text(value)
+    if kind in _STAY:
+        return value
+    if kind is int:
+        return _integer(value)
+    if depth == MAX_NESTING:
+        raise Unstorable(f"is nested too deeply: at most {MAX_NESTING} levels")
+    if kind is list:
+        return _items(value, depth)
+    if kind is dict:
+        return _entries(value, depth)
+    return _other(value, depth)
+
+
+def _text(value: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(value[error.start])
+            raise Unstorable(
+                f"is text with half of a surrogate pair, {half}, at character {error.start + 1}"
+            ) from None
+    return value
+
+
+def _integer(value: int) -> int:
+    if -(2**63) <= value < 2**64:
+        return value
+    # Python refuses to write thousands of digits
+    shown = f" ({value})" if value.bit_length() < 4 * _SHOWN else ""
+    raise Unstorable(f"is an integer of more than 64 bits{shown}: write it as text")
+
+
+def _items(values: Iterable[Any], depth: int) -> list[Any]:
+    made = []
+    for position, value in enumerate(values):
+        try:
+            made.append(plain(value, depth + 1))
+        except Unstorable as error:
+            raise error.inside(f"[{position}]") from None
+    return made
+
+
+def _entries(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    made = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise Unstorable(f"has a key that is not text: {key!r:.80}, of {_kind(key)}")
+        try:
+            made[_text(str.__str__(key))] = plain(value, depth + 1)
+        except Unstorable as error:
+            raise error.inside(f".{ascii(key)[1:-1]}") from None
+    return made
+
+
+def _other(value: Any, depth: int) -> Any:
+    if isinstance(value, Enum):
+        return plain(value.value, depth + 1)
+    if isinstance(value, np.generic | np.ndarray):
+        return _of_numpy(value, depth)
+    for kind in _BASES:
+        if isinstance(value, kind):
+            return plain(kind(value))
+    if isinstance(value, date | time | timedelta | Decimal):
+        return _quantity(value)
+    if isinstance(value, _AS_TEXT):
+        return _text(str(value))
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    return _container(value, depth)
+
+
+def _quantity(value: date | time | timedelta | Decimal) -> str | None:
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if value != value:  # pandas.NaT
+        return None
+    # those of pandas have nanoseconds, which msgspec drops
+    own = getattr(value, "isoformat", None)
+    return str(own() if own else msgspec.to_builtins(value))
+
+
+def _of_numpy(value: np.generic | np.ndarray[Any, Any], depth: int) -> Any:
+    if isinstance(value, np.ndarray):
+        return _items(value, depth) if value.ndim else plain(value[()], depth + 1)
+    if isinstance(value, np.datetime64):
+        return None if np.isnat(value) else str(np.datetime_as_string(value))
+    if isinstance(value, np.timedelta64) and np.isnat(value):
+        return None
+    item = value.item()
+    # of months or nanoseconds, item() is a number without its unit
+    has_lost_unit = isinstance(value, np.timedelta64) and isinstance(item, int)
+    if has_lost_unit or isinstance(item, np.generic | tuple):
+        raise _refused(value)
+    return plain(item, depth + 1)
+
+
+def _container(value: Any, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        return _entries(value, depth)
+    if isinstance(value, set | frozenset):
+        try:
+            return _items(sorted(value), depth)
+        except TypeError:
+            raise _refused(value, " whose values have no order") from None
+    if isinstance(value, list | tuple | deque | range) and not hasattr(value, "_fields"):
+        return _items(value, depth)
+    if is_picture(value):
+        return value
+    if callable(as_list := getattr(value, "tolist", None)):  # a tensor, a column
+        return plain(as_list(), depth + 1)
+    raise _refused(value)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is a picture of Pillow."""
+    return type(value).__module__.startswith("PIL.")
+
+
+def _refused(value: Any, why: str = "") -> Unstorable:
+    return Unstorable(f"is of {_kind(value)}{why}, which cannot be stored")
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"type {module}{kind.__qualname__}"
