@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import orjson
-
 from buffer.config.config import ProducingConfig
 from buffer.config.fingerprint import origin_of
 from buffer.config.sections.dataset import ImagesSection
@@ -38,6 +36,7 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
+from producer_workers.engines.model_folder import eos_ids
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter, load_sample_filter
 from producer_workers.images.image_reader import ImageReader
@@ -109,7 +108,7 @@ def task_sampler(
     return Sampler(
         name,
         dataset,
-        _task_tokenizer(tokenizer, task),
+        task_tokenizer(tokenizer, task),
         task.sample.to_params(),
         prompt_repeat_k=task.prompt_repeat_k,
         seed=config.run.seed,
@@ -122,7 +121,7 @@ def task_sampler(
     )
 
 
-def _task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
+def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
     """Return the tokenizer for prompts, agents and environments of a task."""
     if not task.chat_template_kwargs and task.system_prompt is None:
         return tokenizer
@@ -184,12 +183,12 @@ def make_worker(
     if problem := config.context_problem(context_length(engine), names):
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
-    eos_ids = _eos_ids(config.model_folder)
+    ends = eos_ids(config.model_folder)
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
     judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {
-        name: _make_runner(config, run, name, tokenizer, eos_ids, judges, tracer) for name in names
+        name: _make_runner(config, run, name, tokenizer, ends, judges, tracer) for name in names
     }
     return Worker(
         run,
@@ -271,7 +270,7 @@ def _make_runner(
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
         judge=_make_judge(config, run, name, judges),
-        tokenizer=_task_tokenizer(tokenizer, task),
+        tokenizer=task_tokenizer(tokenizer, task),
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.agent_loop_options,
@@ -330,13 +329,3 @@ def _make_judge(
         return judges.watch(asked, task.judging.grace_s)
 
     return make_judge(task.judge, ask)
-
-
-def _eos_ids(folder: Path) -> set[int]:
-    """Return the end-of-text ids of a model, from its generation config or its config."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        eos = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
-        if eos is not None:
-            return set(eos) if isinstance(eos, list) else {int(eos)}
-    return set()

@@ -176,14 +176,28 @@ async def _first_batch(
     run.trainers.open(trainer, step=0, lineage=TASK)
     while not isinstance(batch := run.ledger.take(trainer, 1, {TASK: count}), Manifest):
         producer.round(run.control.state())
-        for letter in run.dead_letters.newest():
-            raise RehearsalError(
-                f"{letter.gid}: {letter.reason}",
-                hint="the agent loop or the judge failed this group",
-            )
+        _raise_if_incomplete(run)
         if working.done():
             working.result()
         await asyncio.sleep(0.01)
     groups = [run.buffer.read(entry.payload) for entry in batch.entries]
     run.ledger.commit(trainer, 1, 1)
     return sorted(groups, key=lambda group: group.gid)
+
+
+def _raise_if_incomplete(run: Run) -> None:
+    """Raise RehearsalError where the batch will never have all problems, with the reason."""
+    for letter in run.dead_letters.newest():
+        raise RehearsalError(
+            f"{letter.gid}: {letter.reason}",
+            hint="the agent loop or the judge failed this group",
+        )
+    stop = run.task_stops.of(TASK)
+    if stop.is_stopped:
+        raise RehearsalError(f"a problem cannot be used: {stop.reason}")
+    places = run.account.totals().tasks[0].places
+    if passed_over := places["dropped"]:
+        raise RehearsalError(
+            f"{passed_over} problems were passed over: their prompts are too large to be stored",
+            hint="the log of rolloutmq.producer names their rows",
+        )

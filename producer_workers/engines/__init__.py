@@ -17,9 +17,13 @@ def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) 
     `version` names the weights that `model_dir` holds.
     """
     if config.kind == "simulated":
+        from producer_workers.engines.model_folder import eos_ids, vocabulary_size
         from producer_workers.engines.simulated.engine import SimulatedEngine
 
-        return SimulatedEngine(config, version)
+        size, ends = vocabulary_size(model_dir), sorted(eos_ids(model_dir))
+        of_model = {"vocab_size": size, "eos_token_id": ends[0] if ends else None}
+        given = config.model_dump(include=set(of_model), exclude_none=True)
+        return SimulatedEngine(config.model_copy(update=of_model | given), version)
     if config.kind == "http":
         from producer_workers.engines.http.engine import HttpEngine
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -203,3 +204,23 @@ class AdapterCheck:
     @cached_property
     def _checksum(self) -> str:
         return model_checksum(self._model_dir)
+
+
+def eos_ids(folder: Path) -> set[int]:
+    """Return the end-of-text ids of a model, from its generation config or its config."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            return set(eos) if isinstance(eos, list) else {int(eos)}
+    return set()
+
+
+def vocabulary_size(folder: Path) -> int | None:
+    """Return how many token ids a model has; None without its config."""
+    config = _read_json(folder / "config.json")
+    size = config.get("text_config", config).get("vocab_size")
+    return None if size is None else int(size)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return dict(orjson.loads(file.read_bytes())) if file.is_file() else {}

@@ -10,23 +10,27 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from buffer.config.config import Config
 from buffer.config.sections.task import NO_JUDGE, TaskSection
-from buffer.errors import ConfigError, HubError, RolloutMQError
+from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
-from producer_workers.build import problems_dir, task_sampler
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
+from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
-from producer_workers.producer.sampler import TooLong
+from producer_workers.producer.sampler import Sampler, TooLong
 from rolloutmq.check.finding import Finding, absent, failure
 from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.check.unit import Unit
 
 ROWS = 64
-"""Rows of a data set that are made into prompts."""
+"""Rows of a data set that are made into prompts, and encoded."""
+
+SHOWN = 3
+"""Rows that cannot be used, in the report."""
 
 SCANNED = 4096
 """Rows of a data set whose sources are compared with the judges'."""
@@ -52,6 +56,8 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
         yield absent("data", getattr(task.dataset, "repository", None))
         return
     if task.images:
+        for row in range(min(ROWS, len(dataset))):
+            dataset.row(row)
         yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
         return
     if missing := _without_judge(task, dataset):
@@ -60,15 +66,17 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
         return
     tokenizer, note = _tokenizer(config)
     sampler = task_sampler(config, name, dataset, tokenizer)
-    draws = [sampler.draw(draw) for draw in range(min(ROWS, len(dataset)))]
-    first = [states[0] for states in draws if not isinstance(states, TooLong)]
+    draws = list(_draws(sampler, min(ROWS, len(dataset))))
+    first = [states[0] for states in draws if isinstance(states, list)]
+    yield from _refused(name, [each for each in draws if isinstance(each, DatasetError)])
     yield _summary(name, len(dataset), first, note)
     if first and task.eval_of is None:
         shown = str(tokenizer.decode(_ids(first[0])))
         yield Finding("data", "ok", f"task {name}: its first prompt", text=shown)
-    yield from _skipped(config, name, len(draws) - len(first), len(draws))
+    yield from _skipped(config, name, sum(isinstance(each, TooLong) for each in draws), len(draws))
     if not note:
         yield from _cut_off(config, name, first)
+    yield from _without_text(name, task_tokenizer(tokenizer, task), first)
     if task.eval_of is None:
         yield from _repeated(config, name, len(dataset))
         return
@@ -78,12 +86,23 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
         yield failure("data", error)
 
 
+def _draws(sampler: Sampler, count: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
+    """Draw the first rows and encode them as a producer does; yield why one is refused."""
+    for draw in range(count):
+        try:
+            states = sampler.draw(draw)
+            if not isinstance(states, TooLong):
+                sampler.encode(draw, states)
+            yield states
+        except DatasetError as error:
+            yield error
+
+
 def _check_judge(config: Config, name: str) -> Iterator[Finding]:
     tokenizer, _ = _tokenizer(config)
     try:
         sampler = task_sampler(config, name, _open(config, name), tokenizer)
-        draws = (sampler.draw(draw) for draw in range(ROWS))
-        drawn = (found[0] for found in draws if not isinstance(found, TooLong))
+        drawn = (found[0] for found in _draws(sampler, ROWS) if isinstance(found, list))
         prompts = list(islice(drawn, READ_ROWS))
     except RolloutMQError:
         return  # the unit of the data set reports it
@@ -140,6 +159,13 @@ def _tokens(state: RolloutState) -> int:
     return len(_ids(state))
 
 
+def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
+    yield from (failure("data", error, f"task {name}") for error in errors[:SHOWN])
+    if len(errors) > SHOWN:
+        what = f"task {name}: {len(errors)} of the rows that were tried cannot be used"
+        yield Finding("data", "error", what, "the first such row stops the task")
+
+
 def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
     if skipped:
         yield Finding(
@@ -173,6 +199,30 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
             f"sample.max_tokens = {sample.max_tokens:,}",
             "lower sample.max_tokens, or raise [engine] max_model_len",
         )
+
+
+def _without_text(
+    name: str, tokenizer: Tokenizer, first: Sequence[RolloutState]
+) -> Iterator[Finding]:
+    """Yield that the chat template drops what the user says: another text is the same prompt."""
+    for state in first[:1]:
+        messages = state.messages or []
+        other = [
+            each | {"content": f"1 {each['content']} 1"} if _is_asked(each) else each
+            for each in messages
+        ]
+        if other != messages and encode_chat(tokenizer, other, state.tools) == _ids(state):
+            yield Finding(
+                "data",
+                "error",
+                f"task {name}: the chat template drops the text of the user: all prompts are alike",
+                "see chat_template of the model's tokenizer, and [tasks.<name>] "
+                "chat_template_kwargs",
+            )
+
+
+def _is_asked(message: dict[str, Any]) -> bool:
+    return message["role"] == "user" and isinstance(message["content"], str)
 
 
 def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:

@@ -11,6 +11,7 @@ from buffer.config.config import Config
 from buffer.errors import HubError
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.models.model_folder import check_model_folder, load_tokenizer
+from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from rolloutmq.check.finding import Finding, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.check.unit import Unit
@@ -25,13 +26,13 @@ SMALL = {
 
 
 def units(config: Config) -> list[Unit]:
-    """Return the units for a model in a folder; none for one that the run builds."""
+    """Return the units for a model in a folder, or for one that the run builds."""
     try:
         folder = config.model_folder
     except HubError:
         return [Unit("model", str(config.policy.model), partial(_report_absent, config))]
     if config.policy.model is None and not folder.is_dir():
-        return []
+        return [Unit("model", "the model that the run builds", partial(_check_warm_start, config))]
     checks = {"its files": _check_files}
     if (folder / "config.json").is_file():
         checks["its tokenizer"] = _check_tokenizer
@@ -46,6 +47,18 @@ def _report_absent(config: Config) -> Iterator[Finding]:
     yield absent("model", config.policy.repository)
 
 
+def _check_warm_start(config: Config) -> Iterator[Finding]:
+    training = [config.tasks[name] for name in config.training_tasks]
+    if not any(getattr(task.dataset, "warm_start_size", 0) for task in training):
+        yield Finding(
+            "model",
+            "error",
+            "there is no [policy] model, and no task has problems on which one could be trained: "
+            "the run cannot start",
+            "set [policy] model, or warm_start_size of a reasoning_gym data set",
+        )
+
+
 def _check_files(folder: Path) -> Iterator[Finding]:
     check_model_folder(folder)
     shape = read_shape(folder)
@@ -58,7 +71,23 @@ def _check_files(folder: Path) -> Iterator[Finding]:
 
 def _check_tokenizer(folder: Path) -> Iterator[Finding]:
     load_tokenizer(folder)
-    yield from ()
+    ends = eos_ids(folder)
+    size = vocabulary_size(folder)
+    if not ends:
+        yield Finding(
+            "model",
+            "warning",
+            f"{folder} names no token that ends a response: every one runs to max_tokens",
+            "set eos_token_id in its generation_config.json",
+        )
+    if size is not None and any(end >= size for end in ends):
+        yield Finding(
+            "model",
+            "error",
+            f"{folder}: eos_token_id {max(ends)} is beyond its {size:,} token ids, so no response "
+            "can end",
+            "correct eos_token_id in its generation_config.json, or vocab_size in its config.json",
+        )
 
 
 def _check_architecture(folder: Path) -> Iterator[Finding]:

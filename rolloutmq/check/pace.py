@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -96,9 +96,14 @@ def _response_tokens(config: Config) -> Distribution:
     )
 
 
-def _mean(distribution: Distribution) -> float:
+def _mean(distribution: Distribution, most: float = inf) -> float:
     rng = np.random.default_rng(0)
-    return float(np.mean([distribution.draw(rng) for _ in range(256)]))
+    return float(np.mean([min(distribution.draw(rng), most) for _ in range(256)]))
+
+
+def _mean_tokens(config: Config, lengths: Distribution) -> float:
+    """Return the mean length of a response, which ends at max_tokens."""
+    return _mean(lengths, _largest(config).sample.max_tokens)
 
 
 def _setting(
@@ -121,7 +126,7 @@ def _setting(
         batch_size=config.plan.batch_size,
         token_s=token_s,
         first_token_s=first_token_s,
-        step_s=_step_s(config, shape, device, prompt + _mean(lengths)),
+        step_s=_step_s(config, shape, device, prompt + _mean_tokens(config, lengths)),
         sync_s=0.0 if config.learner.lora else 2 * shape.parameters / WEIGHT_BYTES_PER_S,
         sync_weights_interval=config.policy.sync_weights_interval,
         max_staleness=config.policy.max_staleness,
@@ -168,7 +173,8 @@ def _assumptions(config: Config, device: Device, lengths: Distribution, prompt: 
         if isinstance(config.engine, SimulatedConfig)
         else f"{device.name} for each rank and engine shard"
     )
+    response = _mean_tokens(config, lengths)
     return (
-        f"assumed: {given}, responses of {_mean(lengths):,.0f} tokens on average, prompts of "
+        f"assumed: {given}, responses of {response:,.0f} tokens on average, prompts of "
         f"{prompt:,.0f}; `rolloutmq simulate` takes numbers that you measured"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from buffer.config.config import Config
-from buffer.config.sections.engine import VllmConfig
+from buffer.config.sections.engine import SimulatedConfig, VllmConfig
 from buffer.model.byte_size import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
@@ -54,3 +54,21 @@ def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
         problem = config.context_problem(context_tokens(config), config.tasks)
         if problem:
             yield Finding("model", "error", problem)
+    yield from _vocabulary_findings(config, shape)
+
+
+def _vocabulary_findings(config: Config, shape: Shape) -> Iterator[Finding]:
+    """Yield why a trainer would refuse the tokens of a simulated engine."""
+    engine = config.engine
+    if not isinstance(engine, SimulatedConfig):
+        return
+    for key, least in (("vocab_size", 0), ("eos_token_id", 1)):
+        value = getattr(engine, key) or 0
+        if value + least > shape.vocabulary:
+            yield Finding(
+                "model",
+                "error",
+                f"[engine] {key} = {value:,}, and the model has {shape.vocabulary:,} token ids: "
+                "the trainer would refuse every group",
+                f"leave {key} out: the default is the model's",
+            )

@@ -34,6 +34,11 @@ class Shape:
     kv_values: int
     positions: int | None
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+        return self.embedding // self.width
+
 
 def shape_of(config: Config) -> Shape:
     """Return the shape of the model of a run. Raises ModelError, and HubError if it is not here."""

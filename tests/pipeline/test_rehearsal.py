@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import subprocess
 import sys
@@ -272,3 +273,34 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
         section = config.worker.model_copy(update={"tasks": ["plain"]})
         with pytest.raises(ModelError):
             make_worker(config.model_copy(update={"worker": section}), run, engine, "w0")
+
+
+calls: list[str] = []
+
+
+def always_raises(response: str, **_: Any) -> float:
+    calls.append(response)
+    raise KeyError("lines")
+
+
+def test_a_judge_that_always_raises_ends_the_rehearsal_with_its_reason() -> None:
+    calls.clear()
+    with pytest.raises(RehearsalError, match="KeyError: 'lines'"):
+        rehearse(SUMS, judge=always_raises, samples=2, timeout_s=3600)
+    assert len(calls) <= 2 * len(SUMS)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"answer": "3"}, "problems, row 2: there is no prompt"),
+        ({"question": "q", "answer": 2**70}, 'problems, row 2: "answer" is an integer'),
+        ({"question": "q", "answer": random.Random(1).randbytes(2**21)}, "1 problems were passed"),
+    ],
+)
+def test_a_problem_that_cannot_be_used_ends_the_rehearsal_with_its_reason(
+    row: dict[str, Any], reason: str
+) -> None:
+    """At once: with the old wait for the whole batch, this test would take an hour."""
+    with pytest.raises(RehearsalError, match=re.escape(reason)):
+        rehearse([*SUMS[:2], row], judge=length, timeout_s=3600)

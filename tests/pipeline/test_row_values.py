@@ -9,11 +9,11 @@ import uuid
 from collections import OrderedDict
 from decimal import Decimal
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -37,6 +37,7 @@ from rolloutmq.check.unit import findings_of, units_of
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 
+pd: Any = import_module("pandas")
 HERE = "tests.pipeline.test_row_values"
 
 

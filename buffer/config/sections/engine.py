@@ -198,10 +198,10 @@ class SimulatedConfig(EngineSettings):
     """largest number of tokens of prompt and response; default: no limit"""
     max_num_seqs: Count = Field(256, ge=1)
     """requests at the same time; further ones wait"""
-    vocab_size: Count = Field(32_000, ge=2)
-    """number of different token ids"""
-    eos_token_id: Count = Field(0, ge=0)
-    """token that ends a response"""
+    vocab_size: Count | None = Field(None, ge=2)
+    """number of different token ids; default: those of the model, or 32,000 without one"""
+    eos_token_id: Count | None = Field(None, ge=0)
+    """token that ends a response; default: that of the model, or 0 without one"""
     fail_every: Count | None = Field(None, ge=1)
     """every n-th request raises GenerationError; default: none"""
     die_after: Count | None = Field(None, ge=0)

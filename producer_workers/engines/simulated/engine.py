@@ -42,6 +42,9 @@ from producer_workers.engines.simulated.request_trace import (
 
 logger = logging.getLogger(__name__)
 
+VOCABULARY = 32_000
+"""Token ids without a model."""
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -267,12 +270,13 @@ class SimulatedEngine:
         pace = draw_pace(rng, self._config, self._trace)
         wanted = max(pace.tokens, params.min_tokens + 1)
         tokens = min(wanted, params.max_tokens)
-        token_ids = rng.integers(0, self._config.vocab_size, tokens, dtype=np.int32)
+        vocabulary = self._config.vocab_size or VOCABULARY
+        token_ids = rng.integers(0, vocabulary, tokens, dtype=np.int32)
         # Exponential surprise with mean 0.5 nat: about what a trained model's own samples have.
         logprobs = -rng.exponential(0.5, tokens).astype(np.float32)
         stopped = wanted <= params.max_tokens
         if stopped:
-            token_ids[-1] = self._config.eos_token_id
+            token_ids[-1] = self._config.eos_token_id or 0
         tokens, stopped = _first_stop(token_ids, params, stopped)
         return _Run(
             request_id,

@@ -61,7 +61,8 @@ def test_response_lengths_follow_their_distribution(
 
 
 def test_a_long_response_is_cut_at_max_tokens(run: Run[Any]) -> None:
-    config = SimulatedConfig(response_tokens=Bimodal(short=5, long=100, long_share=0.5), **INSTANT)
+    lengths = Bimodal(short=5, long=100, long_share=0.5)
+    config = SimulatedConfig(response_tokens=lengths, eos_token_id=0, **INSTANT)
     made: list[Generation] = run(generate_many(config, 200, max_tokens=10))
     by_reason = {one.finish_reason: len(one.token_ids) for one in made}
     assert by_reason == {"stop": 5, "length": 10}
@@ -155,3 +156,21 @@ def test_a_trace_is_refused_with_the_line_that_is_wrong(
     trace.write_text(text, encoding="utf-8")
     with pytest.raises(EngineError, match=what):
         run(build_engine(SimulatedConfig(trace=trace), Path(), FIRST).start())
+
+
+def test_token_ids_are_those_of_the_model_unless_configured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 16, "eos_token_id": [15, 14]}')
+
+    async def generated(config: SimulatedConfig) -> list[int]:
+        engine = build_engine(config, tmp_path, FIRST)
+        await engine.start()
+        made = await engine.generate("a", np.arange(3, dtype=np.int32), SampleParams(max_tokens=64))
+        await engine.shutdown()
+        return [int(token) for token in made.token_ids]
+
+    quick: dict[str, Any] = dict.fromkeys(("token_s", "first_token_s"), Fixed(value=0.0))
+    quick["response_tokens"] = Fixed(value=64)
+    ids = asyncio.run(generated(SimulatedConfig(**quick)))
+    assert (max(ids) < 16, ids[-1]) == (True, 14)
+    ids = asyncio.run(generated(SimulatedConfig(vocab_size=4000, eos_token_id=3, **quick)))
+    assert (max(ids) >= 16, ids[-1]) == (True, 3)

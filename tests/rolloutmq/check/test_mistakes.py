@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from buffer.config.config import Config
 from buffer.config.load import inspect_config
+from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.errors import HubError, ModelError
+from consumer.models.tiny_model import build_tiny_model
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
+from rolloutmq.check.pace import time_findings
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES, findings_of, units_of
@@ -77,8 +84,31 @@ def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") ->
                 yield from findings_of(unit)
 
 
-def test_a_project_without_a_mistake(project: Path) -> None:
-    assert [each for each in found() if each.level != "ok"] == []
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model with random weights."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build_tiny_model(folder, TinyModelConfig(max_positions=128), seed=0)
+    return folder
+
+
+@pytest.fixture
+def changed(model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy of the model, with changed values in the files of its config."""
+
+    def change(file: str = "config.json", **values: Any) -> Path:
+        folder = tmp_path / "changed"
+        if not folder.exists():
+            shutil.copytree(model, folder)
+        document = json.loads((folder / file).read_text(encoding="utf-8"))
+        (folder / file).write_text(json.dumps(document | values), encoding="utf-8")
+        return folder
+
+    return change
+
+
+def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
+    assert [each for each in found(f"policy.model={model}") if each.level != "ok"] == []
     assert not (project / "runs").exists()
 
 
@@ -106,6 +136,9 @@ def test_a_project_without_a_mistake(project: Path) -> None:
         (["tasks.sums.judge=nowhere:score"], "functions", "module 'nowhere' cannot be imported"),
         (["tasks.sums.agent_loop=my_judges:nothing"], "functions", "has no 'nothing'"),
         (["policy.model=models/of/none"], "model", "no config.json"),
+        (["run.name=mine"], "model", "there is no [policy] model"),
+        (["engine.vocab_size=32000"], "model", "the model has 128 token ids"),
+        (["engine.eos_token_id=128"], "model", "the model has 128 token ids"),
         (["policy.model=Qwen/none"], "model", "Qwen/none of the Hub is not on this machine"),
         (["tasks.sums.dataset={kind='hugging_face', path='openai/no'}"], "data", "openai/no of"),
         (["tasks.sums.dataset.path=none.jsonl"], "data", "cannot be opened"),
@@ -202,3 +235,50 @@ def test_the_formula_of_memory_md_is_the_one_that_is_computed(project: Path) -> 
     config, _ = inspect_config(ROOT / "configs" / "gpu_check.toml")
     parts = trainer_parts(config, shape_of(config))
     assert (parts.total - parts.activations) / 2**30 == pytest.approx(12, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("eos", "level"), [(None, "warning"), (128, "error"), ([3, 500], "error"), (3, "ok")]
+)
+def test_a_model_whose_responses_cannot_end_is_found(
+    project: Path, changed: Callable[..., Path], eos: Any, level: str
+) -> None:
+    changed("generation_config.json", eos_token_id=eos)
+    folder = changed("config.json", eos_token_id=eos)
+    units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
+    wrong = list(findings_of(units[f"{folder}, its tokenizer"]))
+    assert [each.level for each in wrong] == ([] if level == "ok" else [level])
+
+
+def config_of(*overrides: str) -> Config:
+    return inspect_config(Path("mine.toml"), overrides)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "drops"),
+    [
+        ("hello", True),
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content[:4] }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_a_template_that_drops_the_text_of_the_user_is_found(
+    project: Path, changed: Callable[..., Path], template: str, drops: bool
+) -> None:
+    folder = changed("tokenizer_config.json", chat_template=template)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    errors = [
+        each
+        for each in found(f"policy.model={folder}", stages=["data"], section="data")
+        if each.level == "error"
+    ]
+    assert len(errors) == drops
+
+
+@pytest.mark.parametrize("kind", ["simulated", "vllm"])
+def test_the_estimate_of_time_uses_the_configured_lengths(project: Path, kind: str) -> None:
+    config = config_of(f"engine={{kind='{kind}'}}", "tasks.sums.sample={max_tokens=16}")
+    (estimate,) = time_findings(config, shape_of(config), 1)
+    (tokens,) = re.findall(r"responses of ([\d,]+) tokens", estimate.fix)
+    assert 1 <= int(tokens) <= 16
