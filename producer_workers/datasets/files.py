@@ -27,13 +27,16 @@ from producer_workers.datasets.records import EXPECTED, ToProblem, make_problem,
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _OTHER_FILES = {
-    b"\x1f\x8b": "compressed by gzip: `gunzip --keep` writes the file that is read",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: `zstd -d` writes the file that is read",
-    b"BZh": "compressed by bzip2: `bunzip2 --keep` writes the file that is read",
-    b"\xfd7zXZ": "compressed by xz: `xz --decompress --keep` writes the file that is read",
-    b"PAR1": 'Parquet: set kind = "parquet"',
+    b"\x1f\x8b": ("compressed by gzip", "run `gunzip --keep {}`"),
+    b"\x28\xb5\x2f\xfd": (
+        "compressed by zstd",
+        "run `zstd -d {}`",
+    ),
+    b"BZh": ("compressed by bzip2", "run `bunzip2 --keep {}`"),
+    b"\xfd7zXZ": ("compressed by xz", "run `xz -dk {}`"),
+    b"PAR1": ("Parquet", 'set kind = "parquet"'),
 }
-"""What files are that are no text, and what to do, by their first bytes."""
+"""What a file is that is not text, and what to do, by its first bytes."""
 HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
@@ -82,10 +85,10 @@ class JsonlDataset:
     def _refuse_other_files(self, lines: BinaryIO) -> None:
         start = lines.read(8)
         lines.seek(0)
-        for mark, what in _OTHER_FILES.items():
+        for mark, (kind, hint) in _OTHER_FILES.items():
             if start.startswith(mark):
-                kind, _, hint = what.partition(": ")
-                raise DatasetError(f"{self.path}: the file is {kind}, not JSON lines", hint=hint)
+                message = f"{self.path}: the file is {kind}, not JSON lines"
+                raise DatasetError(message, hint=hint.format(self.path))
 
     def _index(self, lines: BinaryIO) -> None:
         offset = 0

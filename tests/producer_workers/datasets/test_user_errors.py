@@ -170,7 +170,7 @@ def test_what_is_wrong_with_a_row_itself_names_no_frame(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08\x00", "gunzip"),
         (b"\x28\xb5\x2f\xfd", "zstd"),
         (b"BZh91AY", "bunzip2"),
-        (b"\xfd7zXZ\x00", "xz"),
+        (b"\xfd7zXZ\x00", "xz -dk"),
         (b"PAR1", 'kind = "parquet"'),
     ],
 )
