@@ -95,17 +95,18 @@ def test_who_loads_code_by_name_is_known() -> None:
     known = {
         "buffer/model/order_policy.py",
         "producer_workers/agent_loops/agent_loop.py",
+        "producer_workers/agent_loops/environment.py",
         "producer_workers/agent_loops/gateway/loop.py",
-        "producer_workers/agent_loops/multi_turn.py",
         "producer_workers/agent_loops/toolbox.py",
+        "producer_workers/datasets/contained_dataset.py",
         "producer_workers/datasets/open.py",
         "producer_workers/datasets/records.py",
-        "producer_workers/user_code/function_server.py",
+        "producer_workers/group_runs/loop_result.py",
         "producer_workers/judges/load.py",
         "producer_workers/producer/curriculum.py",
         "producer_workers/producer/strategy.py",
+        "producer_workers/user_code/border.py",
         "producer_workers/user_functions.py",
-        "producer_workers/group_runs/loop_result.py",
         "rolloutmq/launch/training.py",
     }
     found = set()

@@ -19,9 +19,9 @@ from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.group import UNPARSED
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
 from producer_workers.judges.answers import Span, answer_text, spans
 from producer_workers.judges.expressions import Truth
-from producer_workers.judges.numbers import Number, names_number, only_denies, read_number
 from producer_workers.user_code.program import Limits
 from producer_workers.user_code.sandbox import run_program
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from producer_workers.judges.answers import Span, spans
-from producer_workers.judges.numbers import (
+from producer_workers.judges.answer_numbers import (
     Number,
     names_number,
     only_denies,
     read_number,
     whole_number,
 )
+from producer_workers.judges.answers import Span, spans
 from producer_workers.judges.plain_text import plain, powers
 
 _SEGMENT = re.compile(
