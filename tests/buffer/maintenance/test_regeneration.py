@@ -197,7 +197,7 @@ def test_what_is_written_behind_the_walk_is_removed_as_well(
     late = scene.keys.pool("math", "completed")
     walks = 0
 
-    def clear(*args: Any) -> int:
+    def clear(store: Any, keys: Any, but: Any) -> int:
         nonlocal walks
 
         def advance(count: int) -> None:
@@ -206,7 +206,7 @@ def test_what_is_written_behind_the_walk_is_removed_as_well(
             if walks < 3:
                 scene.raw.zadd(late, {"0000000001:math-0000000001": 1})
 
-        return clear_keys(*args, advance=advance)
+        return clear_keys(store, keys, but, advance)
 
     monkeypatch.setattr(regeneration, "clear_keys", clear)
     regenerate(story)

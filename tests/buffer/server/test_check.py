@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -43,7 +44,7 @@ def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis
 
 def test_a_server_without_room_for_more_connections_is_found(tmp_path: Path) -> None:
     with client_of(tmp_path, "--maxclients", "10") as client:
-        others = [client.connection_pool.make_connection() for _ in range(7)]
+        others: list[Any] = [client.connection_pool.make_connection() for _ in range(7)]
         for other in others:
             other.connect()
         assert [found.level for found in check_server(client)].count("warning") == 1
