@@ -34,7 +34,7 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> list[RolloutGroup]:
 async def run_until_it_ends(yard: Yard, **options: Any) -> None:
     worker = yard.worker("w1", **options)
     await worker.engine.start()  # type: ignore[attr-defined]
-    await asyncio.wait_for(worker.run(), 60.0)
+    await asyncio.wait_for(worker.run(), 400.0)
 
 
 def test_a_prompt_that_changed_is_not_submitted(yard: Yard, claimed: list[RolloutGroup]) -> None:

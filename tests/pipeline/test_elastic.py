@@ -59,7 +59,7 @@ def test_worker_keeps_results_without_a_network_and_hands_back_the_rest_when_it_
     socket.unlink()
     with closing(CuttingProxy(server, socket)):
         site.until(lambda: yard.places() == {"completed": 1, "running": 2}, "its result")
-        assert worker.end(signal.SIGTERM) == 0, worker.said()
+        assert worker.end(signal.SIGTERM) == 130, worker.said()
     assert yard.places() == {"completed": 1, "aborted": 2}
     assert not yard.run.fleet.workers(), "it has said good-bye"
     begun = [len(state.response_ids) for gid in long for state in yard.group(gid).states]
@@ -85,4 +85,4 @@ def test_an_id_is_of_one_live_worker_until_another_takes_over(site: Site, yard: 
     third = site.start("worker", "--id", "w0", "--take-over")
     site.until(lambda: pids() == [str(third.pid)], "the worker that took over")
     assert first.wait() != 0, "it was fenced"
-    assert third.end(signal.SIGTERM) == 0
+    assert third.end(signal.SIGTERM) == 130
