@@ -84,14 +84,20 @@ def test_tokens_that_changed_are_not_submitted(
 
 
 LOOP = """
-import ctypes
-from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from buffer.replay_buffer import ReplayBuffer
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as Faulty
+from tests.memory_fault import overwrite
 
-class Faulty(SingleTurnAgentLoop):
-    async def generate_group(self, states, engine, gid):
-        made = await super().generate_group(states, engine, gid)
-        ctypes.memset(states[0].prompt_ids.ctypes.data, 1, 1)
-        return made
+read = ReplayBuffer.read
+
+
+def read_into_faulty_memory(self, *args):
+    group = read(self, *args)
+    overwrite(group.prompt_ids)
+    return group
+
+
+ReplayBuffer.read = read_into_faulty_memory
 """
 
 
