@@ -26,7 +26,6 @@ from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.new_folder import follow_umask
-from consumer.weights.state_files import check_state
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -74,6 +73,9 @@ class CheckpointFolder:
 
         None where there is no checkpoint. Raises ModelError where none is whole.
         """
+        # it needs safetensors, which those who only look at a run need not have
+        from consumer.weights.state_files import check_state
+
         problems = []
         for step in reversed(self._folders()):
             try:
