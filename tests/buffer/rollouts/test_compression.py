@@ -111,8 +111,8 @@ def test_missing_package_is_a_config_error_and_no_bad_payload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"rolloutmq\[zstd\]"):
+    with pytest.raises(ConfigError, match="pip install zstandard"):
         wire.decode(FRAME)
-    with pytest.raises(ValueError, match=r"rolloutmq\[zstd\]"):
+    with pytest.raises(ValueError, match="pip install zstandard"):
         MemorySection(compression="zstd")
     assert wire.decode(wire.encode(group())).gid == "math-0000000001"
