@@ -111,7 +111,7 @@ def test_logprobs_of_packed_samples_are_the_models_own(name: str) -> None:
         logprobs = token_logprobs(policy, batch).logprobs
     for sample, rollout in enumerate(batch.rollout.tolist()):
         state = group.states[rollout]
-        ids = (torch.as_tensor(column).long() for column in (state.prompt_ids, state.response_ids))
+        ids = (torch.tensor(column).long() for column in (state.prompt_ids, state.response_ids))
         own = by_the_model_itself(model, *ids)
         torch.testing.assert_close(logprobs[batch.sample == sample], own, atol=2e-4, rtol=1e-4)
 
