@@ -13,15 +13,17 @@ UNJUDGED = (Status.INIT, Status.ABORTED)
 """Statuses of a sampled rollout whose judge has not answered yet."""
 
 
-def figure(of: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], no: T) -> T:
-    """Return a figure of rollouts; `no` where the user's loop that works on them ruined them.
+def figure(
+    compute: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], fallback: T
+) -> T:
+    """Return `compute(members)`, or `fallback` where a user's loop has put rubbish into them.
 
-    The group then fails for that when the loop returns (`check_result`).
+    The group fails for that rubbish when the loop returns (`check_result`).
     """
     try:
-        return of(members)
-    except Exception:  # any field of theirs may be anything
-        return no
+        return compute(members)
+    except Exception:  # any field of a member may be anything
+        return fallback
 
 
 def open_share(members: Sequence[RolloutState]) -> float:
