@@ -21,6 +21,7 @@ from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer
 from consumer.publication import open_sender, published
+from consumer.ranks import ALONE, select_device
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
@@ -32,7 +33,8 @@ STATE = "state.safetensors"
 
 def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step. The process may be killed at any line."""
-    learner = Learner(model_dir, config.learner, device="cpu", seed=config.run.seed)
+    device = select_device(config.trainer.device, ALONE)
+    learner = Learner(model_dir, config.learner, device=device, seed=config.run.seed)
     controller = TrainController.of(config, learner, model_dir)
     share = DeviceShare(learner.device, [learner.on_device()])
     sender = open_sender(config, run)
