@@ -1,7 +1,7 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
 A step that is trained again after a restart is logged again; the reader
-(`buffer.monitoring.history`) decides which entry counts. Of the evaluations of one task and step,
+(`rolloutmq.views.history`) decides which entry counts. Of the evaluations of one task and step,
 the last one counts.
 """
 

@@ -15,9 +15,6 @@ from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
 from buffer.model.byte_size import format_size
-from buffer.monitoring.console import plain
-from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
 from rolloutmq.commands.look.status import (
     account_text,
@@ -28,8 +25,11 @@ from rolloutmq.commands.look.status import (
     workers_text,
 )
 from rolloutmq.commands.look.tail import event_text
+from rolloutmq.console import plain
 from rolloutmq.output import age, bar, count, plural, sparkline, state, table, worker_state
 from rolloutmq.top.starting import starting_lines
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.run_view import Snapshot, TaskView, take_snapshot
 
 EVENTS = 5
 MOST_WORKERS = 8

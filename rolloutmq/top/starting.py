@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from buffer.monitoring.console import plain
-from buffer.monitoring.run_view import Snapshot, TaskView
+from rolloutmq.console import plain
 from rolloutmq.output import age, count
+from rolloutmq.views.run_view import Snapshot, TaskView
 
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 

@@ -14,15 +14,15 @@ from rich.live import Live
 from rich.text import Text
 
 from buffer.errors import StoreUnavailable
-from buffer.monitoring.console import console
-from buffer.monitoring.history import History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
 from rolloutmq.top.keys import Keyboard, Steering
 from rolloutmq.top.live_view import LiveView
+from rolloutmq.views.history import History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import Snapshot
 
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.monitoring.run_view import Snapshot
+from rolloutmq.views.run_view import Snapshot
 
 MOST_ROWS = 1200
 """When there are more, every second one is dropped, and new ones are added half as often."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from buffer.monitoring.history import StepLog, TrainedStep
 from consumer.training.step_log import EVALUATIONS_FILE, STEPS_FILE, read_evaluations
+from rolloutmq.views.history import StepLog, TrainedStep
 
 MOST_ROWS = 2000
 """Rows of a table at most; of more steps, the extremes of each range of steps are sent."""

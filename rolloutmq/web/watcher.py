@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from buffer.errors import RolloutMQError
-from buffer.monitoring.history import History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from rolloutmq.commands.administration.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.commands.administration.doctor import inspect
+from rolloutmq.views.history import History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import Snapshot, take_snapshot
 from rolloutmq.web.live_record import LiveRecord, numbers_of
 
 EVERY_S = 1.0

@@ -31,7 +31,6 @@ import torch
 import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
@@ -48,6 +47,7 @@ from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import SavedState
 from rolloutmq.launch.child import rank_environments
+from rolloutmq.views.history import StepLog
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 

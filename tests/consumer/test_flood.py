@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.batches.ledger import BAD_GROUPS
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import take_snapshot
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import Crew, at_work, wait_until
 from tests.rolloutmq.conftest import ROOT

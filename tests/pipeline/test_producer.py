@@ -22,13 +22,13 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import take_snapshot
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
 from tests.servers import KINDS

@@ -17,9 +17,6 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
 from buffer.model.ids import new_nonce
-from buffer.monitoring.history import WORKERS, History
-from buffer.monitoring.prometheus import RunCollector
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -27,6 +24,9 @@ from consumer.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.group_runs import expert_files
+from rolloutmq.views.history import WORKERS, History
+from rolloutmq.views.prometheus import RunCollector
+from rolloutmq.views.run_view import take_snapshot
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model

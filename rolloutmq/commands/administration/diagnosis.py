@@ -9,8 +9,8 @@ from typing import Literal
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
-from buffer.monitoring.run_view import Snapshot, TaskView
 from rolloutmq.output import age, plural
+from rolloutmq.views.run_view import Snapshot, TaskView
 
 Level = Literal["note", "stuck", "fault"]
 

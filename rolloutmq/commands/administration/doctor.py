@@ -26,8 +26,6 @@ from buffer.errors import (
     StoreUnsafe,
     WireError,
 )
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
@@ -39,6 +37,7 @@ from rolloutmq.commands.administration.diagnosis import (
     last_event_ms,
     worst_first,
 )
+from rolloutmq.console import console
 from rolloutmq.options import (
     Address,
     AsJson,
@@ -49,6 +48,7 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, emit, plural
+from rolloutmq.views.run_view import Snapshot, take_snapshot
 
 
 def inspect(run: Run, snap: Snapshot) -> list[Symptom]:

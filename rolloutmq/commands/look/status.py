@@ -9,10 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.control.role_holder import RoleHolder
-from buffer.monitoring.console import console, plain
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
+from rolloutmq.console import console, plain
 from rolloutmq.options import (
     Address,
     AsJson,
@@ -23,6 +21,8 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, bar, count, emit, facts, plural, state, table
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import Snapshot, TaskView, take_snapshot
 
 EPILOG = "Example: rolloutmq status --json | python -m json.tool"
 

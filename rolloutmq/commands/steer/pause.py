@@ -16,11 +16,11 @@ import typer
 
 from buffer.control.control import ControlState, Mode
 from buffer.errors import ConfigError, PauseTimeout
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import age, emit, plural
+from rolloutmq.views.run_view import take_snapshot
 
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 RESUME_EPILOG = "Example: rolloutmq resume --wait"

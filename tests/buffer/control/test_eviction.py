@@ -12,10 +12,10 @@ import pytest
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
 from buffer.model.ids import new_nonce
-from buffer.monitoring.run_view import take_snapshot
 from buffer.server.check import check_server
 from buffer.store import eviction
 from buffer.store.store import Store
+from rolloutmq.views.run_view import take_snapshot
 from tests.buffer.scene import Scene
 from tests.servers import SAFE, raw_client, start_redis
 

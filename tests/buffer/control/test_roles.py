@@ -9,7 +9,7 @@ import pytest
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced
-from buffer.monitoring.run_view import take_snapshot
+from rolloutmq.views.run_view import take_snapshot
 from tests.buffer.scene import Scene
 
 

@@ -11,10 +11,10 @@ from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import ReleaseKind, Result
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, Status
+from rolloutmq.views.run_view import take_snapshot
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)

@@ -9,9 +9,9 @@ import pytest
 import redis
 
 from buffer.maintenance.remove_run import remove_run
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
+from rolloutmq.views.run_view import take_snapshot
 from tests.buffer.scene import Scene
 from tests.servers import Server
 

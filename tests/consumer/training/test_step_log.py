@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.monitoring.history import StepLog
 from consumer.training.step_log import StepWriter
+from rolloutmq.views.history import StepLog
 
 
 def steps(folder: Path) -> StepLog:

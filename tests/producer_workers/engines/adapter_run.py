@@ -21,7 +21,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
@@ -42,6 +41,7 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
+from rolloutmq.views.history import StepLog
 
 TASK = "sums"
 STEPS = 4

@@ -18,7 +18,6 @@ from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.load import load_config
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
@@ -32,6 +31,7 @@ from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.images.image_file import png_of
 from producer_workers.images.image_reader import ImageReader, ReadImage
+from rolloutmq.views.history import StepLog
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (

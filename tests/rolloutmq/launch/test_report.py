@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from buffer.monitoring.history import TrainedStep
 from consumer.training.step_log import Evaluations
 from rolloutmq.launch.report import accuracy_table, activation, plot
+from rolloutmq.views.history import TrainedStep
 
 WHITE = 1.0
 

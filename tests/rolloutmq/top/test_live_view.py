@@ -11,9 +11,6 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -21,6 +18,9 @@ from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.starting import starting_lines
 from rolloutmq.top.top import watch
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RECENT_MS, Snapshot, take_snapshot
 from tests.rolloutmq.populate import Scene, write_steps
 
 

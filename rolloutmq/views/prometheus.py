@@ -15,12 +15,12 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import StoreError
-from buffer.monitoring.run_metrics import FAMILIES
-from buffer.monitoring.run_view import Snapshot, take_snapshot
-from buffer.monitoring.workers_wanted import WorkersWanted, look_at
 from buffer.run import Run
 from buffer.server.check import ServerMemory, read_memory
 from buffer.store.store import Store
+from rolloutmq.views.run_metrics import FAMILIES
+from rolloutmq.views.run_view import Snapshot, take_snapshot
+from rolloutmq.views.workers_wanted import WorkersWanted, look_at
 
 
 class RunCollector(Collector):

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from buffer.control.worker_record import WorkerState
-from buffer.monitoring.run_view import Snapshot
+from rolloutmq.views.run_view import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer.monitoring.workers_wanted import Look, WorkersWanted
+from rolloutmq.views.workers_wanted import Look, WorkersWanted
 
 
 @dataclass

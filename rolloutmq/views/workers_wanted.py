@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from buffer.monitoring.run_view import Snapshot
+from rolloutmq.views.run_view import Snapshot
 
 WINDOW_S = 300.0
 """Half-life of an observation's weight."""

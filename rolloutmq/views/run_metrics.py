@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from buffer.control.control import Mode
 from buffer.control.histogram import Histogram
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.monitoring.run_view import Snapshot, TaskView
+from rolloutmq.views.run_view import Snapshot, TaskView
 
 Cells = Iterable[tuple[tuple[str, ...], float]]
 """(values of the labels except `run`, number)"""

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.json_views import group_json
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts.group import RolloutGroup
+from consumer.training.token_texts import TokenTexts
+from rolloutmq.views.history import StepLog
+from rolloutmq.views.run_json import group_json
 
 log = logging.getLogger("rolloutmq.samples")
 
