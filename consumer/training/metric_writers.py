@@ -35,7 +35,6 @@ from consumer.training.sample_text import (
     sample_rows,
     sample_text,
 )
-from rolloutmq.console import console as open_console
 
 WriterName = Literal["tensorboard", "wandb"]
 
@@ -223,7 +222,7 @@ class ProgressBar(MetricWriter):
             TextColumn("reward {task.fields[reward]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console or open_console(stderr=True),
+            console=console or Console(stderr=True),
             refresh_per_second=2,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, reward="-")

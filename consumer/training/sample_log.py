@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.group_json import group_json
+from consumer.training.step_log import StepLog
 from consumer.training.token_texts import TokenTexts
-from rolloutmq.views.history import StepLog
-from rolloutmq.views.run_json import group_json
 
 log = logging.getLogger("rolloutmq.samples")
 

@@ -22,11 +22,11 @@ from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.models.tiny_model import build_tiny_model
+from consumer.training.step_log import StepLog, TrainedStep
 from rolloutmq.console import console as open_console
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
 from rolloutmq.presets import presets_folder
-from rolloutmq.views.history import StepLog, TrainedStep
 
 CONFIG = presets_folder() / "gpu_check.toml"
 SAMPLE = presets_folder() / "data" / "gsm8k_sample.jsonl"

@@ -14,8 +14,7 @@ from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
 from buffer.run import Run
 from buffer.store.connection.url import mask_url
-from consumer.training.step_log import Evaluations, read_evaluations
-from rolloutmq.views.history import StepLog, TrainedStep
+from consumer.training.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
 
 
 def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:

@@ -12,12 +12,11 @@ from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.store.connection.url import mask_url
 from consumer.training.sample_log import SampleLog
-from consumer.training.step_log import read_evaluations
+from consumer.training.step_log import StepLog, TrainedStep, read_evaluations
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
-from rolloutmq.views.history import StepLog, TrainedStep
 
 SAMPLED_STEPS = 6
 """Steps whose samples are shown: the first, the last, and some between."""

@@ -43,11 +43,11 @@ from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.ranks import join
 from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import SavedState
 from rolloutmq.launch.child import rank_environments
-from rolloutmq.views.history import StepLog
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 

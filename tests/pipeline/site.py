@@ -18,7 +18,7 @@ from buffer.batches.account import Audit
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from rolloutmq.views.history import StepLog
+from consumer.training.step_log import StepLog
 from tests.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]

@@ -27,11 +27,11 @@ from buffer.batches.account import Account, Audit
 from buffer.errors import AccountError
 from buffer.run import Run
 from buffer.server.check import check_all
+from consumer.training.step_log import StepLog
 from rolloutmq.commands.administration.repair import repair_run, undo_repair
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import count, emit, plural, table
-from rolloutmq.views.history import StepLog
 
 EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo clean"
 

@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from buffer.model.byte_size import format_size
+from consumer.training.step_log import StepLog
 from rolloutmq.console import plain
 from rolloutmq.output import age, state, table
 from rolloutmq.run_owner import known_folders, last_change, read_record
-from rolloutmq.views.history import StepLog
 
 
 @dataclass(frozen=True, slots=True)

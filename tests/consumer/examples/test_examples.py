@@ -27,8 +27,7 @@ from buffer.store.store import Store
 from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.step_log import read_evaluations
-from rolloutmq.views.history import StepLog
+from consumer.training.step_log import StepLog, read_evaluations
 from tests.consumer.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consumer.training.step_log import StepWriter
-from rolloutmq.views.history import StepLog
+from consumer.training.step_log import StepLog, StepWriter
 
 
 def steps(folder: Path) -> StepLog:

@@ -28,9 +28,8 @@ from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.export import export_model
 from consumer.training.sample_log import SampleLog
-from consumer.training.step_log import StepWriter, read_evaluations
+from consumer.training.step_log import StepLog, StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
-from rolloutmq.views.history import StepLog
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.consumer.models.tiny import build_model

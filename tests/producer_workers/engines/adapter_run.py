@@ -29,6 +29,7 @@ from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.learner.learner import Learner
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -41,7 +42,6 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
-from rolloutmq.views.history import StepLog
 
 TASK = "sums"
 STEPS = 4

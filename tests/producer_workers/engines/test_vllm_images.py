@@ -25,13 +25,13 @@ from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store
 from consumer.examples.image_loop import train
+from consumer.training.step_log import StepLog
 from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.images.image_file import png_of
 from producer_workers.images.image_reader import ImageReader, ReadImage
-from rolloutmq.views.history import StepLog
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from consumer.training.step_log import Evaluations
+from consumer.training.step_log import Evaluations, TrainedStep
 from rolloutmq.launch.report import accuracy_table, activation, plot
-from rolloutmq.views.history import TrainedStep
 
 WHITE = 1.0
 

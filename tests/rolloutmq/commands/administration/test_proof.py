@@ -14,8 +14,8 @@ from buffer.model.ids import group_id
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from consumer.training.step_log import StepLog
 from rolloutmq.commands.administration.diagnosis import diagnose
-from rolloutmq.views.history import StepLog
 from rolloutmq.views.run_view import take_snapshot
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps
