@@ -42,7 +42,7 @@ from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
-from rolloutmq.views.run_view import take_snapshot
+from rolloutmq.views.run_view import read_run_view
 
 POLL_S = 0.5
 """Seconds between two checks of the processes."""
@@ -301,7 +301,7 @@ class Launcher:
         if self._owned.record.stage is not Stage.STARTING:
             return
         try:
-            snap = take_snapshot(run)
+            snap = read_run_view(run)
         except StoreUnavailable:
             return  # the view shows it, and the next poll is soon
         if snap.trainer.is_alive and snap.producer.is_alive and snap.live_workers:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from buffer.control.worker_record import WorkerState
 from consumer.training.step_log import StepLog, TrainedStep
-from rolloutmq.views.run_view import Snapshot
+from rolloutmq.views.run_view import RunView
 
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
@@ -22,7 +22,7 @@ class History:
 
     Usage:
         history = History(run_dir)          # where the trainer writes `steps.jsonl`
-        history.observe(take_snapshot(run)) # again and again, oldest first
+        history.observe(read_run_view(run)) # again and again, oldest first
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:
@@ -31,9 +31,9 @@ class History:
         self.waits: dict[str, float] = {}
         self._waited_ms: dict[str, float] = dict.fromkeys((TRAINER, WORKERS, PRODUCER, PAUSED), 0.0)
         self._watched_ms = 0.0
-        self._last: Snapshot | None = None
+        self._last: RunView | None = None
 
-    def observe(self, snap: Snapshot) -> None:
+    def observe(self, snap: RunView) -> None:
         """Add a snapshot; the time since the last one counts in the state of the last one."""
         if self.log is not None:
             self.log.read_new()
@@ -61,14 +61,14 @@ class History:
         return self._waited_ms[wait] / self._watched_ms if self._watched_ms else 0.0
 
 
-def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
+def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
     """Return how much of each wait there is now: 0 to 1; for workers, the idle fraction of them."""
     running = snap.mode == "run"
     live = snap.live_workers
     idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
     has_jobs = snap.places.get("waiting", 0) > 0
     at_limit = bool(snap.training) and all(
-        t.account.target and t.started >= t.may_start for t in snap.training
+        t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )
     return {
         TRAINER: float(running and _trainer_waits(snap, trained)),
@@ -78,8 +78,8 @@ def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     }
 
 
-def _trainer_waits(snap: Snapshot, trained: TrainedStep | None) -> bool:
+def _trainer_waits(snap: RunView, trained: TrainedStep | None) -> bool:
     done = snap.committed if trained is None else max(trained.step, snap.committed)
     is_training = snap.taken > done
-    short = any(task.ready < max(1, task.asked) for task in snap.training)
+    short = any(task.ready < max(1, task.batch_share) for task in snap.training)
     return snap.trainer.is_alive and not is_training and short

@@ -6,10 +6,10 @@ from typing import Any
 
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
-from rolloutmq.views.run_view import Snapshot, TaskView
+from rolloutmq.views.run_view import RunView, TaskView
 
 
-def describe(snap: Snapshot) -> dict[str, Any]:
+def describe(snap: RunView) -> dict[str, Any]:
     """Return a snapshot as `status --json` prints it."""
     return {
         "run": snap.run,
@@ -53,8 +53,8 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "cursor": task.account.cursor,
         "target": task.account.target,
         "consumed": task.account.consumed,
-        "started": task.started,
-        "may_start": task.may_start,
+        "in_flight": task.in_flight,
+        "in_flight_limit": task.in_flight_limit,
         "backlog": task.backlog,
         "ready": task.ready,
         "too_old": task.too_old,
@@ -82,7 +82,7 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
-def _worker_json(worker: WorkerRecord, snap: Snapshot) -> dict[str, Any]:
+def _worker_json(worker: WorkerRecord, snap: RunView) -> dict[str, Any]:
     names = (
         "id",
         "engine",
