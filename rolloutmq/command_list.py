@@ -66,98 +66,98 @@ SUMMARIES = {
         "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
         "gpu-check": "Check the pipeline on one CUDA GPU.",
     },
-    "rolloutmq.commands.run.produce": {
+    "rolloutmq.cli.processes": {
         "worker": "Start one rollout worker.",
         "producer": "Start the producer.",
         "judge": "Judge rollouts of tasks whose judging is of kind rq.",
         "problems": "Write generated problems to the run's folder, and check what the "
         "config names.",
     },
-    "rolloutmq.commands.run.audit": {
+    "rolloutmq.cli.audit": {
         "audit": "Compute logprobs of some groups of each batch again, and bar workers that "
         "differ.",
     },
-    "rolloutmq.commands.run.simulate": {
+    "rolloutmq.cli.simulate": {
         "simulate": "Simulate a fleet and a trainer with your numbers.",
     },
-    "rolloutmq.commands.look.status": {
+    "rolloutmq.cli.status": {
         "status": "Show the state of a run: groups, weights, workers, staleness.",
     },
-    "rolloutmq.top.top": {
+    "rolloutmq.cli.top": {
         "top": "Watch a run live; q or Ctrl-C quits.",
     },
-    "rolloutmq.commands.look.runs": {
+    "rolloutmq.cli.runs": {
         "runs": "List the runs of a server and the run folders under ./runs, or delete a run "
         "of a server.",
     },
-    "rolloutmq.commands.look.groups": {
+    "rolloutmq.cli.groups": {
         "ls": "List the groups of a run that match a query.",
     },
-    "rolloutmq.commands.steer.groups": {
+    "rolloutmq.cli.dead": {
         "dead": "List dead letters, newest first.",
         "requeue": "Put a dead group, or one of a pool, back into the queue.",
         "drop": "End a group that waits, is in a pool, or is dead.",
     },
-    "rolloutmq.commands.look.show": {
+    "rolloutmq.cli.show": {
         "show": "Show one group: its stage, texts, rewards and versions.",
     },
-    "rolloutmq.commands.look.batch": {
+    "rolloutmq.cli.batch": {
         "batch": "Show the groups of a train step.",
     },
-    "rolloutmq.commands.look.tail": {
+    "rolloutmq.cli.tail": {
         "tail": "Follow the events of a run, until it is finished or Ctrl-C.",
     },
-    "rolloutmq.commands.look.logs": {
+    "rolloutmq.cli.logs": {
         "logs": "Show the logs of a run's processes, merged by time.",
     },
-    "rolloutmq.commands.run.stop": {
+    "rolloutmq.launch.stop": {
         "stop": "Stop a run that `rolloutmq run` started, and wait for its end.",
     },
-    "rolloutmq.commands.look.workers": {
+    "rolloutmq.cli.workers": {
         "workers": "List the workers of a run.",
     },
-    "rolloutmq.commands.steer.fence": {
+    "rolloutmq.cli.fence": {
         "fence": "Revoke all groups that a worker holds, and remove the worker.",
     },
-    "rolloutmq.report.command": {
+    "rolloutmq.cli.report": {
         "report": "Write a run's folder as one HTML file, to send or to keep.",
     },
     "rolloutmq.web.command": {
         "web": "Show a run in a browser, until Ctrl-C.",
     },
-    "rolloutmq.commands.look.metrics": {
+    "rolloutmq.cli.metrics": {
         "metrics": "Show runs in the format of Prometheus.",
     },
-    "rolloutmq.commands.steer.pause": {
+    "rolloutmq.cli.pause": {
         "pause": "Pause a run until `rolloutmq resume`.",
         "resume": "End the operator's pause of a run.",
         "drain": "Finish the running groups and claim no new ones.",
     },
-    "rolloutmq.commands.steer.settings": {
+    "rolloutmq.cli.settings": {
         "set": "Change settings of a run while it continues.",
     },
-    "rolloutmq.commands.data.snapshot": {
+    "rolloutmq.cli.data": {
         "save": "Save a run to a folder: groups, order, counters, batches.",
         "restore": "Restore a saved run to a server.",
     },
-    "rolloutmq.commands.data.curate": {
+    "rolloutmq.cli.curate": {
         "export": "Write groups to a file, one line per rollout.",
         "import": "Put completed groups from a file into the pools of a run.",
     },
-    "rolloutmq.commands.administration.server": {
+    "rolloutmq.cli.server": {
         "server": "Start or stop the embedded server of a run.",
         "janitor": "Revoke expired leases, expire old groups, free unused data.",
     },
-    "rolloutmq.commands.administration.doctor": {
+    "rolloutmq.cli.doctor": {
         "doctor": "Check the server, and report what each run waits for.",
     },
-    "rolloutmq.commands.administration.fsck": {
+    "rolloutmq.cli.fsck": {
         "fsck": "Check that nothing is lost and nothing was trained twice.",
     },
-    "rolloutmq.commands.administration.signing_key": {
+    "rolloutmq.cli.signing_key": {
         "key": "Create the key with which a worker signs what it submits.",
     },
-    "rolloutmq.commands.administration.scripts": {
+    "rolloutmq.cli.scripts": {
         "acl": "Print users for the server's ACL file, one per role.",
         "scripts": "List the Lua scripts, one per state change.",
     },

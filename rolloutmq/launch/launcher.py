@@ -22,7 +22,8 @@ from buffer.open_run import open_store, own_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
-from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.cli.settings import override_lines
+from rolloutmq.cli.top import watch
 from rolloutmq.console import console as open_console
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
@@ -40,8 +41,7 @@ from rolloutmq.launch.preparation import (
 from rolloutmq.launch.report import account_line, finish
 from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
-from rolloutmq.top.live_view import LiveView
-from rolloutmq.top.top import watch
+from rolloutmq.views.live_view import LiveView
 from rolloutmq.views.run_view import read_run_view
 
 POLL_S = 0.5

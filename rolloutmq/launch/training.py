@@ -21,7 +21,7 @@ from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
 from buffer.store.replies import role_held
 from consumer.training.checkpoint import make_again, make_run
-from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.cli.settings import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig

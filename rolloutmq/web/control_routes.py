@@ -23,7 +23,7 @@ from buffer.control.event_log import parse_event
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
-from rolloutmq.commands.steer.pause import hold
+from rolloutmq.cli.pause import hold
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer
 from rolloutmq.web.setting_list import live_settings

@@ -18,9 +18,9 @@ import redis
 from buffer.errors import RolloutMQError
 from buffer.run import Run
 from buffer.store.store import Store
-from rolloutmq.commands.administration import doctor
-from rolloutmq.commands.administration.doctor import diagnose_run
-from rolloutmq.commands.look.status import show
+from rolloutmq.cli import doctor
+from rolloutmq.cli.doctor import diagnose_run
+from rolloutmq.cli.status import show
 from rolloutmq.console import console
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.busy_run import busy_run, moves

@@ -12,8 +12,8 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError
-from rolloutmq.commands.look.log_files import Entry, LogFiles
-from rolloutmq.commands.look.tail import is_unread
+from rolloutmq.cli.log_files import Entry, LogFiles
+from rolloutmq.cli.tail import is_unread
 from rolloutmq.console import console, plain
 from rolloutmq.options import RUNS, AsJson, RunDir
 from rolloutmq.output import emit_line, version_style

@@ -30,13 +30,6 @@ from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
-from rolloutmq.commands.administration.diagnosis import (
-    Symptom,
-    describe,
-    diagnose,
-    last_event_ms,
-    worst_first,
-)
 from rolloutmq.console import console
 from rolloutmq.options import (
     Address,
@@ -48,6 +41,13 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, emit, plural
+from rolloutmq.views.diagnosis import (
+    Symptom,
+    describe,
+    diagnose,
+    last_event_ms,
+    worst_first,
+)
 from rolloutmq.views.run_view import RunView, read_run_view
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from buffer.control.worker_record import WorkerRecord
 from buffer.model.byte_size import format_size
 from buffer.run import Run
-from rolloutmq.commands.look.status import (
+from rolloutmq.cli.status import (
     account_text,
     judged_text,
     mode_text,
@@ -24,12 +24,12 @@ from rolloutmq.commands.look.status import (
     staleness_text,
     workers_text,
 )
-from rolloutmq.commands.look.tail import event_text
+from rolloutmq.cli.tail import event_text
 from rolloutmq.console import plain
 from rolloutmq.output import age, bar, count, plural, sparkline, state, table, worker_state
-from rolloutmq.top.starting import starting_lines
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from rolloutmq.views.run_view import RunView, TaskView, read_run_view
+from rolloutmq.views.starting import starting_lines
 
 EVENTS = 5
 MOST_WORKERS = 8

@@ -18,9 +18,9 @@ from buffer.run import Run
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
-from rolloutmq.top.keys import Keyboard, Steering
-from rolloutmq.top.live_view import LiveView
 from rolloutmq.views.history import History
+from rolloutmq.views.live_keys import Keyboard, Steering
+from rolloutmq.views.live_view import LiveView
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView
 

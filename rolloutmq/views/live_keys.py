@@ -16,10 +16,10 @@ from buffer.control.control import Mode
 from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
 from buffer.run import Run
-from rolloutmq.commands.look.show import print_group
-from rolloutmq.commands.steer.pause import hold
-from rolloutmq.top.live_view import LiveView
+from rolloutmq.cli.pause import hold
+from rolloutmq.cli.show import print_group
 from rolloutmq.views.found_group import find_group
+from rolloutmq.views.live_view import LiveView
 
 _MOST_BYTES = 64
 

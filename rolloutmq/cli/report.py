@@ -11,8 +11,8 @@ import typer
 from buffer.errors import ConfigError
 from rolloutmq.console import console
 from rolloutmq.options import RUNS
-from rolloutmq.report.contents import read_contents
 from rolloutmq.run_owner import choose_folder
+from rolloutmq.web.report_contents import read_contents
 
 EPILOG = """
 \b

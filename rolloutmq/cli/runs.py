@@ -15,7 +15,7 @@ from buffer.model.byte_size import format_size
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from rolloutmq.commands.look.folder_list import folders_table, read_folders
+from rolloutmq.cli.folder_list import folders_table, read_folders
 from rolloutmq.console import console
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
 from rolloutmq.output import age, count, emit, state, table

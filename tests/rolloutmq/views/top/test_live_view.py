@@ -14,13 +14,13 @@ from buffer.control.live_settings import LiveSettings
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from rolloutmq.commands.administration.diagnosis import diagnose
-from rolloutmq.top.live_view import LiveView
-from rolloutmq.top.starting import starting_lines
-from rolloutmq.top.top import watch
+from rolloutmq.cli.top import watch
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.live_view import LiveView
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
+from rolloutmq.views.starting import starting_lines
 from tests.rolloutmq.populate import Scene, write_steps
 
 
