@@ -5,18 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 
-import typer
-
 from buffer.server.process import log_json
+from rolloutmq.command_list import command
 from rolloutmq.options import ConfigPath, ConfigUrl, Overrides
 from rolloutmq.presets import open_config
 
 
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command(epilog="Example: rolloutmq audit configs/demo.toml --set audit.share=0.05")(audit)
-
-
+@command("Run", "audit", epilog="Example: rolloutmq audit configs/demo.toml --set audit.share=0.05")
 def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl = None) -> None:
     """Compute logprobs of some groups of each batch again, and bar workers that differ.
 

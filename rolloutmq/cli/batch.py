@@ -16,6 +16,7 @@ from buffer.model.manifest import Manifest
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from consumer.training.sample_log import Sample
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, table
@@ -30,10 +31,7 @@ IsEval = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(batch)
-
-
+@command("Look", "batch", epilog=EPILOG)
 def batch(
     step: Step = None,
     is_eval: IsEval = False,

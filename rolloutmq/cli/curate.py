@@ -15,6 +15,7 @@ from buffer.query.language import parse
 from buffer.store.signing import Key
 from rolloutmq.cli.data import progress
 from rolloutmq.cli.groups import WHERE_HELP, read_where
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit, plural
@@ -26,11 +27,7 @@ _STATUSES = (*POOLS, "init", "failed")
 _SHOWN = 20
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="export", epilog=EXPORT_EPILOG)(export)
-    app.command(name="import", epilog=IMPORT_EPILOG)(import_groups)
-
-
+@command("Data", "export", epilog=EXPORT_EPILOG)
 def export(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
@@ -113,6 +110,7 @@ def _print(file: Path, done: Exported, archived: bool) -> None:
             screen.print(f"  {gid}: {fault}", soft_wrap=True)
 
 
+@command("Data", "import", epilog=IMPORT_EPILOG)
 def import_groups(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
     task: Annotated[

@@ -15,6 +15,7 @@ from buffer.control.control import Mode
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from buffer.store.replies import Advance
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_server, open_target
 from rolloutmq.output import count, emit, plural
@@ -22,11 +23,7 @@ from rolloutmq.output import count, emit, plural
 SAVE_EPILOG = "Example: rolloutmq save backups/demo-1200 --pause"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=SAVE_EPILOG)(save)
-    app.command(epilog=RESTORE_EPILOG)(restore)
-
-
+@command("Data", "save", epilog=SAVE_EPILOG)
 def save(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the snapshot.")],
     pause: Annotated[
@@ -100,6 +97,7 @@ def progress(quiet: bool) -> Iterator[Advance]:
 RESTORE_EPILOG = "Example: rolloutmq restore backups/demo-1200 --run demo2"
 
 
+@command("Data", "restore", epilog=RESTORE_EPILOG)
 def restore(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
     media: Annotated[

@@ -12,6 +12,7 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.groups.record_walk import RecordWalk
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
@@ -30,12 +31,7 @@ from rolloutmq.views.found_group import locate
 DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=DEAD_EPILOG)(dead)
-    app.command(epilog=REQUEUE_EPILOG)(requeue)
-    app.command(epilog=DROP_EPILOG)(drop)
-
-
+@command("Steer", "dead", epilog=DEAD_EPILOG)
 def dead(
     task: OneTask = None,
     limit: Limit = 50,
@@ -82,6 +78,7 @@ def dead(
 REQUEUE_EPILOG = "Example: rolloutmq requeue math-0000000042 --yes"
 
 
+@command("Steer", "requeue", epilog=REQUEUE_EPILOG)
 def requeue(
     gid: Annotated[
         str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
@@ -123,6 +120,7 @@ def _plan(run: Run, gid: str | None) -> str:
 DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
 
 
+@command("Steer", "drop", epilog=DROP_EPILOG)
 def drop(
     gid: GroupId = "",
     task: Annotated[

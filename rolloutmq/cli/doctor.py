@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import typer
 from redis.exceptions import ResponseError
 from rich.console import Console
 from rich.text import Text
@@ -30,6 +29,7 @@ from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import (
     Address,
@@ -150,10 +150,7 @@ _LEVELS = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(doctor)
-
-
+@command("Administration", "doctor", epilog=EPILOG)
 def doctor(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from buffer.errors import ConfigError
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import age, emit, plural
@@ -14,10 +15,7 @@ from rolloutmq.output import age, emit, plural
 FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=FENCE_EPILOG)(fence)
-
-
+@command("Steer", "fence", epilog=FENCE_EPILOG)
 def fence(
     worker: Annotated[
         str,

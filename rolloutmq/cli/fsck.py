@@ -29,6 +29,7 @@ from buffer.run import Run
 from buffer.server.check import check_all
 from consumer.training.step_log import StepLog
 from rolloutmq.cli.repair import repair_run, undo_repair
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import count, emit, plural, table
@@ -57,10 +58,7 @@ class WatchedAccount(Account):
         return found
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(fsck)
-
-
+@command("Administration", "fsck", epilog=EPILOG)
 def fsck(
     repair: Annotated[
         bool,

@@ -13,6 +13,7 @@ from buffer.errors import ConfigError, QueryError
 from buffer.model.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, Limit, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, state, table, version_style
@@ -27,10 +28,7 @@ WHERE_HELP = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="ls", epilog=LS_EPILOG)(list_groups)
-
-
+@command("Look", "ls", epilog=LS_EPILOG)
 def list_groups(
     task: OneTask = None,
     status: Annotated[

@@ -14,6 +14,7 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from rolloutmq.cli.log_files import Entry, LogFiles
 from rolloutmq.cli.tail import is_unread
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import RUNS, AsJson, RunDir
 from rolloutmq.output import emit_line, version_style
@@ -42,10 +43,7 @@ RoleName = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(logs)
-
-
+@command("Look", "logs", epilog=EPILOG)
 def logs(
     role: RoleName = None,
     follow: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from rolloutmq.output import emit
@@ -41,10 +42,7 @@ TokenFile = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(metrics)
-
-
+@command("Look", "metrics", epilog=EPILOG)
 def metrics(
     serve: Serve = False,
     host: Host = "127.0.0.1",

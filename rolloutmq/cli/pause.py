@@ -17,6 +17,7 @@ import typer
 from buffer.control.control import ControlState, Mode
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import age, emit, plural
@@ -42,12 +43,7 @@ Timeout = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=PAUSE_EPILOG)(pause)
-    app.command(epilog=RESUME_EPILOG)(resume)
-    app.command(epilog=DRAIN_EPILOG)(drain)
-
-
+@command("Steer", "pause", epilog=PAUSE_EPILOG)
 def pause(
     mode: Annotated[
         PauseMode,
@@ -71,6 +67,7 @@ def pause(
         _hold(target.run, Mode(mode.value), wait, timeout, as_json)
 
 
+@command("Steer", "resume", epilog=RESUME_EPILOG)
 def resume(
     folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
     task: Annotated[
@@ -259,6 +256,7 @@ DrainTimeout = Annotated[
 ]
 
 
+@command("Steer", "drain", epilog=DRAIN_EPILOG)
 def drain(
     timeout: DrainTimeout = 3600.0,
     redis_url: RedisUrl = None,

@@ -21,6 +21,7 @@ from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from buffer.store.signing import PRODUCER, Key
+from rolloutmq.command_list import command
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 
@@ -63,14 +64,7 @@ WorkerId = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
-    app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
-    app.command(epilog="Example: rolloutmq judge configs/mine.toml --workers 8")(judge)
-    app.command(epilog="Example: rolloutmq problems configs/demo.toml")(problems)
-
-
+@command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -94,6 +88,7 @@ def worker(
         raise typer.Exit(INTERRUPTED)
 
 
+@command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
 def producer(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -136,6 +131,7 @@ def producer(
         raise typer.Exit(INTERRUPTED)
 
 
+@command("Run", "judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
 def judge(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -183,6 +179,7 @@ def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
     return found
 
 
+@command("Data", "problems", epilog="Example: rolloutmq problems configs/demo.toml")
 def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
     """Write generated problems to the run's folder, and check what the config names.
 

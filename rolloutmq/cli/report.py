@@ -9,6 +9,7 @@ import orjson
 import typer
 
 from buffer.errors import ConfigError
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import RUNS
 from rolloutmq.run_owner import choose_folder
@@ -24,10 +25,7 @@ _HERE = Path(__file__).parent
 _UPLOT = _HERE.parent / "web" / "static" / "uplot"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(report)
-
-
+@command("Look", "report", epilog=EPILOG)
 def report(
     folder: Annotated[
         Path | None,

@@ -16,6 +16,7 @@ from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from rolloutmq.cli.folder_list import folders_table, read_folders
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
 from rolloutmq.output import age, count, emit, state, table
@@ -64,10 +65,7 @@ class RunLine:
         ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(runs)
-
-
+@command("Look", "runs", epilog=EPILOG)
 def runs(
     delete: Delete = None,
     yes: Yes = False,

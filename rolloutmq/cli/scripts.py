@@ -18,6 +18,7 @@ from buffer.server.acl import ROLES, acl_line, user_name
 from buffer.store.keys import Keys
 from buffer.store.script_contract import Slot
 from buffer.store.scripts import Script, library, sources
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson
 from rolloutmq.output import emit, table
@@ -27,11 +28,7 @@ ACL_EPILOG = "Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/r
 PASSWORD_BYTES = 32
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=ACL_EPILOG)(acl)
-    app.command(epilog=SCRIPTS_EPILOG)(scripts)
-
-
+@command("Administration", "acl", epilog=ACL_EPILOG)
 def acl(
     run: Annotated[
         str, typer.Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
@@ -104,6 +101,7 @@ OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release
 SCRIPTS_EPILOG = "Example: rolloutmq scripts --json > scripts.json"
 
 
+@command("Administration", "scripts", epilog=SCRIPTS_EPILOG)
 def scripts(as_json: AsJson = False) -> None:
     """List the Lua scripts, one per state change.
 

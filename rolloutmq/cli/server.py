@@ -14,6 +14,7 @@ import typer
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.maintenance.janitor import Swept
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
@@ -33,11 +34,7 @@ JANITOR_EPILOG = "Example: rolloutmq janitor demo --every 500ms --json"
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=JANITOR_EPILOG)(janitor)
-    app.command(epilog=SERVER_EPILOG)(server)
-
-
+@command("Administration", "janitor", epilog=JANITOR_EPILOG)
 def janitor(
     name: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Name of the run; the same as --run.")
@@ -121,6 +118,7 @@ SERVER_EPILOG = (
 )
 
 
+@command("Administration", "server", epilog=SERVER_EPILOG)
 def server(
     stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
     run_dir: RunDir = None,

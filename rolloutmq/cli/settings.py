@@ -15,6 +15,7 @@ from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.model.settings_record import SettingsRecord
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
 from rolloutmq.output import emit, table
@@ -27,15 +28,12 @@ Examples: rolloutmq set max_staleness=2 tasks.math.weight=3
 """
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="set", epilog=EPILOG)(set_)
-
-
 def _describe() -> str:
     own = [name for name in LiveSettings.model_fields if name != "tasks"]
     return ", ".join([*own, *(f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields)])
 
 
+@command("Steer", "set", epilog=EPILOG)
 def set_(
     settings: Annotated[
         list[str] | None,

@@ -13,6 +13,7 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.model.ids import split_group_id
 from buffer.rollouts.rollout import VersionSpan
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
@@ -33,10 +34,7 @@ _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", 
           "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(show)
-
-
+@command("Look", "show", epilog=EPILOG)
 def show(
     gid: GroupId,
     member: Annotated[

@@ -9,16 +9,13 @@ import typer
 
 from buffer.errors import ConfigError
 from buffer.store.signing import Key, read_keys, write_keys
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 
 EPILOG = "Example: rolloutmq key gpu7 --keys workers.keys --out gpu7.key"
 
 
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command(epilog=EPILOG)(key)
-
-
+@command("Administration", "key", epilog=EPILOG)
 def key(
     worker: Annotated[
         str, typer.Argument(metavar="WORKER", help="--id of the worker, or `producer`.")

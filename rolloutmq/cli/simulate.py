@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from producer_workers.simulation.advice import Advice, Simulated, as_config, name_of
+from rolloutmq.command_list import command
 from rolloutmq.console import console as open_console
 
 if TYPE_CHECKING:
@@ -110,10 +111,7 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a ch
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(simulate)
-
-
+@command("Run", "simulate", epilog=EPILOG)
 def simulate(
     workers: Workers,
     sequences: Sequences = 64,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from buffer.control.role_holder import RoleHolder
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import (
     Address,
@@ -30,10 +30,7 @@ _PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken")
 _ENDS = ("archived", "filtered", "dropped", "dead")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(status)
-
-
+@command("Look", "status", epilog=EPILOG)
 def status(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
@@ -39,10 +40,7 @@ _STYLES = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(tail)
-
-
+@command("Look", "tail", epilog=EPILOG)
 def tail(
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")

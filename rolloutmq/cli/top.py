@@ -15,6 +15,7 @@ from rich.text import Text
 
 from buffer.errors import StoreUnavailable
 from buffer.run import Run
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
@@ -33,10 +34,7 @@ LINE_S = 5.0
 """Seconds between two lines elsewhere."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(top)
-
-
+@command("Look", "top", epilog=EPILOG)
 def top(
     every: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds between two refreshes.")

@@ -12,6 +12,7 @@ from rich.text import Text
 from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
 from consumer.audit.audit_log import groups_of
+from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
 from rolloutmq.output import age, count, emit, state, table, worker_state
@@ -21,10 +22,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 WORKERS_EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=WORKERS_EPILOG)(workers)
-
-
+@command("Look", "workers", epilog=WORKERS_EPILOG)
 def workers(
     groups: Annotated[
         str | None,

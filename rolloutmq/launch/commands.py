@@ -11,6 +11,7 @@ from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.server.process import follow_owner, log_json
 from buffer.store.connection.url import mask_url
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
@@ -55,19 +56,7 @@ Examples: rolloutmq run configs/demo.toml --set plan.steps=20
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command(epilog=RUN_EPILOG)(run)
-    app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
-    app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
-    app.command("eval", epilog=EVAL_EPILOG)(evaluate)
-    app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
-    app.command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")(
-        export
-    )
-    app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
-
-
+@command("Run", "run", epilog=RUN_EPILOG)
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -111,6 +100,7 @@ def _detach(
     raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 
+@command("Run", "create", epilog="Example: rolloutmq create configs/demo.toml")
 def create(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -134,6 +124,7 @@ def create(
         typer.echo(line)
 
 
+@command("Run", "train", epilog="Example: rolloutmq train configs/demo.toml --take-over")
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -162,6 +153,7 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@command("Data", "warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")
 def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     """Build and warm-start the small model of a config.
 
@@ -175,6 +167,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     make_model(settings)
 
 
+@command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
     step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
@@ -196,6 +189,7 @@ def export(
     )
 
 
+@command("Run", "eval", epilog=EVAL_EPILOG)
 def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[
@@ -232,6 +226,7 @@ def evaluate(
     console().print(grid)
 
 
+@command("Administration", "gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
     overrides: Overrides = None,

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from consumer.training.checkpoint import CheckpointFolder
+from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import RUNS, AsJson, RunDir
 from rolloutmq.output import age, emit
@@ -33,10 +34,7 @@ Now = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(stop)
-
-
+@command("Run", "stop", epilog=EPILOG)
 def stop(now: Now = False, run_dir: RunDir = None, as_json: AsJson = False) -> None:
     """Stop a run that `rolloutmq run` started, and wait for its end.
 
