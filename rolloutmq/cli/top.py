@@ -20,10 +20,10 @@ from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
 from rolloutmq.views.history import History
-from rolloutmq.views.live_keys import Keyboard, Steering
-from rolloutmq.views.live_view import LiveView
+from rolloutmq.views.live import Keyboard, Steering
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView
+from rolloutmq.views.screen import LiveView
 
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 

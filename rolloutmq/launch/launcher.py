@@ -41,8 +41,8 @@ from rolloutmq.launch.preparation import (
 from rolloutmq.launch.report import account_line, finish
 from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
-from rolloutmq.views.live_view import LiveView
 from rolloutmq.views.run_view import read_run_view
+from rolloutmq.views.screen import LiveView
 
 POLL_S = 0.5
 """Seconds between two checks of the processes."""

@@ -24,9 +24,9 @@ from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.cli.pause import hold
+from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer
-from rolloutmq.web.setting_list import live_settings
 
 SEARCHED_EVENTS = 5_000
 """Newest events among which those of one worker are found."""

@@ -17,9 +17,9 @@ from buffer.store.store import Store
 from rolloutmq.cli.top import watch
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from rolloutmq.views.live_view import LiveView
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
+from rolloutmq.views.screen import LiveView
 from rolloutmq.views.starting import starting_lines
 from tests.rolloutmq.populate import Scene, write_steps
 

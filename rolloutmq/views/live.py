@@ -19,7 +19,7 @@ from buffer.run import Run
 from rolloutmq.cli.pause import hold
 from rolloutmq.cli.show import print_group
 from rolloutmq.views.found_group import find_group
-from rolloutmq.views.live_view import LiveView
+from rolloutmq.views.screen import LiveView
 
 _MOST_BYTES = 64
 
