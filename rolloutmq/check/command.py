@@ -32,8 +32,6 @@ from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import emit
 from rolloutmq.presets import find_config
 
-EPILOG = "Example: rolloutmq check mine.toml --set plan.steps=20"
-
 GpuMemory = Annotated[
     str | None,
     typer.Option(
@@ -43,7 +41,7 @@ GpuMemory = Annotated[
 ]
 
 
-@command("Run", "check", epilog=EPILOG)
+@command("Run", "check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,

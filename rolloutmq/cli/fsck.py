@@ -34,8 +34,6 @@ from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import count, emit, plural, table
 
-EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo clean"
-
 _SHOWN = 20
 
 
@@ -58,7 +56,9 @@ class WatchedAccount(Account):
         return found
 
 
-@command("Administration", "fsck", epilog=EPILOG)
+@command(
+    "Administration", "fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean"
+)
 def fsck(
     repair: Annotated[
         bool,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +13,17 @@ import orjson
 import typer
 from rich.text import Text
 
+from buffer.control.control import Mode
+from buffer.control.event_log import START, Event
 from buffer.errors import ConfigError
+from buffer.run import Run
 from rolloutmq.cli.log_files import Entry, LogFiles
-from rolloutmq.cli.tail import is_unread
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
-from rolloutmq.options import RUNS, AsJson, RunDir
+from rolloutmq.options import RUNS, AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line, version_style
 from rolloutmq.run_owner import choose_folder, is_owned
+from rolloutmq.views.screen import event_text
 
 EPILOG = """
 \b
@@ -119,3 +124,60 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+
+
+_BLOCK_MS = 1000
+
+
+@command(
+    "Look", "tail", epilog="Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
+)
+def tail(
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")
+    ] = False,
+    events: Annotated[
+        int | None, typer.Option("--count", min=1, help="Exit after N events.", metavar="N")
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Follow the events of a run, until it is finished or Ctrl-C."""
+    with open_target(redis_url, run_dir, run) as target:
+        screen = console()
+        for number, (identity, event) in enumerate(
+            follow(target.run, from_start=from_start), start=1
+        ):
+            if as_json:
+                emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
+            else:
+                screen.print(event_text(event), soft_wrap=True)
+            if number == events:
+                return
+
+
+def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
+    """Yield (id, event), from the oldest event on, or only new ones.
+
+    Ends with the run, or when the reader of the output closes it.
+    """
+    last = START if from_start else run.events.newest()
+    while True:
+        found = run.events.read(last, block_ms=_BLOCK_MS)
+        for identity, event in found:
+            last = identity
+            yield identity, event
+        if not found and (run.control.state().mode is Mode.FINISH or is_unread()):
+            return
+
+
+def is_unread() -> bool:
+    """Return whether the output is a pipe whose reader has ended."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, select.POLLERR)
+    except (OSError, ValueError):  # a test's, or closed: not a pipe
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -11,9 +11,9 @@ import typer
 
 from rolloutmq.command_list import command
 from rolloutmq.console import console
+from rolloutmq.http_endpoint import read_token
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from rolloutmq.output import emit
-from rolloutmq.views.http_endpoint import read_token
 
 if TYPE_CHECKING:
     from rolloutmq.views.prometheus import RunCollector
@@ -74,7 +74,7 @@ def metrics(
 
 
 def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
-    from rolloutmq.views.http_endpoint import MetricsEndpoint
+    from rolloutmq.http_endpoint import MetricsEndpoint
 
     pages = {"/workers_wanted": collector.read_workers_wanted}
     endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)

@@ -1,20 +1,24 @@
-"""`rolloutmq show GID`: show one group with its record, conversation and rollouts."""
+"""`rolloutmq show` and `batch`: one group, and the groups of a train step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import orjson
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError
+from buffer.model.byte_size import format_size
 from buffer.model.ids import split_group_id
-from buffer.rollouts.rollout import VersionSpan
+from buffer.model.manifest import Manifest
+from buffer.rollouts.staleness import staleness
+from buffer.run import Run
+from consumer.training.sample_log import Sample
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
+from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
     GroupId,
@@ -24,17 +28,11 @@ from rolloutmq.options import (
     open_target,
     stopped_samples,
 )
-from rolloutmq.output import count, emit, facts, state, version_style
-from rolloutmq.views.found_group import FoundGroup, find_group
-
-EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
-
-_BAR = 40
-_SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples",
-          "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
+from rolloutmq.output import count, emit, facts, table
+from rolloutmq.views.found_group import FoundGroup, find_group, print_group
 
 
-@command("Look", "show", epilog=EPILOG)
+@command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
 def show(
     gid: GroupId,
     member: Annotated[
@@ -82,99 +80,155 @@ def _member(document: Mapping[str, Any], index: int) -> dict[str, Any]:
     )
 
 
-def print_group(screen: Console, document: Mapping[str, Any]) -> None:
-    """Print a group, from its document (`FoundGroup.document`)."""
-    heading = Text.assemble((document["gid"], "bold"), "  ", state(_where(document)))
-    screen.print(heading.append(f" {document['gone']}" if document["gone"] else ""))
-    record = document["record"] or {}
-    named = [(name, plain(record[name])) for name in _SHORT if record.get(name)]
-    if document["sampled"]:
-        sampled = document["sampled"]
-        named.append(("step", f"{sampled['step']} (from the sample log: {sampled['why']})"))
-    screen.print(facts([*named, *([("trace", trace)] if (trace := document["trace_id"]) else [])]))
-    if letter := document["dead_letter"]:
-        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
-    if document["members"]:
-        _show_texts(screen, document)
+Step = Annotated[
+    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
+]
+IsEval = Annotated[
+    bool, typer.Option("--eval", help="A step of the evaluations, which are counted separately.")
+]
 
 
-def _where(document: Mapping[str, Any]) -> str:
-    return " + ".join(document["places"]) or ("trained" if document["sampled"] else "lost")
+@command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
+def batch(
+    step: Step = None,
+    is_eval: IsEval = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the groups of a train step.
 
-
-def _show_texts(screen: Console, document: Mapping[str, Any]) -> None:
-    if document.get("prompt"):
-        screen.print(Text(plain(document["prompt"])))
-    for message in document.get("messages", []):
-        screen.print()
-        screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
-        screen.print(Text(plain(str(message.get("content", "")))))
-    if document.get("ground_truth") is not None:
-        screen.print(facts([("ground truth", plain(str(document.get("ground_truth"))))]))
-    members = document["members"]
-    if not any(member["tokens"] for member in members):
-        screen.print(
-            Text(f"\nnothing has been generated yet, of {len(members)} rollouts", style="dim")
-        )
-        return
-    for member in members:
-        _show_rollout(screen, member)
-
-
-def _show_rollout(screen: Console, member: Mapping[str, Any]) -> None:
-    reward = member["reward"] or {}
-    score = reward.get("score")
-    screen.print()
-    screen.print(Text.assemble(
-        (f"#{member['index']} ", "bold"),
-        state(member["status"]),
-        (" score ", "dim"), "-" if score is None else f"{score:g}",
-        (" · ", "dim"), f"{count(member['tokens'])} tokens",
-        (" · finish ", "dim"), plain(member["finish_reason"] or "-"),
-    ))  # fmt: skip
-    screen.print(_version_bar(member))
-    _show_response(screen, member)
-    others = {name: value for name, value in reward.items() if name != "score"}
-    if others:
-        text = ", ".join(f"{name} {value:g}" for name, value in others.items())
-        screen.print(Text(f"rewards {plain(text)}", style="dim"))
-    if member["error"]:
-        screen.print(Text(plain(member["error"]), style="red"))
-    if "response_ids" in member:
-        pairs = zip(member["response_ids"], member["logprobs"], strict=True)
-        screen.print(
-            Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
-        )
-
-
-def _show_response(screen: Console, member: Mapping[str, Any]) -> None:
-    """Print the response; text that was not sampled, a tool's for example, is dim."""
-    versions = {span["version"] for span in member["spans"]}
-    style = version_style(versions.pop()) if len(versions) == 1 else ""
-    turns = member.get("turns") or [{"trained": True, "text": member["response"]}]
-    text = Text()
-    for turn in turns:
-        text.append(plain(turn["text"]), style=style if turn["trained"] else "dim")
-    screen.print(text if text.plain else Text("(no text)", style="dim"))
-
-
-def _version_bar(member: Mapping[str, Any]) -> Text:
-    """Return a bar with a coloured part per span, as long as its share of the tokens.
-
-    Tokens without a span were not sampled.
+    They are listed in order, with versions, sizes and rewards. This record is what makes a batch
+    the same after a crash. It is kept until its checkpoint and those before it are no longer
+    needed. Of an older train step, and of a run whose own server is stopped, the groups in the
+    sample log of the run's folder are shown ([samples]).
     """
-    total = member["tokens"]
-    spans = [VersionSpan(**span) for span in member["spans"]]
-    text = Text()
-    if not total:
-        return Text("no tokens", style="dim")
-    for span in spans:
-        text.append(
-            "▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version)
+    stopped = stopped_samples(redis_url, run_dir) if step and not is_eval else None
+    if stopped and step and (samples := stopped.read(step)):
+        _show_samples(samples, as_json)
+        return
+    with open_target(redis_url, run_dir, run) as target:
+        ledger = target.run.evaluations if is_eval else target.run.ledger
+        logged = target.samples if step and not is_eval else None
+        try:
+            manifest = _manifest(ledger, step)
+        except FreedStep:
+            samples = logged.read(step) if logged and step else []
+            if not samples:
+                raise
+            _show_samples(samples, as_json)
+            return
+        rewards = _rewards(target.run, manifest)
+    if as_json:
+        emit(_as_json(manifest, rewards))
+    else:
+        _print(manifest, rewards)
+
+
+class FreedStep(ConfigError):
+    """The step was trained, and its record is freed."""
+
+
+def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
+    taken, committed, freed = ledger.steps()
+    wanted = taken if step is None else step
+    if not 0 < wanted <= taken:
+        raise ConfigError(
+            f"step {wanted} has not been taken yet",
+            hint=f"the newest step is {taken}" if taken else "no step has been taken",
         )
-    for span in spans:
-        where = f" {span.start}-{span.start + span.length - 1}" if len(spans) > 1 else ""
-        text.append(f"  v{span.version}{where}", style=version_style(span.version))
-    lineages = sorted({span.lineage for span in spans})
-    text.append(f"  lineage {', '.join(lineages)}" if lineages else "", style="dim")
-    return text
+    manifest = ledger.manifest(wanted)
+    if manifest is None:
+        raise FreedStep(
+            f"the record of step {wanted} has been freed: steps up to {freed} are "
+            f"freed, up to {committed} committed",
+            hint="[retention] batches keeps them longer",
+        )
+    return manifest
+
+
+def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
+    """Return the mean score of each group; None where there is none, or the record is gone."""
+    reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
+    sums = run.store.each("batch", reads)
+    pairs = zip(sums, manifest.entries, strict=True)
+    return [float(total) / entry.samples if total else None for total, entry in pairs]
+
+
+def _show_samples(samples: list[Sample], as_json: bool) -> None:
+    groups = [_sampled(sample) for sample in samples]
+    step = samples[0]["step"]
+    if as_json:
+        emit({"step": step, "is_sample": True, "groups": groups})
+        return
+    screen = console()
+    screen.print(Text(f"of step {step}, the sample log has these {len(groups)} groups"))
+    numbers = ("samples", "version", "staleness", "reward")
+    grid = table("gid", "why", *numbers, right=[*numbers])
+    for group in groups:
+        reward = "-" if group["reward"] is None else f"{group['reward']:.3f}"
+        cells = [group[name] for name in ("gid", "why", "samples", "version", "staleness")]
+        grid.add_row(*("-" if cell is None else str(cell) for cell in cells), reward)
+    screen.print(grid)
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))
+
+
+def _sampled(sample: Sample) -> dict[str, Any]:
+    members = sample["members"]
+    versions = [span["version"] for member in members for span in member["spans"]]
+    scores = [(member["reward"] or {}).get("score") for member in members]
+    known = [score for score in scores if score is not None]
+    return {
+        **{name: sample[name] for name in ("gid", "why", "staleness")},
+        "samples": len(members),
+        "version": min(versions, default=None),
+        "reward": sum(known) / len(members) if known else None,
+    }
+
+
+def _as_json(manifest: Manifest, rewards: list[float | None]) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "header": manifest.header,
+        "archived": manifest.archived,
+        "revision": manifest.revision,
+        "groups": [
+            {
+                "gid": entry.gid,
+                "samples": entry.samples,
+                "version": entry.version,
+                "staleness": None
+                if entry.version is None
+                else staleness(manifest.step, entry.version),
+                "size": entry.payload.size,
+                "crc": entry.payload.crc,
+                "reward": reward,
+            }
+            for entry, reward in zip(manifest.entries, rewards, strict=True)
+        ],
+    }
+
+
+def _print(manifest: Manifest, rewards: list[float | None]) -> None:
+    entries = manifest.entries
+    tasks = Counter(split_group_id(gid)[0] for gid in manifest.gids)
+    screen = console()
+    screen.print(facts([
+        ("step", str(manifest.step) + (" (archived)" if manifest.archived else "")),
+        ("groups", f"{len(entries)}: " + ", ".join(f"{n} of {task}" for task, n in tasks.items())),
+        ("rollouts", count(sum(entry.samples for entry in entries))),
+        ("size", format_size(sum(entry.payload.size for entry in entries))),
+        ("quarantined", count(manifest.revision)),
+    ]))  # fmt: skip
+    grid = table("gid", "rollouts", "version", "staleness", "size", "reward",
+                 right=["rollouts", "version", "staleness", "size", "reward"])  # fmt: skip
+    for entry, reward in zip(entries, rewards, strict=True):
+        version = "-" if entry.version is None else str(entry.version)
+        age = "-" if entry.version is None else str(staleness(manifest.step, entry.version))
+        score = "-" if reward is None else f"{reward:.3f}"
+        grid.add_row(
+            entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score
+        )
+    screen.print(grid)
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))

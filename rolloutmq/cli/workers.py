@@ -1,4 +1,4 @@
-"""`rolloutmq workers`: list the workers of a run."""
+"""`rolloutmq workers` and `fence`: list the workers of a run, and revoke what one holds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from rich.text import Text
 
 from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
+from buffer.errors import ConfigError
 from consumer.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
-from rolloutmq.output import age, count, emit, state, table, worker_state
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, Yes, open_target
+from rolloutmq.output import age, count, emit, plural, state, table, worker_state
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
-WORKERS_EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
-
-@command("Look", "workers", epilog=WORKERS_EPILOG)
+@command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
 def workers(
     groups: Annotated[
         str | None,
@@ -167,3 +166,41 @@ def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
         "judge_p99_s": times.quantile_s(0.99),
     }
     return {**row.facts, **known, **judges, "alive": row.is_live(lease_ms)}
+
+
+@command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")
+def fence(
+    worker: Annotated[
+        str,
+        typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
+    ],
+    yes: Yes = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke all groups that a worker holds, and remove the worker.
+
+    Its groups are queued again; if it still submits them, they are refused. A worker that is alive
+    notices at its next heartbeat, drops its groups, and registers again.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        known = {row.id: row for row in target.run.fleet.workers()}
+        if worker not in known:
+            raise ConfigError(
+                f"there is no worker {worker!r}",
+                hint=f"known: {', '.join(sorted(known)) or 'none'}",
+            )
+        if not yes:
+            held = plural(known[worker].holds, "group")
+            seen = age(known[worker].silent_ms)
+            raise ConfigError(
+                f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
+                hint="pass --yes to do it",
+            )
+        revoked = target.run.fleet.fence(worker)
+    if as_json:
+        emit({"worker": worker, "revoked": revoked})
+    else:
+        console().print(f"{worker} is fenced; {plural(revoked, 'group')} revoked")

@@ -21,7 +21,7 @@ from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
 from buffer.store.replies import role_held
 from consumer.training.checkpoint import make_again, make_run
-from rolloutmq.cli.settings import override_lines
+from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -62,7 +62,7 @@ def open_run(
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
     if metrics is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        from rolloutmq.views.process_metrics import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process("trainer", store, metrics)
     if own_rank():

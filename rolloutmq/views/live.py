@@ -1,4 +1,4 @@
-"""Handle the keys of `rolloutmq top`: pause (with a confirmation), resume, open a group."""
+"""Show a run until something is over: on a terminal with keys, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from buffer.control.control import Mode
-from buffer.errors import RolloutMQError
+from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import group_id
 from buffer.run import Run
-from rolloutmq.cli.pause import hold
-from rolloutmq.cli.show import print_group
-from rolloutmq.views.found_group import find_group
-from rolloutmq.views.screen import LiveView
+from rolloutmq.views.found_group import find_group, print_group
+from rolloutmq.views.history import History
+from rolloutmq.views.operator_mode import set_operator_mode
+from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.screen import MOST_EVENTS, LiveNotes, live_screen, one_line
+
+REDRAW_S = 0.5
+"""Seconds between two frames on a terminal."""
+
+LINE_S = 5.0
+"""Seconds between two lines elsewhere."""
 
 _MOST_BYTES = 64
 
@@ -67,17 +76,17 @@ _LONGEST = 75
 
 
 class Steering:
-    """Reads `keyboard` between two refreshes; questions and answers are in `view.prompt`."""
+    """Reads `keyboard` between two refreshes; questions and answers are in `notes.prompt`."""
 
-    def __init__(self, run: Run, view: LiveView, keyboard: Keyboard) -> None:
+    def __init__(self, run: Run, notes: LiveNotes, keyboard: Keyboard) -> None:
         self._run = run
-        self._view = view
+        self._notes = notes
         self._keyboard = keyboard
         self._next: Callable[[str], None] = self._choose
         self._typed = ""
         self._group = ""
         self.is_over = False
-        view.prompt = KEYS
+        notes.prompt = KEYS
 
     def wait(self, seconds: float) -> None:
         """Wait for a key, and handle it. Afterwards, `is_over` is True if the user quits."""
@@ -118,7 +127,7 @@ class Steering:
             self._ask("group: ", self._type)
 
     def _ask(self, question: str, answer: Callable[[str], None]) -> None:
-        self._view.prompt = question
+        self._notes.prompt = question
         self._next = answer
 
     def _report(self, what: str) -> None:
@@ -132,7 +141,7 @@ class Steering:
 
     def _hold(self, mode: Mode) -> None:
         lines: list[str] = []
-        hold(self._run, mode, lines.append)
+        set_operator_mode(self._run, mode, lines.append)
         self._report("\n".join(lines))
 
     def _type(self, key: str) -> None:
@@ -155,3 +164,69 @@ def _gid(text: str) -> str:
     if task and draw.isascii() and draw.isdigit() and len(draw) < 10:
         return group_id(task, int(draw))
     return text.strip()
+
+
+def watch(
+    run: Run,
+    history: History,
+    notes: LiveNotes,
+    screen: Console,
+    is_over: Callable[[], bool],
+    *,
+    every_s: float | None = None,
+    steering: Steering | None = None,
+) -> None:
+    """Show `run` until `is_over()` returns True after a refresh, or `steering` is over.
+
+    The last frame stays on the screen. While the server is unreachable, it has a red line.
+    """
+    if not screen.is_terminal:
+        _print_lines(run, history, notes, screen, is_over, every_s or LINE_S)
+        return
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+        last: RunView | None = None
+        while True:
+            last = _refresh(run, history, notes) or last
+            if last is not None:
+                live.update(live_screen(last, history, notes), refresh=True)
+            if is_over():
+                return
+            if steering is None:
+                time.sleep(every_s or REDRAW_S)
+                continue
+            steering.wait(every_s or REDRAW_S)
+            if steering.is_over:
+                return
+            if steering.wants_group:
+                live.stop()
+                steering.show_group(screen)
+                live.start()
+
+
+def _refresh(run: Run, history: History, notes: LiveNotes) -> RunView | None:
+    """Read the run; None, with the reason in `notes.trouble`, while the server is unreachable."""
+    try:
+        view = read_run_view(run, events=MOST_EVENTS)
+    except StoreUnavailable as error:
+        notes.trouble = error.message
+        return None
+    notes.trouble = ""
+    history.observe(view)
+    return view
+
+
+def _print_lines(
+    run: Run,
+    history: History,
+    notes: LiveNotes,
+    screen: Console,
+    is_over: Callable[[], bool],
+    every_s: float,
+) -> None:
+    while True:
+        view = _refresh(run, history, notes)
+        line = notes.trouble if view is None else one_line(view, history, notes)
+        screen.print(Text(line), soft_wrap=True)
+        if is_over():
+            return
+        time.sleep(every_s)

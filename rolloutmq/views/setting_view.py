@@ -1,8 +1,9 @@
-"""List the settings that `rolloutmq set` can change, with their values, effects and ranges."""
+"""List the settings that `rolloutmq set` can change, and those that differ from the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.model.limits import RunLimits, TaskSettings
+from buffer.model.settings_record import SettingsRecord
 from buffer.rollouts.staleness import max_staleness
 
 
@@ -73,3 +75,26 @@ def _range(field: FieldInfo) -> str:
         if limit is not None
     ]
     return " ".join(bounds)
+
+
+def override_lines(record: SettingsRecord) -> Iterator[str]:
+    """Yield a line for people on every setting that differs from the config."""
+    for each in overrides(record):
+        name = each["name"]
+        config = value_text(name, each["config"])
+        yield f"{name} = {each['value']} since {time_text(each['set_ms'])} (config: {config})"
+
+
+def overrides(record: SettingsRecord) -> Iterator[Mapping[str, Any]]:
+    for name, override in sorted(record.overrides.items()):
+        yield {"name": name, "config": record.configured.get(name), **override.model_dump()}
+
+
+def value_text(name: str, value: object) -> str:
+    if value is None:
+        return "the run's" if name.startswith("tasks.") else "not set"
+    return str(value)
+
+
+def time_text(set_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(set_ms / 1000))

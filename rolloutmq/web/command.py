@@ -10,8 +10,8 @@ import typer
 
 from rolloutmq.command_list import command
 from rolloutmq.console import console
+from rolloutmq.http_endpoint import cannot_listen, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
-from rolloutmq.views.http_endpoint import cannot_listen, read_token
 
 EPILOG = """
 \b

@@ -1,32 +1,29 @@
-"""`rolloutmq pause`, `resume` and `drain`: the operator's pause of a run.
-
-It is separate from the trainer's own pauses around weight updates: neither ends the other (I10).
-Only if the trainer died during a pause of its own, `resume` ends that one, too.
-"""
+"""`rolloutmq pause`, `resume`, `drain` and `set`: steer a run while it continues."""
 
 from __future__ import annotations
 
+import getpass
 import shlex
+import socket
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from buffer.control.control import ControlState, Mode
+from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError, PauseTimeout
+from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
-from rolloutmq.output import age, emit, plural
-from rolloutmq.views.run_view import read_run_view
-
-PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
-RESUME_EPILOG = "Example: rolloutmq resume --wait"
-
-Report = Callable[[str], object]
+from rolloutmq.console import console, plain
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
+from rolloutmq.output import age, emit, plural, table
+from rolloutmq.views.operator_mode import Report, set_operator_mode
+from rolloutmq.views.setting_view import overrides, time_text, value_text
 
 
 class PauseMode(StrEnum):
@@ -43,7 +40,7 @@ Timeout = Annotated[
 ]
 
 
-@command("Steer", "pause", epilog=PAUSE_EPILOG)
+@command("Steer", "pause", epilog="Example: rolloutmq pause --mode drain --wait")
 def pause(
     mode: Annotated[
         PauseMode,
@@ -67,7 +64,7 @@ def pause(
         _hold(target.run, Mode(mode.value), wait, timeout, as_json)
 
 
-@command("Steer", "resume", epilog=RESUME_EPILOG)
+@command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
 def resume(
     folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
     task: Annotated[
@@ -129,28 +126,10 @@ def _admit(run: Run, worker: str, as_json: bool) -> None:
         console().print(f"{worker} was not barred")
 
 
-def hold(run: Run, mode: Mode, report: Report) -> tuple[ControlState, bool]:
-    """Set the operator's mode, and report it in words.
-
-    Returns the control state, and whether it is new.
-    """
-    before = run.control.state()
-    is_orphan = mode is Mode.RUN and read_run_view(run).is_orphaned
-    changed = _operator_mode(run) is not mode or is_orphan
-    state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
-    if is_orphan:
-        report(
-            f"run {run.name}: its trainer paused it ({before.mode}) and is gone; that "
-            "pause is ended, too"
-        )
-    report(_headline(run, mode, state.mode, state.epoch, changed))
-    return state, changed
-
-
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
     report: Report = (lambda line: None) if as_json else console().print
     start = time.monotonic()
-    state, changed = hold(run, mode, report)
+    state, changed = set_operator_mode(run, mode, report)
     receipts = _ReceiptLog(run, report)
     failure = receipts.wait(state, timeout_s) if wait else None
     took_s = time.monotonic() - start
@@ -185,26 +164,6 @@ class _ReceiptLog:
         for worker in sorted(_live(self._run) - set(silent) - self._confirmed):
             self._confirmed.add(worker)
             self._report(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
-
-
-def _operator_mode(run: Run) -> Mode:
-    field: Any = run.store.retrying(
-        "mode", lambda: run.store.control.hget(run.keys.control, "operator_mode")
-    )
-    return Mode(field.decode()) if field else Mode.RUN
-
-
-def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -> str:
-    if wanted is Mode.RUN:
-        first = (
-            f"run {run.name}: resumed"
-            if changed
-            else f"run {run.name}: it was not paused by an operator"
-        )
-        trainer = "" if actual is Mode.RUN else f"; the trainer itself has paused it ({actual})"
-        return f"{first}, control epoch {epoch}{trainer}"
-    first = "paused" if changed else "was already paused"
-    return f"run {run.name}: {first} by the operator ({wanted}), control epoch {epoch}"
 
 
 def _live(run: Run) -> set[str]:
@@ -298,3 +257,94 @@ def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
         reported = left
         time.sleep(POLL_S)
     return left
+
+
+EPILOG = """
+\b
+Examples: rolloutmq set max_staleness=2 tasks.math.weight=3
+          rolloutmq set max_staleness=config    as the config says
+          rolloutmq set --list                  what differs from the config
+"""
+
+
+def _describe() -> str:
+    own = [name for name in LiveSettings.model_fields if name != "tasks"]
+    return ", ".join([*own, *(f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields)])
+
+
+@command("Steer", "set", epilog=EPILOG)
+def set_(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE...", help=f"Settings to change: {_describe()}."),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List what differs from the config, and since when.")
+    ] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a run while it continues.
+
+    Every process applies them at its next heartbeat, round or batch. They belong to the run, and
+    survive the end of every process and of the server. A setting holds until it is set again, or
+    until the run is started with a config in which its value has changed. NAME=config sets the
+    value of the config. New task weights apply from the first train step for which no group has
+    been started.
+    """
+    if bool(settings) == listed:
+        raise ConfigError(
+            "pass NAME=VALUE, or --list", hint="`rolloutmq set max_staleness=2` sets one"
+        )
+    wanted, restored = parse_change(settings or [])
+    with open_target(redis_url, run_dir, run) as target:
+        if listed:
+            _list(target.run.settings, as_json)
+            return
+        changes = target.run.set(wanted, restored=restored, by=_who())
+        keep_settings(target)
+    if as_json:
+        emit(
+            {
+                "changed": {
+                    name: {"before": before, "after": after}
+                    for name, (before, after) in changes.items()
+                }
+            }
+        )
+    elif not changes:
+        console().print("nothing to change: the run has these settings already")
+    for name, (before, after) in ({} if as_json else changes).items():
+        line = f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
+        console().print(line, highlight=False, markup=False)
+
+
+def keep_settings(target: Target) -> None:
+    """Write what was set into the run's folder, if it is known here."""
+    if target.run_dir and (target.run_dir / "run.json").is_file():
+        KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
+
+
+def _list(record: SettingsRecord, as_json: bool) -> None:
+    found = list(overrides(record))
+    if as_json:
+        emit({"settings": found})
+        return
+    if not found:
+        console().print("every setting is as in the config")
+        return
+    grid = table("setting", "config", "now", "since", "by")
+    for each in found:
+        name, config = each["name"], value_text(each["name"], each["config"])
+        row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
+        grid.add_row(*map(plain, row))
+    console().print(grid)
+
+
+def _who() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        return socket.gethostname()
