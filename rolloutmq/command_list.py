@@ -26,7 +26,7 @@ SECTIONS = ("Run", "Look", "Steer", "Data", "Administration")
 _HERE = Path(__file__).parent
 _PLACES = ("cli/*.py", "*/command*.py")
 _COMMAND = re.compile(
-    r'^@command\("(\w+)", "([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
+    r'^@command\(\s*"(\w+)",\s*"([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
 )
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
 _ITEM: Any = vars(core)["CompletionItem"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import shlex
 import socket
 import time
 from enum import StrEnum
@@ -66,7 +65,6 @@ def pause(
 
 @command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
 def resume(
-    folder: Annotated[str | None, typer.Argument(hidden=True)] = None,
     task: Annotated[
         str | None,
         typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
@@ -87,11 +85,6 @@ def resume(
     A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
     too.
     """
-    if folder is not None:
-        raise ConfigError(
-            f"`rolloutmq resume` ends a pause and takes no folder: {folder}",
-            hint=f"`rolloutmq restore {shlex.quote(folder)}` brings a saved run to a server",
-        )
     if task is not None and worker is not None:
         raise ConfigError("pass either --task or --worker", hint="run the command once for each")
     with open_target(redis_url, run_dir, run) as target:

@@ -130,7 +130,7 @@ def _title(view: RunView) -> Text:
         Text(f"weights {view.weights}"),
         Text(f"created {created} ago"),
     ])  # fmt: skip
-    return _fit(Text("\n").join([text, _mode(view)]))
+    return Text("\n").join([text, _mode(view)])
 
 
 def _mode(view: RunView) -> Text:
