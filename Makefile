@@ -119,7 +119,7 @@ wheel: setup ## the wheel, into dist: the same bytes for the same commit
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PY) -m hatchling build -t wheel -d dist
 
 test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
-	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/machine/test_machine.py -k valkey
+	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/histories/test_histories.py -k valkey
 
 images: ## the CPU image; the CUDA one: make images BUILD=cuda
 	@docker build -f docker/Dockerfile --build-arg BUILD=$(or $(BUILD),cpu) -t rolloutmq:$(or $(BUILD),cpu) .

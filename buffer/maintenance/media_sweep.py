@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import ENDS, split_group_id
 from buffer.store.keys import Keys
 from buffer.store.media_folder import MediaFolder

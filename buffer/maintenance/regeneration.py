@@ -18,8 +18,8 @@ from typing import Any
 
 import redis
 
-from buffer.batches.position import Position
 from buffer.errors import RolloutMQError, RunExists
+from buffer.ledger.position import Position
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.limits import REGENERATING
 from buffer.store.keys import Keys

@@ -108,7 +108,7 @@ TABLE: Mapping[str, KeyRow] = {
         "HASH",
         "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
         "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
-        "by worker (`buffer/batches/audits.py`)",
+        "by worker (`buffer/ledger/audits.py`)",
     ),
     # weights
     "weights": KeyRow(

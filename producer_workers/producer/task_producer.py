@@ -11,10 +11,10 @@ import logging
 import time
 from itertools import islice
 
-from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
 from buffer.errors import ConfigError, PayloadMissing
+from buffer.ledger.memory import MemoryUse
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run

@@ -169,7 +169,7 @@ def groups_table(snap: Snapshot) -> Table:
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
-        places = task.account.places
+        places = task.account.stages
         cells = [
             Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS
         ]

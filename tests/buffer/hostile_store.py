@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from buffer.batches.account import Account
+from buffer.ledger.account import Account
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.script_contract import Slot

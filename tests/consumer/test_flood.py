@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer.batches.ledger import BAD_GROUPS
+from buffer.ledger.ledger import BAD_GROUPS
 from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from buffer.batches.position import Position
 from buffer.control.control import Mode
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.accounts import accounts, byte_count
 from buffer.maintenance.repair.batches import LEDGERS, LedgerRepair, dissolve
 from buffer.maintenance.repair.draws import close_what_cannot_return, lose_unusable, settle_ends

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.account import TaskAccount
-from buffer.batches.position import TrainedDraws
 from buffer.errors import ConfigError, DatasetError, StoreError
 from buffer.groups.intake import Intake
+from buffer.ledger.account import TaskAccount
+from buffer.ledger.position import TrainedDraws
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import PolicyVersion, Status

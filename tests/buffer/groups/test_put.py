@@ -153,7 +153,7 @@ def test_what_is_too_old_expires_when_it_is_put(
     pools = scene.run.buffer.put("math", groups, retryable=retryable)
     assert list(pools.values()) == [pool, "completed"]
     (first, _) = pools
-    assert scene.run.account.places("math", IMPORTED_FROM) == [
+    assert scene.run.account.stages("math", IMPORTED_FROM) == [
         "pool" if pool == "expired" else "dropped"
     ]
     while scene.run.payloads.collect():

@@ -42,7 +42,7 @@ def what_expires_is_in_one_pool(scene: Scene) -> None:
     gid = scene.ready(0, 1)[0]
     scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
     scene.run.buffer.refresh_staleness("math")
-    assert scene.run.account.places("math", int(gid[-10:])) in (["pool"], ["dropped"])
+    assert scene.run.account.stages("math", int(gid[-10:])) in (["pool"], ["dropped"])
     assert scene.pool("completed")[0][0] != gid
     scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
     scene.check()
@@ -197,7 +197,7 @@ def a_draw_that_has_ended_does_not_start_again(scene: Scene) -> None:
     again = scene.enqueue(3)
     assert (again.count, again.cursor) == (2, 3)
     assert scene.stream("fresh") == ["math-0000000000", "math-0000000001"]
-    assert scene.run.account.places("math", 2) == ["dropped"]
+    assert scene.run.account.stages("math", 2) == ["dropped"]
 
 
 def nothing_starts_beyond_the_target(scene: Scene) -> None:

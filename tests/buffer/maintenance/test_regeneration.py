@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer.batches.position import Position
 from buffer.errors import Fenced, LostRun, RoleHeld, RunExists, RunNotFound
+from buffer.ledger.position import Position
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys

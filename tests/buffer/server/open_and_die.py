@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer

@@ -14,9 +14,9 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.batches.audits import Position, Verdict
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, WireError
+from buffer.ledger.audits import Position, Verdict
 from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan

@@ -1,7 +1,7 @@
 """Random histories of a run agree with a model of it.
 
 `make test-machine` runs 2,000 of them, different ones every time, for half an hour;
-`MACHINE_EXAMPLES=500 pytest tests/buffer/machine/test_machine.py` runs as many as you like. With
+`MACHINE_EXAMPLES=500 pytest tests/buffer/histories/test_histories.py` runs as many as you like. With
 `MACHINE_SHRINK=1` what is found is made shorter, which takes minutes. `--log-cli-level=INFO` says
 in how many histories each move found something to do, and each script gave each reply.
 """
@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.buffer.echo_store import EchoStore
-from tests.buffer.machine.machine import Machine
-from tests.buffer.machine.model import TASKS, WORKERS
+from tests.buffer.histories.all_moves import Machine
+from tests.buffer.histories.model import TASKS, WORKERS
 from tests.servers import Server, start_server
 
 log = logging.getLogger("machine")

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer.batches.position import Bools, DrawSet, Position
 from buffer.errors import LedgerError
+from buffer.ledger.position import Bools, DrawSet, Position
 from buffer.model.ids import IMPORTED_FROM, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
@@ -37,7 +37,7 @@ class _Draws:
     imported: Bools
 
 
-class DrawAssertion:
+class EndedDraws:
     """Compares the server's bitmaps with what was trained, and corrects the server.
 
     `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
