@@ -41,8 +41,8 @@ _COUNTERS = (
     "dropped",
     "put",
     "imported",
-    "ahead",
-    "reach",
+    "reentered",
+    "highest_draw",
 )
 STAGES = (
     "waiting",
@@ -83,9 +83,9 @@ class TaskAccount:
     put: int
     imported: int
     cursor: int
-    ahead: int
+    reentered: int
     """groups that entered although the cursor is still before them, after the server lost data"""
-    reach: int
+    highest_draw: int
     target: int
     consumed: int
     ended_bits: tuple[int, int, int]
@@ -93,34 +93,36 @@ class TaskAccount:
 
     @property
     def stages(self) -> dict[str, int]:
-        """Return the groups by stage; their sum must equal `entered`."""
+        """Return the groups by stage; their sum must equal `total`."""
         return {name: getattr(self, name) for name in STAGES}
 
     @property
     def drawn(self) -> int:
         """Return the first draw of the data set after all that ever entered."""
-        return max(self.cursor, self.reach)
+        return max(self.cursor, self.highest_draw)
 
     @property
-    def entered(self) -> int:
+    def total(self) -> int:
         """Return how many groups ever entered: drawn from the data set, put, or imported."""
-        return self.enqueued + self.outside
+        return self.enqueued + self.added_by_hand
 
     @property
-    def outside(self) -> int:
+    def added_by_hand(self) -> int:
         """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """Yield (field of `progress`, sentence) for each pair of counts that disagree."""
         total = sum(self.stages.values())
-        if total != self.entered:
+        if total != self.total:
             put = f" and {self.put} put" if self.put else ""
             imported = f" and {self.imported} imported" if self.imported else ""
             entered = f"{self.enqueued} enqueued{put}{imported}"
             yield "enqueued", f"{self.task}: {entered}, but {total} in all stages"
-        if self.enqueued != self.cursor + self.ahead:
-            cursor = f"{self.cursor}, {self.ahead} ahead of it" if self.ahead else self.cursor
+        if self.enqueued != self.cursor + self.reentered:
+            cursor = (
+                f"{self.cursor}, {self.reentered} ahead of it" if self.reentered else self.cursor
+            )
             yield "cursor", f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
             counted = getattr(self, end)
@@ -250,11 +252,13 @@ class Account:
         audit.tasks, audit.leases, audit.bytes = totals.tasks, totals.leases, totals.bytes
         yield from totals.damage
         for task in totals.tasks:
-            draws = chain(range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.outside))
+            draws = chain(
+                range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.added_by_hand)
+            )
             while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
                 audit.checked += len(gids)
                 yield from self._check(gids, task.cursor)
-            if sum(task.stages.values()) != task.entered:
+            if sum(task.stages.values()) != task.total:
                 yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
 
     def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:

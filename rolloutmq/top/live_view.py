@@ -174,10 +174,10 @@ def groups_table(snap: Snapshot) -> Table:
             Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS
         ]
         total = sum(places.values())
-        wrong = total != task.account.entered
+        wrong = total != task.account.total
         cells.append(
             Text(
-                f"{total}!={task.account.entered}" if wrong else str(total),
+                f"{total}!={task.account.total}" if wrong else str(total),
                 style="bold red" if wrong else "bold",
             )
         )

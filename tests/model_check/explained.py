@@ -21,7 +21,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I6 | commit | if step > taken then return {'GAP', int(taken)} end",
         "I6 | trainer_open | if not again and taken < step and not behind then return {'BEHIND', int(taken)} end",
         "I8 | dissolve_batch | math.min(tonumber(version), after[lineage] or lowest) | tonumber(version)",
-        "I12 | reassert | count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))",
+        "I12 | mark_trained | count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))",
         "I12 | restore_batch | count_bytes(bytes, entry.size, | count_bytes(bytes, 0,",
     ),
     "needs a forged key: tests/buffer/server/test_acl_matrix.py": (

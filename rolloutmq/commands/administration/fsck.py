@@ -48,7 +48,9 @@ class WatchedAccount(Account):
 
     def totals(self) -> FsckReport:
         audit = super().totals()
-        self._bar.update(self._job, total=sum(task.drawn + task.outside for task in audit.tasks))
+        self._bar.update(
+            self._job, total=sum(task.drawn + task.added_by_hand for task in audit.tasks)
+        )
         return audit
 
     def stages_of(self, gids: Sequence[str]) -> list[list[str]]:

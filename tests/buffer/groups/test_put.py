@@ -41,7 +41,7 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     first, second = pools
     assert pools == {FIRST_GID: "completed", group_id("math", IMPORTED_FROM + 1): "completed"}
     (task,) = (t for t in scene.run.account.totals().tasks if t.task == "math")
-    assert (task.enqueued, task.put, task.imported, task.cursor, task.entered) == (1, 2, 0, 1, 3)
+    assert (task.enqueued, task.put, task.imported, task.cursor, task.total) == (1, 2, 0, 1, 3)
     manifest = scene.take(1, math=3)
     assert manifest.gids == [drawn, first, second]
     group = scene.run.buffer.read(manifest.entries[1].payload)

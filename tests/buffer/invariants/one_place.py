@@ -178,7 +178,7 @@ def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:
     first = scene.stream("fresh")
     assert first == ["math-0000000000", "math-0000000001"]
     # a server that lost its last second: what came in is passed over
-    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 2})
+    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "reentered": 2})
     scene.raw.hset(scene.keys.cursors, "math", 0)
     again = scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2, 2], 1000)
     assert (again.count, again.cursor) == (0, 2)
@@ -192,7 +192,9 @@ def a_draw_that_has_ended_does_not_start_again(scene: Scene) -> None:
     scene.raw.delete(*(scene.keys.group(f"math-{draw:010d}") for draw in (0, 1)))
     scene.raw.delete(scene.keys.jobs("math", "fresh"))
     # a server that lost its last second: only the end of the last draw is still there
-    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 1, "enqueued": 1})
+    scene.raw.hset(
+        scene.keys.progress("math"), mapping={"cursor": 0, "reentered": 1, "enqueued": 1}
+    )
     scene.raw.hset(scene.keys.cursors, "math", 0)
     again = scene.enqueue(3)
     assert (again.count, again.cursor) == (2, 3)
