@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Info, Proce
 
 from buffer.errors import ConfigError
 from buffer.monitoring.http_endpoint import MetricsEndpoint
-from buffer.store.store import Store
+from buffer.redis.store import Store
 
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
 """The environment variable with the token that readers on other machines must send."""

@@ -18,9 +18,9 @@ from buffer.errors import StoreError
 from buffer.monitoring.run_metrics import FAMILIES
 from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.monitoring.workers_wanted import WorkersWanted, look_at
+from buffer.redis.server.check import ServerMemory, read_memory
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import ServerMemory, read_memory
-from buffer.store.store import Store
 
 
 class RunCollector(Collector):

@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from buffer.monitoring.process_metrics import process_registry
 from buffer.monitoring.prometheus import RunCollector
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from docs.reference.markdown import table
 
 INTRODUCTION = """\

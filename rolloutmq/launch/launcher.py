@@ -21,8 +21,8 @@ from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import open_store, own_run
+from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.hang_up import is_lost_terminal

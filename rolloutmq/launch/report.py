@@ -13,8 +13,8 @@ from buffer.batches.account import Audit
 from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
 from buffer.monitoring.history import StepLog, TrainedStep
+from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from buffer.store.connection.url import mask_url
 from consumer.training.step_log import Evaluations, read_evaluations
 
 

@@ -12,7 +12,7 @@ from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.monitoring.sample_log import SampleLog
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 from consumer.training.step_log import read_evaluations
 from rolloutmq.output import age
 from rolloutmq.presets import find_config

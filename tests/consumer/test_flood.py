@@ -15,8 +15,8 @@ import pytest
 
 from buffer.batches.ledger import BAD_GROUPS
 from buffer.monitoring.run_view import take_snapshot
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import Crew, at_work, wait_until

@@ -20,9 +20,9 @@ from buffer.model.ids import new_nonce
 from buffer.monitoring.history import WORKERS, History
 from buffer.monitoring.prometheus import RunCollector
 from buffer.monitoring.run_view import take_snapshot
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError

@@ -16,11 +16,11 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.monitoring.sample_log import describe_sample
 from buffer.monitoring.token_texts import TokenTexts
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.training.sample_writer import SampleWriter
 
 WEIGHTS = PolicyVersion("l0", 0)

@@ -28,9 +28,9 @@ from buffer.errors import (
 )
 from buffer.monitoring.console import console
 from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.redis.server.check import Finding, check_all
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import Finding, check_all
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.commands.administration.diagnosis import (
     Symptom,

@@ -9,7 +9,7 @@ import typer
 
 from buffer.errors import ConfigError
 from buffer.monitoring.console import console, plain
-from buffer.store.signing import Key, read_keys, write_keys
+from buffer.redis.signing import Key, read_keys, write_keys
 
 EPILOG = "Example: rolloutmq key gpu7 --keys workers.keys --out gpu7.key"
 

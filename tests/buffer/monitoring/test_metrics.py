@@ -19,8 +19,8 @@ from buffer.model.ids import new_nonce
 from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.monitoring.process_metrics import serve_process
 from buffer.monitoring.prometheus import RunCollector
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
 

@@ -14,9 +14,9 @@ from buffer.control.live_settings import LiveSettings
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.monitoring.json_views import describe
 from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.starting import starting_lines
