@@ -26,7 +26,7 @@ from buffer.store.store import Store
 from consumer.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.group_runs import expert_files
+from producer_workers.worker import expert_files
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model
