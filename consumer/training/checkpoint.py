@@ -23,8 +23,8 @@ from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError, RolloutMQError
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")

@@ -17,9 +17,9 @@ from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
+from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.control_client import ControlView

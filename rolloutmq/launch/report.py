@@ -12,8 +12,8 @@ from rich.table import Table
 from buffer.batches.account import Audit
 from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
+from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from buffer.store.connection.url import mask_url
 from consumer.training.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
 
 

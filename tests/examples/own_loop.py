@@ -26,12 +26,12 @@ from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer

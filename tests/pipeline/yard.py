@@ -19,12 +19,12 @@ from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError

@@ -17,13 +17,13 @@ from buffer.control.control import Mode
 from buffer.model.ids import new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.payloads import checksum
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.store import Store
 from buffer.weights import folder_manifest
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop

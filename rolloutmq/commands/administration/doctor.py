@@ -26,9 +26,9 @@ from buffer.errors import (
     StoreUnsafe,
     WireError,
 )
+from buffer.redis.server.check import Finding, check_all
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import Finding, check_all
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.commands.administration.diagnosis import (
     Symptom,

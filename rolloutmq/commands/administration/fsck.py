@@ -25,8 +25,8 @@ from rich.text import Text
 
 from buffer.batches.account import Account, Audit
 from buffer.errors import AccountError
+from buffer.redis.server.check import check_all
 from buffer.run import Run
-from buffer.server.check import check_all
 from consumer.training.step_log import StepLog
 from rolloutmq.commands.administration.repair import repair_run, undo_repair
 from rolloutmq.console import console

@@ -23,7 +23,7 @@ from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.open_run import create_run
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder

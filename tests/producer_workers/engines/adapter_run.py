@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.learner.learner import Learner
 from consumer.training.step_log import StepLog

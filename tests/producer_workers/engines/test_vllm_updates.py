@@ -25,10 +25,10 @@ from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender

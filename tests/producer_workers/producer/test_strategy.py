@@ -237,4 +237,4 @@ def test_not_all_equal_wants_scores_that_differ() -> None:
     assert not not_all_equal(group(1.0))
     assert load_sample_filter("not_all_equal") is not_all_equal
     with pytest.raises(ConfigError, match="no 'nothing'"):
-        load_sample_filter("buffer.store.keys:nothing")
+        load_sample_filter("buffer.redis.keys:nothing")
