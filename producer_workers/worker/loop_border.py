@@ -18,8 +18,8 @@ from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from producer_workers.group_runs.drawn import Drawn
 from producer_workers.user_code.process_function import Call
+from producer_workers.worker.drawn import Drawn
 
 
 class LoopError(RolloutMQError):

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable
 
 from buffer.model.job import Job
-from producer_workers.group_runs.engine_control import ControlledEngine
-from producer_workers.group_runs.group_runner import GroupRunner
-from producer_workers.group_runs.pending_groups import PendingGroups
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.group_runner import GroupRunner
+from producer_workers.worker.held_groups import PendingGroups
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -28,7 +28,7 @@ from buffer.weights.announcement import Announcement
 from buffer.weights.registry import open_receiver
 from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
-from producer_workers.group_runs.inbox import Inbox, WeightsFetched
+from producer_workers.worker.inbox import Inbox, WeightsFetched
 
 log = logging.getLogger("rolloutmq.worker")
 

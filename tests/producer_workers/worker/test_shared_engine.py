@@ -17,9 +17,9 @@ from producer_workers.agent_loops.environment import Answer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.group_runs.inbox import Inbox
-from producer_workers.group_runs.shared_engine import SharedEngine
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.letter_engine import LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")

@@ -38,26 +38,26 @@ from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
-from producer_workers.group_runs.drawn import Drawn
-from producer_workers.group_runs.expert_files import put_experts_into_files
-from producer_workers.group_runs.failure_backoff import FailureBackoff
-from producer_workers.group_runs.loop_result import GroupFilter, check_result, check_weights
-from producer_workers.group_runs.members import (
+from producer_workers.user_code.contained_tasks import Contained
+from producer_workers.worker.drawn import Drawn
+from producer_workers.worker.expert_files import put_experts_into_files
+from producer_workers.worker.failure_backoff import FailureBackoff
+from producer_workers.worker.loop_border import GroupFilter, check_result, check_weights
+from producer_workers.worker.members import (
     figure,
     oldest_weights,
     open_share,
     waits_for_judge,
 )
-from producer_workers.group_runs.restarts import (
+from producer_workers.worker.restarts import (
     interrupt,
     is_interrupted,
     restart,
     restart_too_old,
     restart_unfinished,
 )
-from producer_workers.group_runs.shared_engine import SharedEngine
-from producer_workers.group_runs.submitter import Submitter
-from producer_workers.user_code.contained_tasks import Contained
+from producer_workers.worker.shared_engine import SharedEngine
+from producer_workers.worker.submitter import Submitter
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits
-from producer_workers.group_runs.inbox import GroupFinished, Inbox
+from producer_workers.worker.inbox import GroupFinished, Inbox
 
 
 class PendingGroups:

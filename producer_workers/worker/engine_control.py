@@ -23,8 +23,8 @@ from producer_workers.engines.base import (
     ReportsLoad,
     WeightsError,
 )
-from producer_workers.group_runs.inbox import Inbox
-from producer_workers.group_runs.next_weights import Fetched, NextWeights, WeightSource
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.weight_updates import Fetched, NextWeights, WeightSource
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -26,8 +26,8 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
-from producer_workers.group_runs.group_tokens import GroupTokens
-from producer_workers.group_runs.inbox import Inbox, RequestFinished
+from producer_workers.worker.group_tokens import GroupTokens
+from producer_workers.worker.inbox import Inbox, RequestFinished
 
 
 class SharedEngine:
