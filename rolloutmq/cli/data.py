@@ -17,10 +17,10 @@ from buffer.errors import ConfigError
 from buffer.model.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.query.language import parse
+from buffer.redis.replies import Advance
+from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
-from buffer.store.replies import Advance
-from buffer.store.signing import Key
 from rolloutmq.cli.groups import WHERE_HELP, read_where
 from rolloutmq.command_list import command
 from rolloutmq.console import console

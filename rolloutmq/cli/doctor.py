@@ -15,8 +15,8 @@ from rich.text import Text
 from buffer.errors import (
     StoreUnsafe,
 )
+from buffer.redis.server.check import Finding, check_all
 from buffer.run import Run
-from buffer.server.check import Finding, check_all
 from rolloutmq.command_list import command
 from rolloutmq.console import console
 from rolloutmq.options import (

@@ -14,9 +14,9 @@ from rich.table import Table
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
 from buffer.model.byte_size import format_size
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from consumer.training.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain

@@ -16,15 +16,15 @@ from typing import Annotated, Any
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
-from buffer.maintenance.janitor import Swept
+from buffer.janitor import Swept
 from buffer.model.ids import valid_name
 from buffer.model.limits import SCHEMA
+from buffer.redis.keys import Keys
+from buffer.redis.script_contract import Slot
+from buffer.redis.scripts import Script, library, sources
+from buffer.redis.server.acl import ROLES, acl_line, user_name
+from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
-from buffer.server.acl import ROLES, acl_line, user_name
-from buffer.store.keys import Keys
-from buffer.store.script_contract import Slot
-from buffer.store.scripts import Script, library, sources
-from buffer.store.signing import Key, read_keys, write_keys
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
 from rolloutmq.options import (

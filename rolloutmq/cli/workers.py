@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import ConfigError
+from buffer.ledger.audits import AuditAccount, Verdict
 from consumer.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain

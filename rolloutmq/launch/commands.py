@@ -11,8 +11,8 @@ import typer
 
 from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
-from buffer.server.process import follow_owner, log_json
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
+from buffer.redis.server.process import follow_owner, log_json
 from consumer.training.checkpoint import CheckpointFolder
 from rolloutmq.command_list import command
 from rolloutmq.console import console

@@ -14,8 +14,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable, WireError
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.output import plural
 from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
@@ -48,7 +48,7 @@ def inspect(run: Run, snap: RunView) -> list[Symptom]:
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
-    groups = sum(task.account.entered for task in snap.tasks)
+    groups = sum(task.account.total for task in snap.tasks)
     databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
     keys = sum(database["keys"] for database in databases.values())
     is_small = max(groups, keys) <= FEW

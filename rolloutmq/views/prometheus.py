@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import ConfigError, StoreError
+from buffer.redis.server.check import ServerMemory, read_memory
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import ServerMemory, read_memory
-from buffer.store.store import Store
 from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.run_metrics import FAMILIES
 from rolloutmq.views.run_view import RunView, read_run_view

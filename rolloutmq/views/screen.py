@@ -214,14 +214,14 @@ def groups_table(view: RunView) -> Table:
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in view.tasks:
-        places = task.account.places
+        places = task.account.stages
         total = sum(places.values())
-        wrong = total != task.account.entered
+        wrong = total != task.account.total
         grid.add_row(
             plain(task.account.task)[:12],
             *(Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS),
             Text(
-                f"{total}!={task.account.entered}" if wrong else str(total),
+                f"{total}!={task.account.total}" if wrong else str(total),
                 style="bold red" if wrong else "bold",
             ),
         )
@@ -365,13 +365,13 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
         who = first + (more if len(missing) > 1 else " loads its engine")
         lines.append(f"{who}, {age(max(missing.values()))}")
     if view.taken == 0 and started_s:
-        lines += [_progress(task) for task in view.tasks if sum(task.account.places.values())]
+        lines += [_progress(task) for task in view.tasks if sum(task.account.stages.values())]
     return lines
 
 
 def _progress(task: TaskView) -> str:
     """Return how many groups of a task are made, of an evaluation or for the first batch."""
-    places = task.account.places
+    places = task.account.stages
     left = places["waiting"] + places["running"]
     name = plain(task.account.task)
     if task.is_eval:

@@ -16,8 +16,8 @@ import pytest
 import redis
 
 from buffer.errors import RolloutMQError
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.cli import doctor
 from rolloutmq.console import console
 from rolloutmq.views.inspection import diagnose_run
