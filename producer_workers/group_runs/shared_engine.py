@@ -33,7 +33,7 @@ from producer_workers.group_runs.inbox import Inbox, RequestFinished
 class SharedEngine:
     """An engine that posts a RequestFinished after every request, also a failed one.
 
-    `uncut_tasks`: tasks whose tokens must be sampled from the model's whole distribution, also
+    `untruncated_tasks`: their tokens must be sampled from the model's whole distribution, also
     where a row of the data set or an agent asks for something else.
 
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
@@ -41,10 +41,12 @@ class SharedEngine:
     that the engine returned. Everything but `generate` is the engine's own.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, untruncated_tasks: Collection[str] = ()
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._uncut_tasks = frozenset(uncut_tasks)
+        self._untruncated_tasks = frozenset(untruncated_tasks)
         self.alone = set[str]()
         self.suspects = set[str]()
         self.sampled_with = set[PolicyVersion]()
@@ -84,10 +86,10 @@ class SharedEngine:
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
-        cuts = params.cuts() if self._uncut_tasks else ""
-        if cuts and split_group_id(request_id.partition("/")[0])[0] in self._uncut_tasks:
+        cuts = params.cuts() if self._untruncated_tasks else ""
+        if cuts and split_group_id(request_id.partition("/")[0])[0] in self._untruncated_tasks:
             message = f"sampling with {cuts} gives logprobs of another distribution than training"
-            hint = "do without it, or set [learner] accept_cut_distribution = true"
+            hint = "do without it, or set [learner] allow_truncated_sampling = true"
             raise GenerationError(message, hint=hint)
 
     async def _ask(

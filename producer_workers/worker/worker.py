@@ -96,7 +96,7 @@ class Worker:
 
     `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
-    `uncut_tasks`: see `SharedEngine`.
+    `untruncated_tasks`: see `SharedEngine`.
 
     Usage:
         worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
@@ -117,7 +117,7 @@ class Worker:
         facts: Mapping[str, str] | None = None,
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
-        uncut_tasks: Collection[str] = (),
+        untruncated_tasks: Collection[str] = (),
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -132,7 +132,7 @@ class Worker:
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox, uncut_tasks)
+        shared = SharedEngine(engine, self._inbox, untruncated_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
         self._doomed = DoomedGroups(self._engine, self._groups, self._runner)
         self._judges = judges or WatchedJudges()
