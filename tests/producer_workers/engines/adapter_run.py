@@ -21,7 +21,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
@@ -30,6 +29,7 @@ from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.learner.learner import Learner
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

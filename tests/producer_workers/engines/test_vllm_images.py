@@ -18,7 +18,6 @@ from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.load import load_config
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
@@ -26,6 +25,7 @@ from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store
 from consumer.examples.image_loop import train
+from consumer.training.step_log import StepLog
 from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
