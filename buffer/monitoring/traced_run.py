@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from buffer.batches.ledger import BatchLedger
 from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import JobQueue, Serves, serving_order
 from buffer.groups.submit import SubmitOutcome
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits

@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id, new_nonce
 from buffer.monitoring.tracing import trace_id
 from buffer.redis.server.embedded import EmbeddedServer

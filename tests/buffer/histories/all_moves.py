@@ -1,17 +1,17 @@
 """A run and a model of it, and every move that anybody can make. One class of moves for each actor;
-another actor is another file, one more base of `Machine`, and its moves in
-`tests/buffer/machine/test_machine.py`.
+another actor is another file, one more base of `AllMoves`, and its moves in
+`tests/buffer/histories/test_histories.py`.
 """
 
 from __future__ import annotations
 
-from tests.buffer.machine.crash_moves import CrashMoves
-from tests.buffer.machine.folder_moves import FolderMoves
-from tests.buffer.machine.janitor_moves import JanitorMoves
-from tests.buffer.machine.operator_moves import OperatorMoves
+from tests.buffer.histories.crash_moves import CrashMoves
+from tests.buffer.histories.folder_moves import FolderMoves
+from tests.buffer.histories.janitor_moves import JanitorMoves
+from tests.buffer.histories.operator_moves import OperatorMoves
 
 
-class Machine(FolderMoves, CrashMoves, JanitorMoves, OperatorMoves):
+class AllMoves(FolderMoves, CrashMoves, JanitorMoves, OperatorMoves):
     def produce(self, worker: str, task: str, number: int) -> None:
         """What most runs do most of the time: prompts in, results out."""
         self.enqueue(task, [1] * number, ahead=20)

@@ -11,7 +11,7 @@ import redis
 from buffer.model.ids import LANES, POOLS
 from buffer.model.limits import RunLimits, TaskLimits
 from tests.buffer.echo_store import MUTATING, EchoStore
-from tests.buffer.machine.model import (
+from tests.buffer.histories.model import (
     LEASE_MS,
     MAX_TRIES,
     PLACES,
@@ -74,7 +74,7 @@ class World(Model):
     def totals(self) -> dict[str, dict[str, int]]:
         audit = self.scene.run.account.totals()
         assert audit.clean, audit.faults
-        return {task.task: task.places for task in audit.tasks}
+        return {task.task: task.stages for task in audit.tasks}
 
     def newest(self, group: Group) -> Any:
         return self.scene.payload(group.gid)
@@ -126,7 +126,7 @@ class World(Model):
         for group in self.groups.values():
             task = group.task
             draw = int(group.gid[-10:])
-            assert self.scene.run.account.places(task, draw) == [
+            assert self.scene.run.account.stages(task, draw) == [
                 places.get(group.place, group.place)
             ]
             assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (

@@ -6,8 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from buffer.run import Run
-from tests.buffer.machine.server_moves import ServerMoves
-from tests.buffer.machine.settings_moves import SettingsMoves
+from tests.buffer.histories.server_moves import ServerMoves
+from tests.buffer.histories.settings_moves import SettingsMoves
 
 
 class FolderMoves(ServerMoves, SettingsMoves):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer.batches.position import Bools, DrawSet, Position
 from buffer.errors import LedgerError
+from buffer.ledger.position import Bools, DrawSet, Position
 from buffer.model.ids import IMPORTED_FROM, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
@@ -28,16 +28,16 @@ Ending = tuple[int, str]
 class _Draws:
     """Describes one task as the server records it.
 
-    No draw from `drawn` on ever entered, nor an imported one from `outside` on.
+    No draw from `drawn` on ever entered, nor an imported one from `added_by_hand` on.
     """
 
     drawn: int
-    outside: int
+    added_by_hand: int
     archived: Bools
     imported: Bools
 
 
-class DrawAssertion:
+class EndedDraws:
     """Compares the server's bitmaps with what was trained, and corrects the server.
 
     `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
@@ -90,21 +90,23 @@ class DrawAssertion:
         counts, drawn, imported = self._store.each(
             "draws",
             [
-                ("HMGET", progress, "cursor", "reach", "lost_to", "put", "imported"),
+                ("HMGET", progress, "cursor", "highest_draw", "lost_to", "put", "imported"),
                 # one bitmap: imported groups are numbered from IMPORTED_FROM on
                 ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
                 ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
             ],
         )
-        cursor, reach, lost_to, put, added = (int(count or 0) for count in counts)
-        return _Draws(max(cursor, reach, lost_to), put + added, _bools(drawn), _bools(imported))
+        cursor, highest_draw, lost_to, put, added = (int(count or 0) for count in counts)
+        return _Draws(
+            max(cursor, highest_draw, lost_to), put + added, _bools(drawn), _bools(imported)
+        )
 
     def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
         rest = iter(ends)
         part = list(islice(rest, SLICE))
         while part or lost:
             reply = self._store.call(
-                "reassert",
+                "mark_trained",
                 self._keys.slots(),
                 {
                     "nonce": self._nonce,
@@ -116,7 +118,7 @@ class DrawAssertion:
                 tail_args=[value for ending in part for value in ending],
                 durable=True,
             )
-            expect_ok("reassert", reply)
+            expect_ok("mark_trained", reply)
             self.changed += int(reply[1])
             self.lost += lost
             part = list(islice(rest, SLICE))
@@ -144,7 +146,7 @@ def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
 
     The server cannot restore an imported group that it lost, and its number is never used again.
     """
-    forgotten = range(known.outside, int(trained.nonzero()[0].max(initial=-1)) + 1)
+    forgotten = range(known.added_by_hand, int(trained.nonzero()[0].max(initial=-1)) + 1)
     for number in sorted({*_missing(trained, known.imported), *forgotten}):
         yield IMPORTED_FROM + number, "archived" if trained[number] else "dropped"
 

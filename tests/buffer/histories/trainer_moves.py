@@ -12,8 +12,8 @@ from buffer.errors import Fenced, LedgerError
 from buffer.model.manifest import Manifest, NotReady
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.staleness import staleness
-from tests.buffer.machine.model import WORKERS
-from tests.buffer.machine.world import World
+from tests.buffer.histories.model import WORKERS
+from tests.buffer.histories.world import World
 
 
 class TrainerMoves(World):

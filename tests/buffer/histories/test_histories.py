@@ -1,7 +1,7 @@
 """Random histories of a run agree with a model of it.
 
-`make test-machine` runs 2,000 of them, different ones every time, for half an hour;
-`MACHINE_EXAMPLES=500 pytest tests/buffer/machine/test_machine.py` runs as many as you like. With
+`make test-histories` runs 2,000 of them, different ones every time, for half an hour;
+`HISTORIES=500 pytest tests/buffer/histories/test_histories.py` runs as many as you like. With
 `MACHINE_SHRINK=1` what is found is made shorter, which takes minutes. `--log-cli-level=INFO` says
 in how many histories each move found something to do, and each script gave each reply.
 """
@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.buffer.echo_store import EchoStore
-from tests.buffer.machine.machine import Machine
-from tests.buffer.machine.model import TASKS, WORKERS
+from tests.buffer.histories.all_moves import AllMoves
+from tests.buffer.histories.model import TASKS, WORKERS
 from tests.servers import Server, start_server
 
-log = logging.getLogger("machine")
-EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "0"))
+log = logging.getLogger("histories")
+EXAMPLES = int(os.environ.get("HISTORIES", "0"))
 SHRINKS = bool(os.environ.get("MACHINE_SHRINK"))
 
 
@@ -146,20 +146,20 @@ seen.
 
 
 @pytest.fixture(scope="module", params=SHARE)
-def machine_server(
+def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with start_server(request.param, tmp_path_factory.mktemp("machine")) as server:
+    with start_server(request.param, tmp_path_factory.mktemp("histories")) as server:
         yield server
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 600)
-def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
+def test_random_histories_agree_with_the_model(server: Server) -> None:
     numbers = count(1)
     said = Counter[str]()
 
     @settings(
-        max_examples=EXAMPLES or SHARE[machine_server.kind],
+        max_examples=EXAMPLES or SHARE[server.kind],
         derandomize=not EXAMPLES,
         database=None,
         phases=[Phase.generate, Phase.shrink] if SHRINKS else [Phase.generate],
@@ -174,20 +174,20 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
     )
     def live(tail_batch: int, order: str, tokens: int | None, history: History) -> None:
         raw.flushall()
-        machine = Machine(store, raw, f"machine-{next(numbers)}", tail_batch, order, tokens)
+        run = AllMoves(store, raw, f"history-{next(numbers)}", tail_batch, order, tokens)
         for move, replies_are_lost in history:
-            machine.make(*move, replies_are_lost)
-        machine.check_everything()
+            run.make(*move, replies_are_lost)
+        run.check_everything()
         said.update(
             {
-                *(f"move {name}" for name in +machine.moved),
+                *(f"move {name}" for name in +run.moved),
                 *(f"reply {name}" for name in store.replies),
             }
         )
         store.replies.clear()
 
-    with machine_server.connect() as raw:
-        store = EchoStore(machine_server.url, raw)
+    with server.connect() as raw:
+        store = EchoStore(server.url, raw)
         live()
         store.close()
     for name, number in sorted(said.items()):
@@ -195,4 +195,4 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
     # a move that never finds anything to do proves nothing; one or two may be missed by so few
     # histories
     idle = [name for name in MOVES if f"move {name}" not in said]
-    assert machine_server.kind != "valkey" or len(idle) <= len(MOVES) // 10, idle
+    assert server.kind != "valkey" or len(idle) <= len(MOVES) // 10, idle

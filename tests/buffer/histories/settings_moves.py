@@ -8,7 +8,7 @@ import pytest
 
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from tests.buffer.machine.world import World
+from tests.buffer.histories.world import World
 
 NO_MARK = 10**9
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from buffer.batches.position import Position
-from buffer.batches.reassertion import Reassertion
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
+from buffer.ledger.from_checkpoint import CheckpointRecovery
+from buffer.ledger.position import Position
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.redis.store import Store
@@ -39,7 +39,7 @@ def gids(*draws: int) -> list[str]:
 
 
 def stage(scene: Scene, draw: int) -> list[str]:
-    return scene.run.account.places("math", draw)
+    return scene.run.account.stages("math", draw)
 
 
 def test_nothing_is_written_where_nothing_is_lost(scene: Scene, trainer: Trainer) -> None:
@@ -166,7 +166,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     assert (opening.recovery.changed, opening.recovery.lost) == (10, 5)
     assert [stage(scene, draw) for draw in (*range(8), 9, 12)] == [["archived"]] * 10
     assert [stage(scene, draw) for draw in (8, 10, 11, 13)] == [[]] * 4
-    assert scene.run.account.totals().tasks[0].places == dict.fromkeys(places_of(scene), 0) | {
+    assert scene.run.account.totals().tasks[0].stages == dict.fromkeys(places_of(scene), 0) | {
         "archived": 10
     }
     assert list(scene.beat([running]).lost) == [running]
@@ -184,7 +184,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
 
 
 def places_of(scene: Scene) -> dict[str, int]:
-    return scene.run.account.totals().tasks[0].places
+    return scene.run.account.totals().tasks[0].stages
 
 
 def test_an_empty_server_is_refused_and_filled_again_when_asked_by_name(
@@ -348,7 +348,7 @@ class Died(Exception):
 def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_with(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.batches.draw_assertion.SLICE", 2)
+    monkeypatch.setattr("buffer.ledger.ended_draws.SLICE", 2)
     scene = make_scene(role_timeout_ms=60_000, stale_threshold=100)
     scene.open_producer()
     trainer = Trainer(scene)
@@ -390,7 +390,7 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
         scene.check()
         assert scene.run.ledger.steps() == (3, 3, 3)
         outcomes.append([stage(scene, draw) for draw in range(12)])
-    assert {"commit", "reassert", "reset_ledger", "rescore"} <= set(scripts)
+    assert {"commit", "mark_trained", "reset_ledger", "rescore"} <= set(scripts)
     assert len(outcomes) == len(scripts) > 8
     assert outcomes == [[["archived"]] * 8 + [["waiting"]] * 4] * len(outcomes)
 
@@ -407,7 +407,7 @@ def test_a_fenced_trainer_asserts_nothing(scene: Scene, trainer: Trainer) -> Non
     before = again.dump()
     parts = (run.store, run.keys, run.limits, run.payloads, run.ledger, old)
     with pytest.raises(Fenced):
-        Reassertion(*parts).run(position)
+        CheckpointRecovery(*parts).run(position)
     assert again.dump() == before
 
 

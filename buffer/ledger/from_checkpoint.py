@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from buffer.batches.draw_assertion import DrawAssertion, expect_ok, numbers_of
-from buffer.batches.ledger import BatchLedger
-from buffer.batches.position import Position
+from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.position import Position
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
@@ -50,7 +50,7 @@ class Recovery:
         return bool(self.changed or self.lost or self.restored or self.dissolved or self.oldest)
 
 
-class Reassertion:
+class CheckpointRecovery:
     """Compares a server with a checkpoint and corrects the server, for the trainer `nonce`.
 
     The opening of that trainer has set `recovering`.
@@ -71,7 +71,7 @@ class Reassertion:
         self._payloads = payloads
         self._ledger = ledger
         self._nonce = nonce
-        self._draws = DrawAssertion(store, keys, limits, nonce)
+        self._draws = EndedDraws(store, keys, limits, nonce)
         self._done = Recovery()
 
     def run(self, position: Position, *, regenerate: bool = False) -> Recovery:

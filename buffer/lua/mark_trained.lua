@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- reassert: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
+-- mark_trained: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
 -- server, wherever they reappeared. Or, for a trainer that goes back below what is freed, let them be drawn again.
 -- One bounded slice of one task.
 -- include: byte_count, clock, cursors, ended, events, leave, numbers
@@ -24,40 +24,40 @@
 -- ARGV first 0..    draw of the first imported group of every task
 -- ARGV seen  0..    cursor of the checkpoint
 -- ARGV lost  0..    draws before it that the server forgot and that must be drawn again; counted once
--- ARGV draw, place  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
+-- ARGV draw, stage  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
 -- replies OK changed | FENCED | TAKEN gid (dissolve its batch first) | DRAW next (an imported draw would leave a hole)
--- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `ahead` of it), I2, I6, I7, I12, I13
+-- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `reentered` of it), I2, I6, I7, I12, I13
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
-for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
-  bitmaps[place] = ends .. task .. ':' .. place
-  redis.call('STRLEN', bitmaps[place])
+for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do
+  bitmaps[stage] = ends .. task .. ':' .. stage
+  redis.call('STRLEN', bitmaps[stage])
 end
-local counts = redis.call('HMGET', account, 'put', 'imported', 'ahead', 'reach', 'lost_to')
-local outside, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, task)
-local ahead, reach = num(counts[3]), math.max(cursor, num(counts[4]))
+local counts = redis.call('HMGET', account, 'put', 'imported', 'reentered', 'highest_draw', 'lost_to')
+local next_added, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, task)
+local reentered, highest_draw = num(counts[3]), math.max(cursor, num(counts[4]))
 
 local draws = {}
-for _, draw, place in each_unit do
+for _, draw, stage in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
   if held and held.owner then redis.call('HLEN', holders .. held.owner) end
   if not held and not now and draw >= first then
-    if draw ~= outside then return {'DRAW', int(outside)} end
-    outside = outside + 1
+    if draw ~= next_added then return {'DRAW', int(next_added)} end
+    next_added = next_added + 1
   end
-  draws[#draws + 1] = {draw = draw, place = place, gid = gid, held = held, now = now}
+  draws[#draws + 1] = {draw = draw, stage = stage, gid = gid, held = held, now = now}
 end
 
 local changed, again, moved = 0, 0, {}
 local function count(name, by) moved[name] = (moved[name] or 0) + by end
 for _, one in ipairs(draws) do
-  local draw, place, held, now = one.draw, one.place, one.held, one.now
-  if place == 'again' then
+  local draw, stage, held, now = one.draw, one.stage, one.held, one.now
+  if stage == 'again' then
     if now == 'archived' then
       redis.call('SETBIT', bitmaps.archived, draw, 0)
       count('archived', -1)
@@ -65,13 +65,13 @@ for _, one in ipairs(draws) do
       redis.call('SREM', garbage, one.gid .. ' init 1')
       if draw < cursor then
         -- all others in between stay counted
-        ahead, cursor = ahead + cursor - draw - 1, draw
+        reentered, cursor = reentered + cursor - draw - 1, draw
       else
-        ahead = ahead - 1
+        reentered = reentered - 1
       end
       again = again + 1
     end
-  elseif held or now ~= place then
+  elseif held or now ~= stage then
     if held then
       leave(keys, one.gid, held)
       redis.call('SADD', garbage, one.gid .. ' init 1')
@@ -85,10 +85,10 @@ for _, one in ipairs(draws) do
       count('imported', 1)
     else
       count('enqueued', 1)
-      ahead, reach = ahead + 1, math.max(reach, draw + 1)
+      reentered, highest_draw = reentered + 1, math.max(highest_draw, draw + 1)
     end
-    redis.call('SETBIT', bitmaps[place], draw, 1)
-    count(place, 1)
+    redis.call('SETBIT', bitmaps[stage], draw, 1)
+    count(stage, 1)
     changed = changed + 1
   end
 end
@@ -99,7 +99,7 @@ redis.call('HSET', control, 'trainer_seen_ms', int(now_ms()))
 if num(counts[5]) >= seen then lost = 0 end
 if changed + again + lost > 0 then
   move_cursor(cursors, account, task, cursor)
-  redis.call('HSET', account, 'ahead', int(ahead), 'reach', int(reach), 'lost_to', int(math.max(seen, num(counts[5]))))
+  redis.call('HSET', account, 'reentered', int(reentered), 'highest_draw', int(highest_draw), 'lost_to', int(math.max(seen, num(counts[5]))))
   redis.call('HINCRBY', account, 'reasserted', changed)
   redis.call('HINCRBY', account, 'regenerated', again + lost)
   log_event(events, 'reasserted', 'task', task, 'groups', changed, 'regenerated', int(again + lost))

@@ -1,5 +1,5 @@
 """A run, a model of it that talks to no server, and every move that its actors can make:
-`machine.Machine`.
+`all_moves.AllMoves`.
 
 After each move, server and model are compared: totals and bytes, all lines, pools (order and
 scores), leases and dead letters; at the end every group, its tokens and tries, every batch, every

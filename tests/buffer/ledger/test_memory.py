@@ -12,9 +12,9 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.batches.record_check import RecordCheck
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
+from buffer.ledger.record_check import RecordCheck
 from buffer.model.damage import Damage
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from buffer.batches.archive import Archive
 from buffer.groups.record_walk import PAGE, Record, RecordWalk
+from buffer.ledger.archive import Archive
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import GID
 from buffer.model.job import PayloadRef

@@ -1,6 +1,6 @@
 """A batch that is not of the trainer's history is let go: how old its groups are then (I8).
 
-The first test is what the machine of tests/buffer/machine found, once it lost changes of batches
+The first test is what the machine of tests/buffer/histories found, once it lost changes of batches
 often, cut short.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.rollouts.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.invariants.batches import (
@@ -74,7 +74,7 @@ def test_a_group_that_was_trained_in_a_later_step_is_let_go_by_an_earlier_batch(
     recovery = trainer.open().recovery
     assert (recovery.dissolved, recovery.restored, recovery.oldest) == (1, 1, 1)
     assert scene.take(2) == second
-    assert [scene.run.account.places("math", draw) for draw in (0, 1)] == [["taken"], ["archived"]]
+    assert [scene.run.account.stages("math", draw) for draw in (0, 1)] == [["taken"], ["archived"]]
     scene.check()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.errors import GroupHeld
 from buffer.model.ids import POOLS
-from tests.buffer.machine.world import World
+from tests.buffer.histories.world import World
 
 
 class OperatorMoves(World):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.batches.account import Audit
+from buffer.ledger.account import FsckReport
 from buffer.model.ids import group_id
 from buffer.rollouts.rollout import Status
 from tests.buffer.scene import Scene
@@ -37,7 +37,7 @@ def busy(make_scene: Callable[..., Scene]) -> Scene:
     return scene
 
 
-def audit(scene: Scene) -> Audit:
+def audit(scene: Scene) -> FsckReport:
     found = scene.run.account.fsck()
     assert not found.clean
     return found
@@ -48,7 +48,7 @@ def member(scene: Scene, gid: str) -> str:
 
 
 def test_account_names_every_place(busy: Scene) -> None:
-    stages = [busy.run.account.places("math", i) for i in range(9)]
+    stages = [busy.run.account.stages("math", i) for i in range(9)]
     assert stages == [
         ["waiting"],
         ["running"],
@@ -61,8 +61,8 @@ def test_account_names_every_place(busy: Scene) -> None:
         ["dropped"],
     ]
     task = busy.run.account.totals().tasks[0]
-    once = {name: 1 for name in task.places if name != "expired"}
-    assert task.places == once | {"expired": 0}
+    once = {name: 1 for name in task.stages if name != "expired"}
+    assert task.stages == once | {"expired": 0}
     assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
 
 
@@ -202,7 +202,7 @@ def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
 def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
     busy: Scene, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.batches.account.SLICE", at_once)
+    monkeypatch.setattr("buffer.ledger.account.SLICE", at_once)
     busy.raw.script_flush()
     busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
     busy.raw.zadd(busy.keys.dead, {TAKEN: 1})

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from buffer.batches.field_check import FieldCheck
-from buffer.batches.key_check import FoundKey, KeyCheck
-from buffer.batches.ledger import BatchLedger
-from buffer.batches.memory import ByteCount, Memory
-from buffer.batches.record_check import RecordCheck
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
+from buffer.ledger.field_check import FieldCheck
+from buffer.ledger.key_check import FoundKey, KeyCheck
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.memory import ByteCount, Memory
+from buffer.ledger.record_check import RecordCheck
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
@@ -41,8 +41,8 @@ _COUNTERS = (
     "dropped",
     "put",
     "imported",
-    "ahead",
-    "reach",
+    "reentered",
+    "highest_draw",
 )
 STAGES = (
     "waiting",
@@ -83,44 +83,46 @@ class TaskAccount:
     put: int
     imported: int
     cursor: int
-    ahead: int
+    reentered: int
     """groups that entered although the cursor is still before them, after the server lost data"""
-    reach: int
+    highest_draw: int
     target: int
     consumed: int
     ended_bits: tuple[int, int, int]
     """bits in the bitmaps of ENDS"""
 
     @property
-    def places(self) -> dict[str, int]:
-        """Return the groups by stage; their sum must equal `entered`."""
+    def stages(self) -> dict[str, int]:
+        """Return the groups by stage; their sum must equal `total`."""
         return {name: getattr(self, name) for name in STAGES}
 
     @property
     def drawn(self) -> int:
         """Return the first draw of the data set after all that ever entered."""
-        return max(self.cursor, self.reach)
+        return max(self.cursor, self.highest_draw)
 
     @property
-    def entered(self) -> int:
+    def total(self) -> int:
         """Return how many groups ever entered: drawn from the data set, put, or imported."""
-        return self.enqueued + self.outside
+        return self.enqueued + self.added_by_hand
 
     @property
-    def outside(self) -> int:
+    def added_by_hand(self) -> int:
         """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """Yield (field of `progress`, sentence) for each pair of counts that disagree."""
-        total = sum(self.places.values())
-        if total != self.entered:
+        total = sum(self.stages.values())
+        if total != self.total:
             put = f" and {self.put} put" if self.put else ""
             imported = f" and {self.imported} imported" if self.imported else ""
             entered = f"{self.enqueued} enqueued{put}{imported}"
             yield "enqueued", f"{self.task}: {entered}, but {total} in all stages"
-        if self.enqueued != self.cursor + self.ahead:
-            cursor = f"{self.cursor}, {self.ahead} ahead of it" if self.ahead else self.cursor
+        if self.enqueued != self.cursor + self.reentered:
+            cursor = (
+                f"{self.cursor}, {self.reentered} ahead of it" if self.reentered else self.cursor
+            )
             yield "cursor", f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
             counted = getattr(self, end)
@@ -129,7 +131,7 @@ class TaskAccount:
 
 
 @dataclass(slots=True)
-class Audit:
+class FsckReport:
     """Contains the outcome of `fsck`."""
 
     tasks: list[TaskAccount]
@@ -177,7 +179,7 @@ class Account:
         self._keys = keys
         self._limits = limits
 
-    def totals(self) -> Audit:
+    def totals(self) -> FsckReport:
         """Count all groups of all tasks at one instant. O(tasks)."""
         keys = self._keys
         names = list(self._limits.tasks)
@@ -186,7 +188,7 @@ class Account:
         )
         leases, letters, came, went, *rows = (int(number) for number in reply[1:])
         tasks = [_task(name, rows[i * _WIDTH : (i + 1) * _WIDTH]) for i, name in enumerate(names)]
-        audit = Audit(tasks, leases=leases, bytes=ByteCount(came, went))
+        audit = FsckReport(tasks, leases=leases, bytes=ByteCount(came, went))
         audit.damage = [damage for task in tasks for damage in self._miscounts(task)]
         running = sum(task.running for task in tasks)
         dead = sum(task.dead for task in tasks)
@@ -204,13 +206,13 @@ class Account:
             key = self._keys.ended(task.task, name) if is_end else self._keys.progress(task.task)
             yield Damage(DamageKind.COUNT, text, key, field=name, task=task.task)
 
-    def fsck(self) -> Audit:
+    def fsck(self) -> FsckReport:
         """Check every key: its name, type and fields, every draw, manifest, record, lease and byte.
 
         Works on a live run, and never ends because of what it finds.
         """
         store, keys, limits = self._store, self._keys, self._limits
-        audit = Audit([], leases=0, bytes=ByteCount(0, 0))
+        audit = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         key_check = KeyCheck(store, keys, limits)
         found = list(key_check.walk())
         audit.damage += key_check.damage(found)
@@ -231,7 +233,7 @@ class Account:
 
         The cost does not grow with the run.
         """
-        audit = Audit([], leases=0, bytes=ByteCount(0, 0))
+        audit = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         key = self._keys.ledger("train")
         _collect(audit, "the ledger", wrong_fields("ledger", key, self._ledger_fields(key)))
         for task in self.totals().tasks:
@@ -244,21 +246,23 @@ class Account:
         found: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
         return text_fields(found)
 
-    def _check_draws(self, audit: Audit) -> Iterator[Damage]:
+    def _check_draws(self, audit: FsckReport) -> Iterator[Damage]:
         """Count all groups into `audit`, and yield what is wrong with the counts and draws."""
         totals = self.totals()
         audit.tasks, audit.leases, audit.bytes = totals.tasks, totals.leases, totals.bytes
         yield from totals.damage
         for task in totals.tasks:
-            draws = chain(range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.outside))
+            draws = chain(
+                range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.added_by_hand)
+            )
             while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
                 audit.checked += len(gids)
                 yield from self._check(gids, task.cursor)
-            if sum(task.places.values()) != task.entered:
+            if sum(task.stages.values()) != task.total:
                 yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
 
     def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
-        for gid, stages in zip(gids, self.places_of(gids), strict=True):
+        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
             task, draw = split_group_id(gid)
             # a draw from the cursor on need not have entered yet
             if not stages and not cursor <= draw < IMPORTED_FROM:
@@ -267,11 +271,11 @@ class Account:
             elif len(stages) > 1:
                 yield _doubled(gid, ", ".join(stages))
 
-    def places(self, task: str, draw: int) -> list[str]:
+    def stages(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
-        return self.places_of([group_id(task, draw)])[0]
+        return self.stages_of([group_id(task, draw)])[0]
 
-    def places_of(self, gids: Sequence[str]) -> list[list[str]]:
+    def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
         """Return the stages of each group, in one round trip.
 
         Each group is checked at one instant, but not all of them at the same one.
@@ -359,10 +363,10 @@ class Account:
 
     def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
         for start in range(0, len(gids), SLICE):
-            yield from self.places_of(gids[start : start + SLICE])
+            yield from self.stages_of(gids[start : start + SLICE])
 
 
-def _collect(audit: Audit, what: str, damage: Iterator[Damage]) -> None:
+def _collect(audit: FsckReport, what: str, damage: Iterator[Damage]) -> None:
     """Add what a check yields; damage that ends the check itself is reported, too."""
     try:
         audit.damage.extend(damage)

@@ -8,7 +8,7 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import Status
-from tests.buffer.machine.server_moves import ServerMoves
+from tests.buffer.histories.server_moves import ServerMoves
 from tests.buffer.scene import extend, prompt
 
 

@@ -10,8 +10,8 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld
 from buffer.groups.claim import Enqueued
 from buffer.model.ids import new_nonce
-from tests.buffer.machine.model import ALL_LANES
-from tests.buffer.machine.world import World
+from tests.buffer.histories.model import ALL_LANES
+from tests.buffer.histories.world import World
 
 
 class ControlMoves(World):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.buffer.machine.model import LEASE_MS, TASKS, WORKERS
-from tests.buffer.machine.worker_moves import WorkerMoves
+from tests.buffer.histories.model import LEASE_MS, TASKS, WORKERS
+from tests.buffer.histories.worker_moves import WorkerMoves
 
 
 class JanitorMoves(WorkerMoves):

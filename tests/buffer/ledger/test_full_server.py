@@ -10,7 +10,7 @@ import pytest
 
 from buffer.errors import StoreFull
 from buffer.redis.store import Store
-from tests.buffer.batches.test_memory import large_group
+from tests.buffer.ledger.test_memory import large_group
 from tests.buffer.redis.test_store import Mortal
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import raw_client

@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
-from buffer.batches.position import Position
-from buffer.batches.trainer_opening import Opening
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
 from buffer.model.ids import IMPORTED_FROM, group_id, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest
 from buffer.rollouts.rollout import PolicyVersion
-from tests.buffer.machine.control_moves import ControlMoves
-from tests.buffer.machine.model import TASKS, Group
-from tests.buffer.machine.producer_moves import ProducerMoves
-from tests.buffer.machine.trainer_moves import TrainerMoves
-from tests.buffer.machine.worker_moves import WorkerMoves
+from tests.buffer.histories.control_moves import ControlMoves
+from tests.buffer.histories.model import TASKS, Group
+from tests.buffer.histories.producer_moves import ProducerMoves
+from tests.buffer.histories.trainer_moves import TrainerMoves
+from tests.buffer.histories.worker_moves import WorkerMoves
 from tests.buffer.time_machine import Moment, put_back, remember
 
 STEPS = (

@@ -9,10 +9,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
-from buffer.batches.position import Position
-from buffer.batches.reassertion import Reassertion, Recovery
 from buffer.errors import ConfigError, LedgerError, LostRun
+from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.position import Position
 from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
@@ -142,7 +142,7 @@ class TrainerOpening:
         raise unknown_reply("trainer_open", reply)
 
     def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        reassertion = Reassertion(
+        reassertion = CheckpointRecovery(
             self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
         )
         recovery = reassertion.run(position, regenerate=regenerate)

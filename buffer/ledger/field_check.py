@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from buffer.batches.key_check import FoundKey
+from buffer.ledger.key_check import FoundKey
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.limits import RunLimits
 from buffer.redis.key_fields import text_fields, wrong_fields
