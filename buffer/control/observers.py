@@ -1,24 +1,20 @@
 """Observers: optional features hear what a process does with groups, and change nothing of it.
 
-    class Slowest(Observer):
-        def taken(self, manifest: Manifest, began_ns: int) -> None: ...
+class Slowest(Observer):
+    def taken(self, manifest: Manifest, began_ns: int) -> None: ...
 
-    run.observers.append(Slowest())
+run.observers.append(Slowest())
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING
 
 from buffer.model.job import Job, ReleaseKind, Result
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
-
-if TYPE_CHECKING:
-    from buffer.groups.submit import SubmitOutcome
 
 
 class Observer:
@@ -54,10 +50,10 @@ class Observer:
         self,
         worker: str,
         results: Sequence[Result],
-        outcomes: Sequence[SubmitOutcome],
+        outcomes: Sequence[object],
         began_ns: int,
     ) -> None:
-        """Receive the results of a worker, and what became of each."""
+        """Receive the results of a worker, and of each its `Stored` or the error."""
 
     def released(
         self, worker: str, job: Job, kind: ReleaseKind, reason: str, began_ns: int
