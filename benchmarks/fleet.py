@@ -30,8 +30,8 @@ from buffer.run import Run
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
 from buffer.control.observers import Observer
 from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
@@ -20,6 +19,7 @@ from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
 from buffer.groups.put_groups import GroupPut, described, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady

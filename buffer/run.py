@@ -6,11 +6,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from buffer.batches import memory
-from buffer.batches.account import Account
-from buffer.batches.audits import Audits
-from buffer.batches.ledger import BatchLedger
-from buffer.batches.trainer_opening import TrainerOpening
 from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
@@ -27,6 +22,11 @@ from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.janitor import Janitor
+from buffer.ledger import memory
+from buffer.ledger.account import Account
+from buffer.ledger.audits import Audits
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.limits import (

@@ -8,7 +8,7 @@ import logging
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from producer_workers.group_runs.inbox import Inbox, JobsMayWait, PartFailed
+from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -38,11 +38,11 @@ from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

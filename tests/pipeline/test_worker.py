@@ -23,7 +23,7 @@ from buffer.run import Run
 from consumer.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.group_runs import expert_files
+from producer_workers.worker import expert_files
 from rolloutmq.views.history import WORKERS, History
 from rolloutmq.views.prometheus import RunCollector
 from rolloutmq.views.run_view import read_run_view

@@ -28,11 +28,11 @@ from buffer.weights import folder_manifest
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.chaos.history import History, read_history

@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id, new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
