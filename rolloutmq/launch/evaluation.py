@@ -17,10 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
+from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.publication import open_sender, publish

@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.open_run import create_run
