@@ -13,7 +13,6 @@ from rich.text import Text
 from buffer.errors import AccountError, ConfigError
 from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.model.job import PayloadRef
-from buffer.monitoring.tracing import trace_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.group_json import group_json
 from buffer.rollouts.rollout import VersionSpan
@@ -21,6 +20,7 @@ from buffer.run import Run
 from consumer.training.sample_log import Sample, SampleLog
 from rolloutmq.console import plain
 from rolloutmq.output import count, facts, state, version_style
+from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
     "archived": "trained and committed",
