@@ -192,11 +192,7 @@ class Tracing(Observer):
         return self._tracer.child("rl.reward")
 
     def submitted(
-        self,
-        worker: str,
-        results: Sequence[Result],
-        outcomes: Sequence[object],
-        began_ns: int,
+        self, worker: str, results: Sequence[Result], outcomes: Sequence[object], began_ns: int
     ) -> None:
         for result, outcome in zip(results, outcomes, strict=True):
             self._tracer.past(
@@ -242,10 +238,7 @@ def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
         exporter = _exporter(wanted)
     except ImportError as error:
         log.warning(
-            "no traces: %s=%s needs a package: %s (pip install '.[otel]')",
-            SWITCH,
-            wanted,
-            error,
+            "no traces: %s=%s needs a package: %s (pip install '.[otel]')", SWITCH, wanted, error
         )
         return None
     if exporter is None:

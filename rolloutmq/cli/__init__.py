@@ -94,8 +94,7 @@ def _show_version(ctx: typer.Context, wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, help="Show the version."),
+        bool, typer.Option("--version", callback=_show_version, help="Show the version.")
     ] = False,
     # eager: it is known when the callback of --version is called
     show_all: Annotated[

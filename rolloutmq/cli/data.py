@@ -168,8 +168,7 @@ def export(
     archived: Annotated[
         bool,
         typer.Option(
-            "--archived",
-            help="All archived batches that are retained and have not been exported.",
+            "--archived", help="All archived batches that are retained and have not been exported."
         ),
     ] = False,
     redis_url: RedisUrl = None,
@@ -244,8 +243,7 @@ def import_groups(
     order: Annotated[
         str,
         typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="The run's order policy, if it is your own function.",
+            metavar="MODULE:FUNCTION", help="The run's order policy, if it is your own function."
         ),
     ] = "",
     key_file: Annotated[

@@ -14,13 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from buffer.errors import AccountError
@@ -65,8 +59,7 @@ def fsck(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair",
-            help="Rebuild what is damaged; all processes of the run must have ended.",
+            "--repair", help="Rebuild what is damaged; all processes of the run must have ended."
         ),
     ] = False,
     undo: Annotated[

@@ -328,8 +328,7 @@ def key(
         typer.Option("--keys", metavar="FILE", help="Keys of all workers: [trainer] keys_file."),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File for the new key: [worker] key_file."),
+        Path | None, typer.Option(metavar="FILE", help="File for the new key: [worker] key_file.")
     ] = None,
     revoke: Annotated[
         bool, typer.Option("--revoke", help="Remove all earlier keys of the worker.")

@@ -264,8 +264,7 @@ POLL_S = 0.2
 Now = Annotated[
     bool,
     typer.Option(
-        "--now",
-        help="As a second Ctrl-C: kill its processes. The newest checkpoint is kept.",
+        "--now", help="As a second Ctrl-C: kill its processes. The newest checkpoint is kept."
     ),
 ]
 

@@ -45,10 +45,7 @@ def diagnose(snap: RunView) -> list[Symptom]:
         *_pauses(snap),
         *_role(snap, snap.trainer, "trainer", "`rolloutmq train CONFIG` or `rolloutmq run CONFIG`"),
         *_role(
-            snap,
-            snap.producer,
-            "producer",
-            "`rolloutmq producer CONFIG` or `rolloutmq run CONFIG`",
+            snap, snap.producer, "producer", "`rolloutmq producer CONFIG` or `rolloutmq run CONFIG`"
         ),
         *_slow_data_set(snap),
         *_workers(snap),
@@ -239,10 +236,7 @@ def _leases(snap: RunView) -> Iterator[Symptom]:
     if snap.overdue:
         what = f"{plural(snap.overdue, 'lease')} expired and not revoked yet"
         yield Symptom(
-            "note",
-            what,
-            None,
-            "any process of the run revokes them, or `rolloutmq janitor`",
+            "note", what, None, "any process of the run revokes them, or `rolloutmq janitor`"
         )
     live = snap.live_workers
     holders = [worker for worker in live if worker.holds]
@@ -325,10 +319,7 @@ def _curriculum(snap: RunView) -> Iterator[Symptom]:
             f"task weights have not changed since step {snap.control['curriculum_step']}: {reason}"
         )
         yield Symptom(
-            "note",
-            what,
-            None,
-            "fix the function of [plan] curriculum, and restart the producer",
+            "note", what, None, "fix the function of [plan] curriculum, and restart the producer"
         )
 
 

@@ -96,10 +96,7 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
     except (OSError, WireError) as error:
         what = f"the weights {snap.weights} in {folder} are incomplete: {error}"
         yield Symptom(
-            "stuck",
-            what,
-            None,
-            "start the trainer again: it publishes them from its checkpoint",
+            "stuck", what, None, "start the trainer again: it publishes them from its checkpoint"
         )
 
 

@@ -8,13 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from buffer.errors import (
-    AccountError,
-    ConfigError,
-    RolloutMQError,
-    RunNotFound,
-    StoreUnavailable,
-)
+from buffer.errors import AccountError, ConfigError, RolloutMQError, RunNotFound, StoreUnavailable
 from rolloutmq.web.access import NoToken, ReadOnly
 
 _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}

@@ -20,10 +20,7 @@ Example: rolloutmq web
 """
 PORT = 9465
 
-Host = Annotated[
-    str,
-    typer.Option(help="Address to listen on."),
-]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 Name = Annotated[
     list[str] | None,
@@ -36,8 +33,7 @@ TokenFile = Annotated[
     ),
 ]
 ReadOnly = Annotated[
-    bool,
-    typer.Option("--read-only", help="Refuse all actions, even with the token."),
+    bool, typer.Option("--read-only", help="Refuse all actions, even with the token.")
 ]
 
 

@@ -68,8 +68,7 @@ class ControlRoutes:
         worker = request.path_params["worker"]
         run = self._run
         entries: Any = run.store.retrying(
-            "events",
-            lambda: run.store.control.xrevrange(run.keys.events, count=SEARCHED_EVENTS),
+            "events", lambda: run.store.control.xrevrange(run.keys.events, count=SEARCHED_EVENTS)
         )
         events = map(parse_event, entries)
         found = [
