@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import orjson
 import redis
 import typer
 
-from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
+from buffer.errors import ConfigError, QueryError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import mask_url
@@ -285,3 +286,28 @@ def choose_run(store: Store, run: str | None) -> str:
     raise RunNotFound(
         f"there is no run {run!r} on this server", hint=f"its runs: {', '.join(names)}"
     )
+
+
+def require_yes(yes: bool, plan: str) -> None:
+    """Raise ConfigError without --yes; `plan`: what the command would do."""
+    if not yes:
+        raise ConfigError(f"this would {plan}; nothing was changed", hint="pass --yes to do it")
+
+
+def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
+    """Raise ConfigError for a name that is not among those that are `known`; None is."""
+    if name is not None and name not in known:
+        raise ConfigError(
+            f"there is no {kind} {name!r}", hint=f"one of {', '.join(known) or 'none'}"
+        )
+
+
+def read_where(text: str | None) -> Any:
+    """Parse the value of --where. Raises QueryError."""
+    if text is None:
+        return {}
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        hint = """quote it for the shell, for example --where '{"status": "completed"}'"""
+        raise QueryError(f"--where is not valid JSON: {error}", hint=hint) from error

@@ -21,10 +21,20 @@ from buffer.redis.replies import Advance
 from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
-from rolloutmq.cli.groups import WHERE_HELP, read_where
+from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.command_list import command
 from rolloutmq.console import console
-from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_server, open_target
+from rolloutmq.options import (
+    AsJson,
+    OneTask,
+    RedisUrl,
+    RunDir,
+    RunName,
+    open_server,
+    open_target,
+    read_where,
+    require_known,
+)
 from rolloutmq.output import count, emit, plural
 
 
@@ -183,18 +193,14 @@ def export(
     the file is on disk. A group that cannot be read is left out and reported. The file appears
     only when it is complete. Parquet needs the package pyarrow.
     """
-    if status is not None and status not in _STATUSES:
-        raise ConfigError(f"there is no status {status!r}", hint=f"one of {', '.join(_STATUSES)}")
+    require_known("status", status, _STATUSES)
     if archived and (task or status or where):
         raise ConfigError(
             "--archived exports whole batches", hint="remove --task, --status and --where"
         )
     query = parse(read_where(where))
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
-        if task is not None and task not in target.run.limits.tasks:
-            raise ConfigError(
-                f"there is no task {task!r}", hint=f"one of {', '.join(target.run.limits.tasks)}"
-            )
+        require_known("task", task, target.run.limits.tasks)
         if archived:
             done = target.run.export_archived(file, advance=advance)
         else:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
-import orjson
 import typer
 from rich.text import Text
 
-from buffer.errors import ConfigError, QueryError
+from buffer.errors import ConfigError
 from buffer.groups.record_walk import RecordWalk
 from buffer.model.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
@@ -28,6 +27,9 @@ from rolloutmq.options import (
     RunName,
     Yes,
     open_target,
+    read_where,
+    require_known,
+    require_yes,
 )
 from rolloutmq.output import age, count, emit, plural, state, table, version_style
 from rolloutmq.views.found_group import locate
@@ -68,8 +70,8 @@ def list_groups(
     They are listed by stage: waiting groups in their order, pools by weights and arrival. Archived,
     filtered and dropped groups have ended, and are only counted.
     """
-    _check("status", status, _STATUSES)
-    _check("stage", stage, STAGES)
+    require_known("status", status, _STATUSES)
+    require_known("stage", stage, STAGES)
     flags = {"task": task, "status": status, "stage": stage}
     query = parse(
         {
@@ -80,7 +82,7 @@ def list_groups(
         }
     )
     with open_target(redis_url, run_dir, run) as target:
-        _check("task", task, tuple(target.run.limits.tasks))
+        require_known("task", task, tuple(target.run.limits.tasks))
         rows = list(target.run.groups.find(query, limit=limit, order=order))
     if as_json:
         emit([asdict(row) for row in rows])
@@ -115,22 +117,6 @@ def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
         screen.print(Text(f"only the first {len(rows)} are shown; --limit shows more", style="dim"))
 
 
-def read_where(text: str | None) -> Any:
-    """Parse the value of --where. Raises QueryError."""
-    if text is None:
-        return {}
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        hint = """quote it for the shell, for example --where '{"status": "completed"}'"""
-        raise QueryError(f"--where is not valid JSON: {error}", hint=hint) from error
-
-
-def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise ConfigError(f"there is no {option} {value!r}", hint=f"one of {', '.join(known)}")
-
-
 @command("Steer", "dead", epilog="Example: rolloutmq dead --task math --limit 20")
 def dead(
     task: OneTask = None,
@@ -146,9 +132,7 @@ def dead(
     It is kept, with the reason, until it is requeued or dropped.
     """
     with open_target(redis_url, run_dir, run) as target:
-        known = target.run.limits.tasks
-        if task is not None and task not in known:
-            raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(known)}")
+        require_known("task", task, target.run.limits.tasks)
         fitting = (
             letter for letter in target.run.dead_letters.newest() if task in (None, letter.task)
         )
@@ -195,9 +179,7 @@ def requeue(
     if (gid is None) is not all_dead:
         raise ConfigError("pass either a GID or --all-dead")
     with open_target(redis_url, run_dir, run) as target:
-        plan = _plan(target.run, gid)
-        if not yes:
-            raise ConfigError(f"{plan}; nothing was changed", hint="pass --yes to do it")
+        require_yes(yes, _plan(target.run, gid))
         gids = [gid] if gid else [letter.gid for letter in target.run.dead_letters.newest()]
         moved = {one: target.run.jobs.requeue(one) for one in gids}
     if as_json:
@@ -210,8 +192,8 @@ def requeue(
 
 def _plan(run: Run, gid: str | None) -> str:
     if gid is None:
-        return f"this would requeue {plural(len(run.dead_letters), 'dead group')}"
-    return f"this would requeue {gid}, which is {locate(run, gid).where}"
+        return f"requeue {plural(len(run.dead_letters), 'dead group')}"
+    return f"requeue {gid}, which is {locate(run, gid).where}"
 
 
 @command("Steer", "drop", epilog="Example: rolloutmq drop math-0000000042 --yes")
@@ -248,11 +230,7 @@ def drop(
         return
     with open_target(redis_url, run_dir, run) as target:
         where = locate(target.run, gid).where
-        if not yes:
-            raise ConfigError(
-                f"this would end {gid}, which is {where}; nothing was changed",
-                hint="pass --yes to do it",
-            )
+        require_yes(yes, f"end {gid}, which is {where}")
         before = target.run.jobs.drop(gid, revoke=revoke)
     if as_json:
         emit({"gid": gid, "before": before})
@@ -275,11 +253,7 @@ def _drop_task(run: Run, task: str, *, yes: bool, as_json: bool) -> None:
     ]
     free = [gid for gid, stage in stages if stage not in ("running", "taken")]
     held = len(stages) - len(free)
-    if not yes:
-        raise ConfigError(
-            f"this would end {plural(len(free), 'group')} of task {task}; nothing was changed",
-            hint="pass --yes to do it",
-        )
+    require_yes(yes, f"end {plural(len(free), 'group')} of task {task}")
     for gid in free:
         run.jobs.drop(gid)
     if as_json:

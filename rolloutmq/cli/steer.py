@@ -19,7 +19,7 @@ from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target, require_known
 from rolloutmq.output import age, emit, plural, table
 from rolloutmq.views.operator_mode import Report, set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
@@ -97,10 +97,7 @@ def resume(
 
 
 def _forgive(run: Run, task: str, as_json: bool) -> None:
-    if task not in run.limits.tasks:
-        raise ConfigError(
-            f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}"
-        )
+    require_known("task", task, run.limits.tasks)
     failures = int(run.progress(task).get("failures_in_row", 0))
     run.jobs.forgive(task)
     if as_json:

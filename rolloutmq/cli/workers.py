@@ -10,12 +10,21 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
-from buffer.errors import ConfigError
 from buffer.ledger.audits import AuditAccount, Verdict
 from consumer.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.console import console, plain
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, Yes, open_target
+from rolloutmq.options import (
+    AsJson,
+    RedisUrl,
+    RunDir,
+    RunName,
+    Target,
+    Yes,
+    open_target,
+    require_known,
+    require_yes,
+)
 from rolloutmq.output import age, count, emit, plural, state, table, worker_state
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -187,18 +196,10 @@ def fence(
     """
     with open_target(redis_url, run_dir, run) as target:
         known = {row.id: row for row in target.run.fleet.workers()}
-        if worker not in known:
-            raise ConfigError(
-                f"there is no worker {worker!r}",
-                hint=f"known: {', '.join(sorted(known)) or 'none'}",
-            )
-        if not yes:
-            held = plural(known[worker].holds, "group")
-            seen = age(known[worker].silent_ms)
-            raise ConfigError(
-                f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
-                hint="pass --yes to do it",
-            )
+        require_known("worker", worker, sorted(known))
+        held = plural(known[worker].holds, "group")
+        seen = age(known[worker].silent_ms)
+        require_yes(yes, f"revoke {held} of {worker}, last seen {seen} ago")
         revoked = target.run.fleet.fence(worker)
     if as_json:
         emit({"worker": worker, "revoked": revoked})

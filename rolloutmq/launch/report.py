@@ -1,4 +1,4 @@
-"""Report the outcome of a run: accuracy before and after, a plot, the account, useful commands."""
+"""Report the outcome of a run: accuracy before and after, the account, useful commands."""
 
 from __future__ import annotations
 
@@ -14,66 +14,12 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from consumer.training.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
-
-
-def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:
-    """Plot reward, staleness and held-out accuracy by train step, as a PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    numbers = [s.step for s in steps]
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
-    rewards = [s.metrics.get("rewards/mean", float("nan")) for s in steps]
-    upper.plot(numbers, rewards, color="#9bb7d4", linewidth=1, label="reward of the batch")
-    upper.plot(
-        numbers, _smooth(rewards), color="#1f5fa8", linewidth=2, label="mean of the last 10 steps"
-    )
-    for place, task in enumerate(sorted({task for task, _ in evaluations})):
-        points = sorted(
-            (step, m["eval/accuracy"]) for (t, step), m in evaluations.items() if t == task
-        )
-        upper.plot(
-            *zip(*points, strict=True),
-            "o--",
-            color=f"C{place + 1}",
-            label=f"held-out accuracy, {task}",
-        )
-    upper.set_ylabel("reward, accuracy")
-    upper.set_ylim(-0.02, 1.02)
-    upper.legend(loc="lower right")
-    upper.grid(alpha=0.3)
-    lower.step(
-        numbers, [s.metrics.get("staleness/mean", 0.0) for s in steps], where="mid", label="mean"
-    )
-    lower.step(
-        numbers,
-        [s.metrics.get("staleness/max", 0.0) for s in steps],
-        where="mid",
-        label="max",
-        alpha=0.6,
-    )
-    lower.set_ylabel("staleness (train steps)")
-    lower.set_xlabel("train step")
-    lower.legend(loc="upper right")
-    lower.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-
-
-def _smooth(values: list[float], window: int = 10) -> list[float]:
-    return [
-        sum(part) / len(part)
-        for i in range(len(values))
-        if (part := values[max(0, i + 1 - window) : i + 1])
-    ]
+from consumer.training.step_log import Evaluations, StepLog, read_evaluations
+from rolloutmq.web.report import write_report
 
 
 def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> str:
-    """Print the outcome of a run and write its plot; return its account in one line.
+    """Print the outcome of a run and write its report; return its account in one line.
 
     Raises AccountError if the account does not add up.
     """
@@ -82,16 +28,16 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     evaluations = read_evaluations(folder)
-    plot(log.steps, evaluations, folder / "report.png")
     if evaluations:
         console.print(accuracy_table(evaluations))
     console.print(_account_table(audit))
     twice = log.trained_twice()
     style = "green" if audit.clean and not twice else "bold red"
     console.print(f"{account_line(audit)} · trained twice {len(twice)}", style=style)
-    console.print(
-        f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}"
-    )
+    page = folder / "report.html"
+    if write_report(folder, page, account_line(audit)):
+        console.print(f"report: {page}   steps: {folder / 'steps.jsonl'}", soft_wrap=True)
+    console.print(f"logs: {folder / 'logs'}", soft_wrap=True)
     _print_commands(console, config, run, server_cli)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]

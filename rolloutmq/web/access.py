@@ -1,16 +1,31 @@
-"""Decide whether a request may read or act: by the token in its header."""
+"""Decide whether a request may read or act, by the token in its header, and answer it as JSON.
+
+Both need the token, on loopback too, where every user and program of the machine can connect. It
+is in a header that no other site can send, so no page elsewhere can act on behalf of the browser.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import orjson
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from buffer.errors import AccountError, ConfigError, RolloutMQError, RunNotFound, StoreUnavailable
 from rolloutmq.http_endpoint import carries, read_token
+
+_STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}
+
+Handler = Callable[[Request], Any]
+"""Returns a document, which is sent as JSON; what it raises is sent as an error."""
 
 
 class NoToken(Exception):
@@ -19,6 +34,46 @@ class NoToken(Exception):
 
 class ReadOnly(Exception):
     """Raised when a request acts, and the page was started with --read-only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What the requests of browsers may do."""
+
+    token: str
+    read_only: bool = False
+
+    def reading(self, path: str, handler: Handler) -> Route:
+        """Return a route for requests that read."""
+
+        def respond(request: Request) -> Response:
+            self.to_read(request)
+            return Response(encoded(handler(request)), media_type="application/json")
+
+        return Route(path, respond, methods=["GET"])
+
+    def acting(self, path: str, handler: Handler) -> Route:
+        """Return a route for requests that change the run."""
+
+        def respond(request: Request) -> Response:
+            self.to_read(request)
+            if self.read_only:
+                raise ReadOnly
+            return Response(encoded(handler(request)), media_type="application/json")
+
+        return Route(path, respond, methods=["POST"])
+
+    def to_read(self, request: Request) -> None:
+        """Refuse a request without the token."""
+        if not self._is_known(request):
+            raise NoToken
+
+    def may_act(self, request: Request) -> bool:
+        """Return whether requests with this header may act: the page shows buttons then."""
+        return self._is_known(request) and not self.read_only
+
+    def _is_known(self, request: Request) -> bool:
+        return carries(self.token, request.headers.get("authorization", ""))
 
 
 def token_of(folder: Path | None) -> str:
@@ -40,33 +95,32 @@ def token_of(folder: Path | None) -> str:
     return token
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """What the requests of browsers may do.
+def encoded(document: Any) -> bytes:
+    """Return a document as JSON bytes; keys may be numbers, NaN becomes null."""
+    return orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS)
 
-    Both need the token, on loopback too, where every user and program of the machine can connect.
-    It is in a header that no other site can send, so no page elsewhere can act on behalf of the
-    browser.
-    """
 
-    token: str
-    read_only: bool = False
+def number_in(text: str, most: int) -> int:
+    """Return the number of a parameter, from 1 to `most`."""
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ConfigError(f"{text[:20]!r} is not a number from 1 to {most}")
+    return int(text)
 
-    def to_read(self, request: Request) -> None:
-        """Refuse a request that may not read."""
-        self._require_token(request)
 
-    def to_act(self, request: Request) -> None:
-        """Refuse a request that may not act."""
-        self._require_token(request)
-        if self.read_only:
-            raise ReadOnly
+def _refuse(request: Request, error: Exception) -> Response:
+    hint = "open the address that `rolloutmq web` printed: it contains the token"
+    return JSONResponse({"error": "this needs a token", "hint": hint}, status_code=401)
 
-    def may_act(self, request: Request) -> bool:
-        """Return whether requests with this header may act: the page shows buttons then."""
-        is_known = carries(self.token, request.headers.get("authorization", ""))
-        return is_known and not self.read_only
 
-    def _require_token(self, request: Request) -> None:
-        if not carries(self.token, request.headers.get("authorization", "")):
-            raise NoToken
+def _refuse_to_act(request: Request, error: Exception) -> Response:
+    hint = "`rolloutmq web` was started with --read-only"
+    return JSONResponse({"error": "this page only reads", "hint": hint}, status_code=403)
+
+
+def _report(request: Request, error: RolloutMQError) -> Response:
+    code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 409)
+    return JSONResponse({"error": error.message, "hint": error.hint}, status_code=code)
+
+
+ERRORS: dict[Any, Any] = {NoToken: _refuse, ReadOnly: _refuse_to_act, RolloutMQError: _report}
+"""What is answered to each error that a route raises."""

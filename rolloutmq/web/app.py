@@ -26,10 +26,8 @@ from buffer.run import Run
 from consumer.training.sample_log import SampleLog
 from consumer.training.token_texts import TokenTexts, model_folders
 from rolloutmq.views.history import History
-from rolloutmq.web.access import Access
-from rolloutmq.web.answers import ERRORS
+from rolloutmq.web.access import ERRORS, Access
 from rolloutmq.web.control_routes import ControlRoutes
-from rolloutmq.web.dead_routes import DeadRoutes
 from rolloutmq.web.group_routes import GroupRoutes
 from rolloutmq.web.run_routes import RunRoutes
 from rolloutmq.web.watcher import Watcher
@@ -64,9 +62,8 @@ def make_app(
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
         *RunRoutes(watcher, run_dir, access).all(),
-        *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None, access).all(),
-        *ControlRoutes(run, access).all(),
-        *DeadRoutes(run, access).all(),
+        *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
+        *ControlRoutes(run).all(access),
     ]
 
     @asynccontextmanager

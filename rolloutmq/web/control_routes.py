@@ -2,124 +2,155 @@
 
 GET  /api/settings                 what `rolloutmq set` can change, with values and ranges
 GET  /api/workers/{worker}/events  the newest events that name a worker
+GET  /api/dead                     the newest dead letters, grouped by cause
 POST /api/pause?mode=drain|abort|keep  /api/resume
 POST /api/settings?name=NAME&value=VALUE
 POST /api/tasks/{task}/resume  /api/workers/{worker}/admit
 POST /api/groups/{gid}/requeue  /api/groups/{gid}/drop
+POST /api/dead/requeue  /api/dead/drop  ?cause=…: all letters of that cause
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from buffer.control.control import Mode
 from buffer.control.event_log import parse_event
 from buffer.control.setting_change import parse_change
-from buffer.errors import ConfigError
+from buffer.errors import AccountError, ConfigError
+from buffer.groups.dead_letters import DeadLetter
 from buffer.run import Run
+from rolloutmq.options import require_known
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
-from rolloutmq.web.answers import answer
 
 SEARCHED_EVENTS = 5_000
 """Newest events among which those of one worker are found."""
 SHOWN_EVENTS = 50
+MOST_LETTERS = 10_000
+"""Letters that one request reads or moves."""
+SHOWN_LETTERS = 50
+"""Letters of one cause that are listed."""
 
 
 class ControlRoutes:
-    """Answers what the control view shows, and acts for it."""
+    """Answers what the views of control and of dead letters show, and acts for them."""
 
-    def __init__(self, run: Run, access: Access) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._access = access
 
-    def all(self) -> list[Route]:
+    def all(self, access: Access) -> list[Route]:
         """Return the routes."""
-
-        def post(path: str, endpoint: Callable[[Request], Response]) -> Route:
-            return Route(path, endpoint, methods=["POST"])
-
+        jobs, fleet = self._run.jobs, self._run.fleet
         return [
-            Route("/api/settings", self._settings, methods=["GET"]),
-            Route("/api/workers/{worker}/events", self._worker_events),
-            post("/api/pause", self._pause),
-            post("/api/resume", self._resume),
-            post("/api/settings", self._set),
-            post("/api/tasks/{task}/resume", self._resume_task),
-            post("/api/workers/{worker}/admit", self._admit),
-            post("/api/groups/{gid}/requeue", self._requeue),
-            post("/api/groups/{gid}/drop", self._drop),
+            access.reading("/api/settings", self._settings),
+            access.reading("/api/workers/{worker}/events", self._worker_events),
+            access.reading("/api/dead", self._dead),
+            access.acting("/api/pause", self._pause),
+            access.acting("/api/resume", lambda _: self._hold(Mode.RUN)),
+            access.acting("/api/settings", self._set),
+            access.acting("/api/tasks/{task}/resume", self._resume_task),
+            access.acting(
+                "/api/workers/{worker}/admit",
+                lambda request: {"bad_groups": fleet.admit(request.path_params["worker"])},
+            ),
+            access.acting("/api/groups/{gid}/requeue", _of_group(jobs.requeue)),
+            access.acting("/api/groups/{gid}/drop", _of_group(jobs.drop)),
+            access.acting("/api/dead/requeue", lambda request: self._move(request, jobs.requeue)),
+            access.acting("/api/dead/drop", lambda request: self._move(request, jobs.drop)),
         ]
 
-    def _settings(self, request: Request) -> Response:
-        self._access.to_read(request)
+    def _settings(self, request: Request) -> Any:
         self._run.refresh_limits()
-        return answer([asdict(setting) for setting in live_settings(self._run.limits)])
+        return [asdict(setting) for setting in live_settings(self._run.limits)]
 
-    def _worker_events(self, request: Request) -> Response:
-        self._access.to_read(request)
-        worker = request.path_params["worker"]
+    def _worker_events(self, request: Request) -> Any:
         run = self._run
         entries: Any = run.store.retrying(
             "events", lambda: run.store.control.xrevrange(run.keys.events, count=SEARCHED_EVENTS)
         )
-        events = map(parse_event, entries)
         found = [
             {"at_ms": at_ms, "event": name, **fields}
-            for at_ms, name, fields in events
-            if fields.get("worker") == worker
+            for at_ms, name, fields in map(parse_event, entries)
+            if fields.get("worker") == request.path_params["worker"]
         ]
-        return answer(found[:SHOWN_EVENTS])
+        return found[:SHOWN_EVENTS]
 
-    def _pause(self, request: Request) -> Response:
-        self._access.to_act(request)
+    def _pause(self, request: Request) -> Any:
         mode = request.query_params.get("mode", "abort")
-        if mode not in (Mode.ABORT, Mode.DRAIN, Mode.KEEP):
-            raise ConfigError(f"there is no mode {mode!r}", hint="one of abort, drain, keep")
+        require_known("mode", mode, (Mode.ABORT, Mode.DRAIN, Mode.KEEP))
         return self._hold(Mode(mode))
 
-    def _resume(self, request: Request) -> Response:
-        self._access.to_act(request)
-        return self._hold(Mode.RUN)
-
-    def _hold(self, mode: Mode) -> Response:
+    def _hold(self, mode: Mode) -> Any:
         said: list[str] = []
         state, _ = set_operator_mode(self._run, mode, said.append)
-        return answer({"epoch": state.epoch, "said": said})
+        return {"epoch": state.epoch, "said": said}
 
-    def _set(self, request: Request) -> Response:
-        self._access.to_act(request)
+    def _set(self, request: Request) -> Any:
         query = request.query_params
         assignment = f"{query.get('name', '')}={query.get('value', '')}"
         wanted, restored = parse_change([assignment])
-        changes = self._run.set(wanted, restored=restored, by="a browser")
-        return answer({"changed": sorted(changes)})
+        return {"changed": sorted(self._run.set(wanted, restored=restored, by="a browser"))}
 
-    def _resume_task(self, request: Request) -> Response:
-        self._access.to_act(request)
+    def _resume_task(self, request: Request) -> Any:
         task = request.path_params["task"]
-        if task not in self._run.limits.tasks:
-            raise ConfigError(
-                f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}"
-            )
+        require_known("task", task, self._run.limits.tasks)
         self._run.jobs.forgive(task)
-        return answer({"task": task})
+        return {"task": task}
 
-    def _admit(self, request: Request) -> Response:
-        self._access.to_act(request)
-        return answer({"bad_groups": self._run.fleet.admit(request.path_params["worker"])})
+    # -- dead letters ----------------------------------------------------------
 
-    def _requeue(self, request: Request) -> Response:
-        self._access.to_act(request)
-        return answer({"before": self._run.jobs.requeue(request.path_params["gid"])})
+    def _letters(self) -> list[DeadLetter]:
+        return list(islice(self._run.dead_letters.newest(), MOST_LETTERS))
 
-    def _drop(self, request: Request) -> Response:
-        self._access.to_act(request)
-        return answer({"before": self._run.jobs.drop(request.path_params["gid"])})
+    def _dead(self, request: Request) -> Any:
+        causes: defaultdict[str, list[DeadLetter]] = defaultdict(list)
+        letters = self._letters()
+        for letter in letters:
+            causes[letter.cause].append(letter)
+        groups = sorted(causes.items(), key=lambda pair: -len(pair[1]))
+        return {
+            "total": len(self._run.dead_letters),
+            "read": len(letters),
+            "causes": [_described(cause, found) for cause, found in groups],
+        }
+
+    def _move(self, request: Request, move: Callable[[str], str]) -> Any:
+        """Move all letters of a cause; one that is not dead any more is left as it is."""
+        cause = request.query_params.get("cause")
+        if cause is None:
+            raise ConfigError("name a cause", hint="GET /api/dead lists them")
+        moved = refused = 0
+        for letter in self._letters():
+            if letter.cause != cause:
+                continue
+            try:
+                move(letter.gid)
+                moved += 1
+            except AccountError:
+                # another operator was quicker
+                refused += 1
+        return {"moved": moved, "refused": refused}
+
+
+def _of_group(move: Callable[[str], str]) -> Callable[[Request], Any]:
+    return lambda request: {"before": move(request.path_params["gid"])}
+
+
+def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
+    return {
+        "cause": cause,
+        "count": len(letters),
+        "tasks": sorted({letter.task for letter in letters}),
+        "workers": sorted({letter.worker for letter in letters if letter.worker}),
+        "newest_ms": min(letter.age_ms for letter in letters),
+        "letters": [asdict(letter) for letter in letters[:SHOWN_LETTERS]],
+    }

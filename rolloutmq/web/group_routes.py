@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
@@ -23,9 +22,9 @@ from buffer.rollouts.group_json import group_json
 from buffer.run import Run
 from consumer.training.sample_log import Sample, SampleLog, add_texts, contains
 from consumer.training.token_texts import TokenTexts
+from rolloutmq.options import read_where
 from rolloutmq.views.found_group import FoundGroup, find_group, locate, payload_of
-from rolloutmq.web.access import Access
-from rolloutmq.web.answers import answer, json_in, number_in
+from rolloutmq.web.access import Access, number_in
 
 PAGE = 50
 MOST_PAGES = 200
@@ -36,26 +35,22 @@ MOST_READ = 500
 class GroupRoutes:
     """Answers what the rollouts page shows."""
 
-    def __init__(
-        self, run: Run, texts: TokenTexts, samples: SampleLog | None, access: Access
-    ) -> None:
+    def __init__(self, run: Run, texts: TokenTexts, samples: SampleLog | None) -> None:
         self._run = run
         self._texts = texts
         self._samples = samples
-        self._access = access
 
-    def all(self) -> list[Route]:
+    def all(self, access: Access) -> list[Route]:
         """Return the routes."""
         return [
-            Route("/api/groups", self._groups),
-            Route("/api/groups/{gid}", self._group),
-            Route("/api/samples", self._logged),
+            access.reading("/api/groups", self._groups),
+            access.reading("/api/groups/{gid}", self._group),
+            access.reading("/api/samples", self._logged),
         ]
 
-    def _groups(self, request: Request) -> Response:
-        self._access.to_read(request)
+    def _groups(self, request: Request) -> Any:
         query: Mapping[str, str] = request.query_params
-        where = json_in(query.get("where") or "{}")
+        where = read_where(query.get("where"))
         page = number_in(query.get("page") or "1", MOST_PAGES)
         text = query.get("text") or ""
         order = query.get("order") or ""
@@ -63,9 +58,7 @@ class GroupRoutes:
         found = self._run.groups.find(where, limit=limit, order=order)
         rows = self._with_text(found, text) if text else (asdict(row) for row in found)
         shown = list(islice(rows, (page - 1) * PAGE, page * PAGE + 1))
-        return answer(
-            {"groups": shown[:PAGE], "has_more": len(shown) > PAGE, "most_read": MOST_READ}
-        )
+        return {"groups": shown[:PAGE], "has_more": len(shown) > PAGE, "most_read": MOST_READ}
 
     def _with_text(self, found: Iterator[GroupRecord], text: str) -> Iterator[dict[str, Any]]:
         """Yield the groups whose texts contain `text`, with what is around it."""
@@ -78,19 +71,18 @@ class GroupRoutes:
             if group and (excerpt := contains(group_json(group, tokens=False), text)):
                 yield asdict(row) | {"excerpt": excerpt}
 
-    def _group(self, request: Request) -> Response:
-        self._access.to_read(request)
+    def _group(self, request: Request) -> Any:
         gid = request.path_params["gid"]
         step = request.query_params.get("step")
         if step and (sample := self._sample(gid, number_in(step, 10**9))):
-            return answer(self._place(gid).with_sample(sample).document(tokens=True))
+            return self._place(gid).with_sample(sample).document(tokens=True)
         found = find_group(self._run, gid, self._samples)
         document = found.document(tokens=True)
         if found.group:
             add_texts(document, found.group, self._texts)
             for member in document["members"]:
                 member["token_texts"] = self._texts.of(member["response_ids"])
-        return answer(document)
+        return document
 
     def _place(self, gid: str) -> FoundGroup:
         """Return where a group is; nowhere, if the server has lost it or is another one."""
@@ -103,17 +95,16 @@ class GroupRoutes:
         samples = self._samples.read(step) if self._samples else []
         return next((sample for sample in samples if sample["gid"] == gid), None)
 
-    def _logged(self, request: Request) -> Response:
-        self._access.to_read(request)
+    def _logged(self, request: Request) -> Any:
         log = self._samples
         steps = log.steps() if log else None
         if log is None or steps is None:
-            return answer({"steps": None, "step": None, "groups": []})
+            return {"steps": None, "step": None, "groups": []}
         if text := request.query_params.get("text"):
             groups = [
                 sample | {"excerpt": contains(sample, text)}
                 for sample in islice(log.search(text), PAGE)
             ]
-            return answer({"steps": steps, "step": None, "groups": groups})
+            return {"steps": steps, "step": None, "groups": groups}
         step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
-        return answer({"steps": steps, "step": step, "groups": log.read(step)})
+        return {"steps": steps, "step": step, "groups": log.read(step)}

@@ -9,7 +9,8 @@ GET /api/steps     ?run=a&first=100&last=200: the curves of these steps in detai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
-from rolloutmq.web.access import Access
-from rolloutmq.web.answers import answer, encoded, number_in
+from rolloutmq.web.access import Access, encoded, number_in
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
 
@@ -34,20 +34,26 @@ class RunRoutes:
         self._run_dir = run_dir
         self._access = access
         self._series: dict[str, RunSeries] = {}
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()
 
     def all(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route("/api/runs", self._runs),
+            self._access.reading("/api/runs", self._runs),
+            self._access.reading("/api/steps", self._steps),
             Route("/api/stream", self._stream),
-            Route("/api/steps", self._steps),
         ]
 
-    def _runs(self, request: Request) -> Response:
-        self._access.to_read(request)
+    def _runs(self, request: Request) -> Any:
         own = self._run_dir.resolve().name if self._run_dir else None
-        return answer({"own": own, "runs": list(run_folders(self._run_dir))})
+        return {"own": own, "runs": list(run_folders(self._run_dir))}
+
+    def _steps(self, request: Request) -> Any:
+        query = request.query_params
+        series = self._series_of(query.get("run", ""))
+        first, last = (number_in(query.get(name, ""), MOST_STEPS) for name in ("first", "last"))
+        with self._lock:
+            return series.window(first, last)
 
     async def _stream(self, request: Request) -> Response:
         self._access.to_read(request)
@@ -64,28 +70,20 @@ class RunRoutes:
                 return
             live = self._watcher.live.since(seen_ms)
             seen_ms = self._watcher.live.newest_ms
-            added = await self._added(series, marks)
+            added = await asyncio.to_thread(self._added, series, marks)
             event = {**snapshot, "may_act": may_act, "live": live, "series": added}
             yield b"data: " + encoded(event) + b"\n\n"
 
-    async def _added(self, series: dict[str, RunSeries], marks: dict[str, Mark]) -> dict[str, Any]:
+    def _added(self, series: dict[str, RunSeries], marks: dict[str, Mark]) -> dict[str, Any]:
         """Return what was added to the curves since `marks`, by run, and advance these."""
         found = {}
-        async with self._lock:
+        with self._lock:
             for name, each in series.items():
-                await asyncio.to_thread(each.refresh)
+                each.refresh()
                 added, marks[name] = each.since(marks[name])
                 if added:
                     found[name] = added
         return found
-
-    async def _steps(self, request: Request) -> Response:
-        self._access.to_read(request)
-        query: Mapping[str, str] = request.query_params
-        series = self._series_of(query.get("run", ""))
-        first, last = (number_in(query.get(name, ""), MOST_STEPS) for name in ("first", "last"))
-        async with self._lock:
-            return answer(await asyncio.to_thread(series.window, first, last))
 
     def _series_of(self, name: str) -> RunSeries:
         """Return the curves of a run, by the name of its folder. Raises ConfigError."""

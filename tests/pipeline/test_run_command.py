@@ -67,7 +67,7 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     assert code == 0, output + site.words()
     assert "trainer was killed by SIGKILL" in output
     assert "account: lost 0 · in two places 0 · trained twice 0" in output
-    assert (site.run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert b"trained twice" in (site.run_dir / "report.html").read_bytes()
     assert not (site.run_dir / "weights").exists()
     record = read_record(site.run_dir)
     assert record
@@ -173,7 +173,7 @@ stop_accuracy = 0.2
         assert code == 0, output + site.words()
         assert "account: lost 0 · in two places 0 · trained twice 0" in output
         assert "held_out" in output
-        assert (site.run_dir / "report.png").stat().st_size > 10_000
+        assert (site.run_dir / "report.html").stat().st_size > 10_000
         assert [step.step for step in site.history().steps] == [1, 2, 3]
         worker = (site.run_dir / "logs" / "worker-0.log").read_text(encoding="utf-8")
         assert worker.count("weights loaded") >= 2

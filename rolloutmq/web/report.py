@@ -1,4 +1,4 @@
-"""Collect what a report shows of a run's folder; no server is needed."""
+"""A run's folder as one HTML file, which needs neither a server nor a network."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.training.sample_log import SampleLog
-from consumer.training.step_log import StepLog, TrainedStep, read_evaluations
+from consumer.training.step_log import StepLog, read_evaluations
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
+from rolloutmq.web.series import step_table
 
 SAMPLED_STEPS = 6
 """Steps whose samples are shown: the first, the last, and some between."""
@@ -25,15 +28,52 @@ LONGEST = 4000
 """Characters that are shown of one text."""
 
 
+_HERE = Path(__file__).parent
+
+
+def write_report(folder: Path, file: Path, account: str = "") -> int:
+    """Write the report of a run's folder; return its bytes, 0 where there is nothing to report.
+
+    `account`: that of a run which is about to end; its record has it later.
+    """
+    contents = read_contents(folder)
+    if not (contents["curves"]["step"] or contents["evaluations"]):
+        return 0
+    if account:
+        contents["facts"]["account"] = account
+    page = _render(contents).encode()
+    file.write_bytes(page)
+    return len(page)
+
+
+def _render(contents: dict[str, Any]) -> str:
+    """Return the page; its script reads the contents from a block of JSON."""
+    # < as an escape: no text can end the block
+    data = orjson.dumps(contents).decode().replace("<", "\\u003c")
+    parts = {
+        "UPLOT_CSS": (_HERE / "static/uplot/uPlot.min.css").read_text(encoding="utf-8"),
+        "UPLOT_JS": (_HERE / "static/uplot/uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "PAGE_JS": (_HERE / "report.js").read_text(encoding="utf-8"),
+        "DATA": data,
+    }
+    page = (_HERE / "report.html").read_text(encoding="utf-8")
+    before, *pieces = page.split("{{")
+    for piece in pieces:
+        name, _, rest = piece.partition("}}")
+        before += parts[name] + rest
+    return before
+
+
 def read_contents(folder: Path) -> dict[str, Any]:
     """Return the facts, curves, evaluations, samples, settings and versions of a run, as JSON."""
     record = read_record(folder)
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
+    table = step_table(log.steps)
     return {
         "run": record.run if record else folder.name,
         "facts": _facts(folder, record, log),
-        "curves": _curves(log.steps),
+        "curves": {"step": table["x"], **table["columns"]},
         "evaluations": [
             {"task": task, "step": step, "metrics": metrics}
             for (task, step), metrics in sorted(read_evaluations(folder).items())
@@ -61,19 +101,6 @@ def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str,
         facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
         facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
     return facts
-
-
-def _curves(steps: list[TrainedStep]) -> dict[str, list[float | None]]:
-    """Return a column per metric, and the column `step`; None where a step lacks the metric."""
-    names = sorted({name for step in steps for name in step.metrics})
-    columns: dict[str, list[float | None]] = {"step": [float(step.step) for step in steps]}
-    for name in names:
-        columns[name] = [_finite(step.metrics.get(name)) for step in steps]
-    return columns
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and abs(value) < float("inf") else None
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
