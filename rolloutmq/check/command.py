@@ -26,9 +26,9 @@ from rolloutmq.check.settings import config_findings, context_findings, machine_
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES
 from rolloutmq.command_list import command
-from rolloutmq.console import console as open_console
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
+from rolloutmq.output import console as open_console
 from rolloutmq.output import emit
 from rolloutmq.presets import find_config
 

@@ -9,7 +9,7 @@ from buffer.config.sections.engine import SimulatedConfig, VllmConfig
 from buffer.model.byte_size import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
-from rolloutmq.launch.machine import machine_errors
+from rolloutmq.launch.placement import machine_errors
 from rolloutmq.output import plural
 
 

@@ -22,8 +22,8 @@ from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.model.json_text import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
-from rolloutmq.console import plain
 from rolloutmq.hang_up import follow_terminal
+from rolloutmq.output import plain
 
 EPILOG = """
 \b

@@ -23,7 +23,6 @@ from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
     OneTask,
@@ -35,7 +34,7 @@ from rolloutmq.options import (
     read_where,
     require_known,
 )
-from rolloutmq.output import count, emit, plural
+from rolloutmq.output import console, count, emit, plural
 
 
 @command("Data", "save", epilog="Example: rolloutmq save backups/demo-1200 --pause")

@@ -16,9 +16,8 @@ from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import Finding, check_all
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
-from rolloutmq.output import age, emit
+from rolloutmq.output import age, console, emit
 from rolloutmq.views.diagnosis import Symptom, describe, last_event_ms
 from rolloutmq.views.inspection import diagnose_run
 from rolloutmq.views.run_view import RunView

@@ -24,9 +24,8 @@ from buffer.run import Run
 from consumer.training.step_log import StepLog
 from rolloutmq.cli.repair import repair_run, undo_repair
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
-from rolloutmq.output import count, emit, plural, table
+from rolloutmq.output import console, count, emit, plural, table
 
 _SHOWN = 20
 

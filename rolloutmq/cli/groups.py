@@ -16,7 +16,6 @@ from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
     GroupId,
@@ -31,7 +30,7 @@ from rolloutmq.options import (
     require_known,
     require_yes,
 )
-from rolloutmq.output import age, count, emit, plural, state, table, version_style
+from rolloutmq.output import age, console, count, emit, plain, plural, state, table, version_style
 from rolloutmq.views.found_group import locate
 
 _STATUSES = ("init", *POOLS, "failed")

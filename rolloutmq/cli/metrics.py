@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.http_endpoint import read_token
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
-from rolloutmq.output import emit
+from rolloutmq.output import console, emit
 
 if TYPE_CHECKING:
     from rolloutmq.views.prometheus import RunCollector

@@ -14,9 +14,8 @@ from buffer.ledger.position import Position
 from buffer.maintenance.repair.repair import Plan, Repair
 from buffer.model.ids import new_nonce
 from consumer.training.checkpoint import CheckpointFolder
-from rolloutmq.console import console
 from rolloutmq.options import Target
-from rolloutmq.output import plural
+from rolloutmq.output import console, plural
 
 COPIES = "repairs"
 """Folder, in that of the run, with a copy of what each repair changed."""

@@ -9,8 +9,8 @@ import typer
 
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import RUNS
+from rolloutmq.output import console
 from rolloutmq.run_owner import choose_folder
 from rolloutmq.web.report import write_report
 

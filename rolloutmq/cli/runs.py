@@ -19,9 +19,8 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.training.step_log import StepLog
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
-from rolloutmq.output import age, count, emit, state, table
+from rolloutmq.output import age, console, count, emit, plain, state, table
 from rolloutmq.run_owner import known_folders, last_change, read_record
 from rolloutmq.views.run_view import RunView, read_run_view
 

@@ -26,7 +26,6 @@ from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
     RedisUrl,
@@ -36,7 +35,7 @@ from rolloutmq.options import (
     newest_server,
     open_target,
 )
-from rolloutmq.output import emit, emit_line, facts, plural, table
+from rolloutmq.output import console, emit, emit_line, facts, plain, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")
 

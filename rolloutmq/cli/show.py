@@ -18,7 +18,6 @@ from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from consumer.training.sample_log import Sample
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
     GroupId,
@@ -28,7 +27,7 @@ from rolloutmq.options import (
     open_target,
     stopped_samples,
 )
-from rolloutmq.output import count, emit, facts, table
+from rolloutmq.output import console, count, emit, facts, table
 from rolloutmq.views.found_group import FoundGroup, find_group, print_group
 
 

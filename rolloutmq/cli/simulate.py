@@ -12,7 +12,7 @@ from rich.table import Table
 
 from producer_workers.simulation.advice import Advice, Simulated, as_config, name_of
 from rolloutmq.command_list import command
-from rolloutmq.console import console as open_console
+from rolloutmq.output import console as open_console
 
 if TYPE_CHECKING:
     from producer_workers.simulation.lengths import Lengths

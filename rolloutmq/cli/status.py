@@ -14,7 +14,6 @@ from rich.text import Text
 
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.options import (
     Address,
     AsJson,
@@ -25,7 +24,7 @@ from rolloutmq.options import (
     open_server,
     open_target,
 )
-from rolloutmq.output import emit, emit_line, state, table
+from rolloutmq.output import console, emit, emit_line, state, table
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
 from rolloutmq.views.run_json import describe

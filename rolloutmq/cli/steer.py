@@ -18,9 +18,8 @@ from buffer.errors import ConfigError, PauseTimeout
 from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target, require_known
-from rolloutmq.output import age, emit, plural, table
+from rolloutmq.output import age, console, emit, plain, plural, table
 from rolloutmq.views.operator_mode import Report, set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 

@@ -13,7 +13,6 @@ from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.audits import AuditAccount, Verdict
 from consumer.audit.audit_log import groups_of
 from rolloutmq.command_list import command
-from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
     RedisUrl,
@@ -25,7 +24,7 @@ from rolloutmq.options import (
     require_known,
     require_yes,
 )
-from rolloutmq.output import age, count, emit, plural, state, table, worker_state
+from rolloutmq.output import age, console, count, emit, plain, plural, state, table, worker_state
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 

@@ -11,9 +11,9 @@ from rich.prompt import IntPrompt, Prompt
 
 from buffer.errors import ConfigError
 from rolloutmq.command_list import command
-from rolloutmq.console import console as open_console
 from rolloutmq.init.project import KINDS, TINY, Choices, write_project
 from rolloutmq.launch.placement import count_gpus
+from rolloutmq.output import console as open_console
 
 EPILOG = """
 \b

@@ -23,9 +23,9 @@ from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.models.tiny_model import build_tiny_model
 from consumer.training.step_log import StepLog, TrainedStep
-from rolloutmq.console import console as open_console
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
+from rolloutmq.output import console as open_console
 from rolloutmq.presets import presets_folder
 
 CONFIG = presets_folder() / "gpu_check.toml"

@@ -22,10 +22,9 @@ from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.training.checkpoint import CheckpointFolder, make_run
-from rolloutmq.console import console as open_console
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import Child
-from rolloutmq.launch.machine import placement_of
+from rolloutmq.launch.placement import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
     check_start,
@@ -37,6 +36,7 @@ from rolloutmq.launch.preparation import (
 )
 from rolloutmq.launch.report import account_line, finish
 from rolloutmq.options import set_flags
+from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.live import watch

@@ -1,14 +1,19 @@
-"""Assign GPUs: one to each rank of the trainer, one per engine shard to each worker."""
+"""Assign the GPUs of this machine to processes, and check that it has what a config needs."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from buffer.config.config import Config
+from buffer.config.sections.engine import HttpConfig, VllmConfig
 from buffer.config.sections.run_settings import LaunchSection
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError
+from buffer.model.extras import EXTRAS, install_command
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -96,3 +101,53 @@ def _check(
             hint="use fewer workers, smaller parallel sizes in [engine], or [launch] "
             "colocated = true on one GPU",
         )
+
+
+def machine_errors(config: Config) -> list[RolloutMQError]:
+    """Return what this machine lacks for a run of `config`."""
+    found = [
+        ConfigError(f"{key} needs the package {name}, which is not installed", hint=_hint(name))
+        for key, name in _packages(config)
+        if not _is_installed(name)
+    ]
+    try:
+        placement_of(config)
+    except ConfigError as error:
+        found.append(error)
+    return [*found]
+
+
+def placement_of(config: Config) -> Placement:
+    """Return which GPUs of this machine the processes of a run get. Raises ConfigError."""
+    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
+    return place(config.launch, count_gpus(), config.engine.shards, ranks)
+
+
+def _packages(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the packages that a config needs, each with the key that needs it."""
+    learner = config.learner
+    if config.trainer.loop is None:
+        yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
+    if isinstance(config.engine, VllmConfig):
+        yield "[engine] kind = vllm", "vllm"
+    loops = {task.agent_loop or config.worker.agent_loop for task in config.tasks.values()}
+    if isinstance(config.engine, HttpConfig) or "gateway" in loops:
+        yield "an engine or agents by HTTP", "aiohttp"
+    if learner.lora:
+        yield "[learner.lora]", "peft"
+    if learner.optimizer == "adamw_8bit":
+        yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
+    for writer in config.trainer.writers:
+        yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _hint(package: str) -> str:
+    extra = EXTRAS.get(package)
+    return install_command(extra) if extra else f"pip install {package}"

@@ -22,7 +22,7 @@ from buffer.run import Run
 from consumer.models.model_folder import check_model_folder
 from consumer.training.checkpoint import CheckpointFolder, make_again
 from consumer.training.step_log import read_evaluations
-from rolloutmq.launch.machine import machine_errors
+from rolloutmq.launch.placement import machine_errors
 from rolloutmq.views.run_view import read_run_view
 
 

@@ -14,7 +14,7 @@ from buffer.config.sections.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
 from consumer.models.tiny_model import build_tiny_model
 from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
-from rolloutmq.console import console as open_console
+from rolloutmq.output import console as open_console
 
 
 def make_model(config: TrainingConfig) -> None:

@@ -18,8 +18,7 @@ from buffer.rollouts.group_json import group_json
 from buffer.rollouts.rollout import VersionSpan
 from buffer.run import Run
 from consumer.training.sample_log import Sample, SampleLog
-from rolloutmq.console import plain
-from rolloutmq.output import count, facts, state, version_style
+from rolloutmq.output import count, facts, plain, state, version_style
 from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {

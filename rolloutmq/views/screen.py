@@ -17,8 +17,18 @@ from rich.text import Text
 from buffer.control.event_log import Event
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
-from rolloutmq.console import plain
-from rolloutmq.output import age, bar, count, facts, plural, sparkline, state, table, worker_state
+from rolloutmq.output import (
+    age,
+    bar,
+    count,
+    facts,
+    plain,
+    plural,
+    sparkline,
+    state,
+    table,
+    worker_state,
+)
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from rolloutmq.views.run_view import RunView, TaskView
 

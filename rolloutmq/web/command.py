@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from rolloutmq.command_list import command
-from rolloutmq.console import console
 from rolloutmq.http_endpoint import cannot_listen, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
+from rolloutmq.output import console
 
 EPILOG = """
 \b

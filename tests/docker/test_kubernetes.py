@@ -137,26 +137,3 @@ def test_a_finished_run_keeps_no_gpu(rendered: list[dict[str, Any]]) -> None:
     host = re.fullmatch(r"http://(\w+):9090", address)
     assert host is not None
     assert host[1] in kinds
-
-
-def test_prometheus_finds_every_process_that_has_metrics(rendered: list[dict[str, Any]]) -> None:
-    text = (DOCKER / "monitoring/prometheus.yaml").read_text(encoding="utf-8")
-    jobs = {job["job_name"]: job for job in yaml.safe_load(text)["scrape_configs"]}
-    services = {d["metadata"]["name"]: d["spec"] for d in rendered if d["kind"] == "Service"}
-    (target,) = jobs["rolloutmq"]["static_configs"][0]["targets"]
-    host, port = target.split(":")
-    assert services[host]["ports"][0]["port"] == int(port)
-    (processes,) = jobs["rolloutmq_processes"]["dns_sd_configs"]
-    service = services[processes["names"][0]]
-    assert (service["clusterIP"], service["ports"][0]["port"]) == ("None", processes["port"])
-    selected = {
-        document["metadata"]["name"]
-        for document in rendered
-        if "template" in document.get("spec", {})
-        and service["selector"].items()
-        <= document["spec"]["template"]["metadata"]["labels"].items()
-    }
-    assert selected == {"trainer", "producer", "worker"}
-    (prometheus,) = [pod for name, pod in templates(rendered) if name == "prometheus"]
-    mounts = {m["mountPath"] for m in prometheus["containers"][0]["volumeMounts"]}
-    assert jobs["rolloutmq"]["authorization"]["credentials_file"] in mounts

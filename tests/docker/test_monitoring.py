@@ -111,14 +111,6 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_says_what_to_do_with_commands_that_exist() -> None:
-    known = all_commands()
-    for rule in ALERTS["groups"][0]["rules"]:
-        assert rule["annotations"]["do"], rule["alert"]
-        for words in re.findall(r"`(?:rolloutmq )?([a-z]+)", str(rule["annotations"])):
-            assert words in known, (rule["alert"], words)
-
-
 @pytest.mark.parametrize("words", [*commands()], ids=" ".join)
 def test_every_command_line_is_one(words: list[str]) -> None:
     """Flags and arguments are those that the command declares."""
@@ -126,34 +118,6 @@ def test_every_command_line_is_one(words: list[str]) -> None:
     command = known[words[0]]
     with command.make_context(words[0], list(words[1:])) as context:
         assert not context.args
-
-
-def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> None:
-    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    instructions = [
-        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
-    ]
-    copied = [
-        words.split()[:-1]
-        for name, words in instructions
-        if name == "COPY" and "--from" not in words
-    ]
-    ignored = (DOCKER.parent / ".dockerignore").read_text(encoding="utf-8").split()
-    for source in (source for sources in copied for source in sources):
-        assert (DOCKER.parent / source).exists(), source
-        assert source not in ignored, source
-    last = {name: words for name, words in instructions}  # of each kind, the last one counts
-    assert int(last["USER"]) > 0
-    assert json.loads(last["ENTRYPOINT"]) == ["tini", "--", "rolloutmq"]
-    assert {words.split()[0] for name, words in instructions if name == "FROM"} == {
-        "python:${PYTHON}"
-    }
-    images = [
-        service["image"]
-        for service in COMPOSE["services"].values()
-        if "rolloutmq" not in service["image"]
-    ]
-    assert all(re.search(r":v?\d+\.\d+", image) for image in images), images
 
 
 def test_compose_files_are_valid() -> None:

@@ -4,11 +4,9 @@ it is.
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.rolloutmq.conftest import ROOT, Command, json_of
+from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, forge
 
 TITLE = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -44,15 +42,3 @@ def test_no_program_is_told_less_because_of_a_number_that_is_none(
     workers = told["workers"] if isinstance(told, dict) else told
     assert [worker["id"] for worker in workers] == ["w0", "w1"]
     assert {worker["tokens_per_s"] for worker in workers} == {0.0}
-
-
-def test_nothing_else_writes_to_a_terminal() -> None:
-    """Neither do the launcher, its progress and its report, the GPU check and the simulation."""
-    files = [
-        file
-        for package in ("buffer", "consumer", "producer_workers")
-        for file in (ROOT / package).rglob("*.py")
-    ]
-    assert [
-        file for file in files if re.search(r"\bConsole\(", file.read_text(encoding="utf-8"))
-    ] == []

@@ -93,14 +93,6 @@ def test_a_full_disk_is_one_line(server: EmbeddedServer, scene: Scene) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
-def test_a_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = rolloutmq("run", "configs/demo.toml", "--set", f"run.dir={tmp_path / 'file'}")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-
-
 def test_tail_ends_with_its_run(server: EmbeddedServer, scene: Scene) -> None:
     scene.run.control.set_mode("operator", Mode.FINISH)
     done = in_process("tail", "--run-dir", str(server.folder), "--from-start")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from consumer.training.step_log import Evaluations
-from rolloutmq.launch.report import accuracy_table, activation
+from rolloutmq.launch.report import accuracy_table
 
 
 def _text(evaluations: Evaluations) -> str:
@@ -35,11 +33,3 @@ def test_accuracy_is_that_of_the_newest_step_that_was_evaluated(
         for step in steps
     }
     assert _text(evaluations).splitlines()[-1].replace("│", " ").split() == row
-
-
-@pytest.mark.parametrize("is_active", [True, False])
-def test_commands_to_inspect_a_run_start_with_what_makes_them_commands(
-    is_active: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent) if is_active else "/nowhere")
-    assert activation() == ("" if is_active else f"source {sys.prefix}/bin/activate")

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -44,14 +42,6 @@ def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> 
                   "adds up", "trainer waits for groups", "committed"):  # fmt: skip
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_view_follows_a_change_of_the_number_of_steps(scene: Scene) -> None:
-    watched = Run.open(scene.run.store, "demo")
-    scene.run.set(LiveSettings(steps=308))
-    snap = read_run_view(watched)
-    assert "step 2 of 308" in drawn(snap)
-    assert "step 2 of 308" in one_line(snap, History(), LiveNotes())
 
 
 def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None:
@@ -112,13 +102,6 @@ def test_history_counts_idle_workers(scene: Scene, store: Store) -> None:
     history = History()
     history.observe(read_run_view(scene.run))
     assert history.waits[WORKERS] == pytest.approx(1 / 3)
-
-
-def test_history_counts_a_pause(scene: Scene) -> None:
-    scene.run.control.set_mode("operator", Mode.DRAIN)
-    history = History()
-    history.observe(read_run_view(scene.run))
-    assert history.waits == {TRAINER: 0.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 1.0}
 
 
 def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:

@@ -159,25 +159,11 @@ def test_failures_are_counted_by_eight_causes_and_other_ones_together(
     assert counts == {**kept, "other": 4}
 
 
-def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
-    for family in text_string_to_metric_families(fetch(f"{endpoint.url}/metrics")):
-        assert family.documentation.endswith(".")
-        assert not family.name.endswith(("_ms", "_count", "_sum", "_bucket"))
-        assert all(
-            "run" in sample.labels or family.name == "rolloutmq_up" or "server" in sample.labels
-            for sample in family.samples
-        )
-
-
 def test_a_waiting_trainer_tells_how_long(scene: Scene, endpoint: MetricsEndpoint) -> None:
     scene.run.control.renew_role("trainer", scene.trainer, waited_s=12.5)
     assert (
         samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
     )
-
-
-def test_workers_wanted_as_json(scene: Scene, endpoint: MetricsEndpoint) -> None:
-    assert orjson.loads(fetch(f"{endpoint.url}/workers_wanted")) == {"demo": 2}
 
 
 def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import orjson
@@ -200,21 +199,6 @@ def test_a_chart_is_drawn_where_a_busy_browser_reports_two_changes_of_view_at_on
         chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-def test_the_theme_follows_the_system_until_one_is_chosen(
-    chromium: Chrome, address: str, steps: Path
-) -> None:
-    features = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    go(chromium, address, "run")
-    back = "return getComputedStyle(document.documentElement).backgroundColor"
-    assert chromium.execute_script(back) == "rgb(15, 17, 21)"
-    chromium.find_element(By.ID, "theme").click()
-    assert chromium.execute_script(back) == "rgb(255, 255, 255)"
-    go(chromium, address, "run")
-    assert chromium.execute_script(back) == "rgb(255, 255, 255)"
-    chromium.execute_script("localStorage.clear()")
-
-
 COLOURS = """
 const probe = document.body.appendChild(document.createElement("span"));
 const colours = Object.fromEntries(arguments[0].map((name) => {
@@ -224,31 +208,6 @@ const colours = Object.fromEntries(arguments[0].map((name) => {
 probe.remove();
 return colours;
 """
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (
-        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_curves_have_enough_contrast(
-    chromium: Chrome, address: str, steps: Path, scheme: str
-) -> None:
-    """WCAG AA: 4.5 for text, 3 for curves."""
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    go(chromium, address, "run")
-    texts = ["ink", "dim", "good", "near", "bad", "link", *(f"v{n}" for n in range(6))]
-    curves = [f"s{n}" for n in range(8)]
-    colours = chromium.execute_script(COLOURS, [*texts, *curves, "back", "panel"])
-    for behind in ("back", "panel"):
-        for name in [*texts, *curves]:
-            one, two = sorted((luminance(colours[name]), luminance(colours[behind])))
-            assert (two + 0.05) / (one + 0.05) >= (4.5 if name in texts else 3), (name, behind)
 
 
 def errors(chromium: Chrome) -> list[str]:

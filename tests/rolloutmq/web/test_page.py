@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
@@ -131,47 +130,3 @@ def test_what_a_model_wrote_is_only_text(chromium: Chrome, address: str, scene: 
     assert evil in until(chromium, "onerror")
     assert "owned" not in chromium.title
     assert not chromium.find_elements(By.CSS_SELECTOR, "main img, main script")
-
-
-def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
-    go(chromium, address, "run")
-    body = chromium.find_element(By.TAG_NAME, "body")
-    for key, words in (
-        ("3", "worker"),
-        ("6", "event"),
-        ("5", "Settings of the run"),
-        ("4", "the judge said no"),
-        ("2", "math-0000000003"),
-    ):
-        body.send_keys(key)
-        until(chromium, words)
-    link = chromium.find_element(By.LINK_TEXT, "math-0000000003")
-    link.send_keys(Keys.ENTER)
-    until(chromium, "What is 1 + 1?")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_without_scrolling_sideways(
-    chromium: Chrome, address: str, shots: Path, scheme: str
-) -> None:
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    chromium.set_window_size(*PHONE)
-    go(chromium, address, "control")
-    for view, words in (
-        ("run", "Groups by stage"),
-        ("groups", "math-0000000003"),
-        ("workers", "w0"),
-    ):
-        turn(chromium, view)
-        until(chromium, words)
-        width = "return [document.documentElement.scrollWidth, innerWidth]"
-        wide, shown = chromium.execute_script(width)
-        assert wide <= shown, view
-        chromium.save_screenshot(str(shots / f"phone-{scheme}-{view}.png"))
-    back = "return getComputedStyle(document.documentElement).backgroundColor"
-    assert (
-        chromium.execute_script(back)
-        == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]
-    )
-    chromium.set_window_size(*DESK)

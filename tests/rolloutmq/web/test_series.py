@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from rolloutmq.web import live_record
-from rolloutmq.web.live_record import LiveRecord
+from rolloutmq.web import watcher
 from rolloutmq.web.run_routes import RunRoutes
 from rolloutmq.web.series import Mark, RunSeries, run_folders, thinned
+from rolloutmq.web.watcher import LiveRecord
 from tests.rolloutmq.web.test_charts import log_steps
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -81,7 +81,7 @@ def test_the_live_record_is_bounded_and_spans_all_of_its_time() -> None:
     for second in range(20_000):
         record.add(1000 * second, {"tokens_per_s": float(second)})
     rows = record.since(0)["x"]
-    assert len(rows) <= live_record.MOST_ROWS
+    assert len(rows) <= watcher.MOST_ROWS
     assert rows[0] < 60
     assert rows[-1] > 19_900
     gaps = [after - before for before, after in pairwise(rows)]

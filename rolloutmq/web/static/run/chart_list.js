@@ -1,5 +1,5 @@
 // Which charts there are. A chart by train step names metrics of steps.jsonl; one by time names
-// numbers of the live record (rolloutmq/web/live_record.py).
+// numbers of the live record (rolloutmq/web/watcher.py).
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken"];
 const PARTS = ["wait", "read", "pause", "train", "publish"];

@@ -19,7 +19,7 @@ from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.cli import doctor
-from rolloutmq.console import console
+from rolloutmq.output import console
 from rolloutmq.views.inspection import diagnose_run
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import status_screen

@@ -100,13 +100,6 @@ def test_status_is_loud_when_the_sum_is_wrong(scene: Scene, store: Store, comman
     assert not json_of(command("status", "--json"))["adds_up"]
 
 
-def test_status_of_an_empty_server_says_how_to_start(store: Store, command: Command) -> None:
-    done = command("status")
-    assert done.returncode == 0
-    assert "rolloutmq run" in done.stdout
-    assert json_of(command("status", "--json")) == {"runs": []}
-
-
 def test_redis_url_of_the_environment_is_used(
     scene: Scene, server: EmbeddedServer, tmp_path: Path
 ) -> None:
@@ -154,18 +147,6 @@ def test_ls_filters_by_the_indexes(
     ]
 
 
-def test_ls_shows_version_staleness_and_reward(scene: Scene, command: Command) -> None:
-    row = json_of(command("ls", "--json", "--stage", "taken"))[0]
-    assert (row["version"], row["staleness"], row["tokens"], row["reward"], row["batch"]) == (
-        0,
-        1,
-        6,
-        0.5,
-        "train:2",
-    )
-    assert gid(2) in command("ls").stdout
-
-
 def test_ls_pages_through_more_than_one_slice(store: Store, command: Command) -> None:
     scene = Scene(store, "demo")
     for _ in range(3):
@@ -193,12 +174,6 @@ def test_show_never_sends_a_models_escape_codes_to_the_terminal(
     assert done.returncode == 0
     assert ESCAPE not in done.stdout
     assert "\\x1b[31mred" in done.stdout
-
-
-def test_show_of_a_waiting_group_has_its_prompt(scene: Scene, command: Command) -> None:
-    done = command("show", gid(11))
-    assert "What is 1 + 1?" in done.stdout
-    assert "nothing has been generated yet" in done.stdout
 
 
 @pytest.mark.parametrize(("draw", "end"), [(0, "archived"), (6, "filtered")])
@@ -327,16 +302,6 @@ def test_a_slow_judge_is_seen_at_a_glance(scene: Scene, command: Command) -> Non
     assert {worker["id"]: worker["judging"] for worker in found["workers"]} == {"w0": 1, "w1": 0}
     rows = {row["id"]: row for row in json_of(command("workers", "--json"))}
     assert (rows["w0"]["judging"], rows["w1"]["judging"]) == (1, 0)
-
-
-def test_top_prints_calm_lines_in_a_pipe(scene: Scene, command: Command) -> None:
-    done = command("top", "--count", "2", "--every", "0.1")
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    assert "\x1b" not in done.stdout
-    assert "step 2" in lines[0]
-    assert "waiting 4" in lines[0]
 
 
 def test_top_reads_the_trainers_steps(

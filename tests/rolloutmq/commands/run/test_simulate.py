@@ -48,9 +48,3 @@ def test_simulate_refuses_what_cannot_be_asked(flags: tuple[str, str]) -> None:
     done = in_process(*SMALL, *flags)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-def test_simulate_help_has_examples_within_80_columns() -> None:
-    done = in_process("simulate", "--help")
-    assert "Example: rolloutmq simulate" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines()) <= 80

@@ -24,28 +24,6 @@ def test_pause_closes_the_lanes_and_continue_opens_them(scene: Scene, command: C
     assert len(scene.claim("w1", 1)) == 1
 
 
-def test_pause_twice_is_a_clear_no_op(scene: Scene, command: Command) -> None:
-    first = json_of(command("pause", "--json"))
-    again = json_of(command("pause", "--json"))
-    assert (first["changed"], again["changed"]) == (True, False)
-    assert again["epoch"] == first["epoch"]
-    assert "was already paused" in command("pause").stdout
-
-
-def test_pause_in_another_mode_changes_it(scene: Scene, command: Command) -> None:
-    command("pause", "--mode", "drain")
-    assert json_of(command("pause", "--mode", "abort", "--json"))["changed"]
-    assert scene.run.control.state().mode is Mode.ABORT
-
-
-def test_resume_while_running_is_a_clear_no_op(scene: Scene, command: Command) -> None:
-    epoch = scene.run.control.state().epoch
-    done = command("resume")
-    assert done.returncode == 0
-    assert "was not paused" in done.stdout
-    assert scene.run.control.state().epoch == epoch
-
-
 def test_resume_leaves_the_trainers_pause(scene: Scene, command: Command) -> None:
     scene.run.control.set_mode("trainer", Mode.KEEP, nonce=scene.trainer)
     command("pause")
@@ -96,12 +74,6 @@ def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Comm
     assert done.returncode == 1
     assert "w0, w1" in done.stderr
     assert "rolloutmq fence" in done.stderr
-
-
-def test_resume_takes_one_thing_at_a_time(command: Command) -> None:
-    done = command("resume", "--task", "math", "--worker", "w0")
-    assert done.returncode == 2
-    assert "pass either --task or --worker" in done.stderr
 
 
 def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Command) -> None:
@@ -170,11 +142,6 @@ def test_set_lists_what_differs_from_the_config_and_undoes_it(
     assert done["changed"]["tasks.math.max_in_flight"] == {"before": 9, "after": None}
     assert json_of(command("set", "--list", "--json")) == {"settings": []}
     assert Run.open(scene.run.store, scene.run.name).limits == limits
-
-
-def test_set_wants_either_values_or_a_list(scene: Scene, command: Command) -> None:
-    for words in ((), ("max_tries=4", "--list"), ("nonsense=config",)):
-        assert command("set", *words).returncode == 2
 
 
 def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:
