@@ -38,7 +38,7 @@ def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]
         raise
     except (RunError, StoreError, SchemaVersionError) as error:
         fix = error.hint or "inspect it with the version that created it"
-        return None, [Symptom("fault", error.message, None, fix)]
+        return None, [Symptom("fault", error.message, fix)]
 
 
 def inspect(run: Run, snap: RunView) -> list[Symptom]:
@@ -55,13 +55,13 @@ def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     found = run.account.fsck().damage if is_small else run.account.spot_check()
     texts = [each.text for each in found if each.text not in snap.faults]
     for text in texts[:SHOWN]:
-        yield Symptom("fault", text, None, "`rolloutmq fsck` lists all that is wrong")
+        yield Symptom("fault", text, "`rolloutmq fsck` lists all that is wrong")
     if len(texts) > SHOWN:
         more = f"{len(texts) - SHOWN} more faults"
-        yield Symptom("fault", more, None, "`rolloutmq fsck` lists all that is wrong")
+        yield Symptom("fault", more, "`rolloutmq fsck` lists all that is wrong")
     if not is_small:
         what = f"{groups} groups: only the ledger and the newest of them were checked"
-        yield Symptom("note", what, None, "`rolloutmq fsck` checks them all")
+        yield Symptom("note", what, "`rolloutmq fsck` checks them all")
 
 
 def _judges(run: Run) -> Iterator[Symptom]:
@@ -79,7 +79,7 @@ def _judges(run: Run) -> Iterator[Symptom]:
         return
     if waiting and not alive:
         what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
-        yield Symptom("stuck", what, None, "`rolloutmq judge CONFIG`")
+        yield Symptom("stuck", what, "`rolloutmq judge CONFIG`")
 
 
 def _weights(snap: RunView) -> Iterator[Symptom]:
@@ -96,7 +96,7 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
     except (OSError, WireError) as error:
         what = f"the weights {snap.weights} in {folder} are incomplete: {error}"
         yield Symptom(
-            "stuck", what, None, "start the trainer again: it publishes them from its checkpoint"
+            "stuck", what, "start the trainer again: it publishes them from its checkpoint"
         )
 
 
@@ -109,9 +109,5 @@ def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
         return
     for letter in letters:
         what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
-        yield Symptom(
-            "note",
-            what,
-            letter.age_ms,
-            "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`",
-        )
+        fix = "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
+        yield Symptom("note", what, fix, letter.age_ms)
