@@ -304,7 +304,7 @@ def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
 
 def read_where(text: str | None) -> Any:
     """Parse the value of --where. Raises QueryError."""
-    if text is None:
+    if not text:
         return {}
     try:
         return orjson.loads(text)

@@ -122,7 +122,7 @@ def _line_of(store: Store, name: str) -> RunLine:
 
 def _delete(store: Store, name: str, yes: bool, as_json: bool) -> None:
     line = _line_of(store, name)
-    groups = sum(line.snap.places.values()) if line.snap else 0
+    groups = sum(line.snap.stages.values()) if line.snap else 0
     if line.lives:
         raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
     if not yes:
@@ -145,7 +145,7 @@ def _as_json(line: RunLine) -> dict[str, Any]:
         "run": line.name,
         "mode": line.snap.mode,
         "step": line.snap.taken,
-        "groups": sum(line.snap.places.values()),
+        "groups": sum(line.snap.stages.values()),
         "payload_bytes": line.snap.memory.held,
         "created_ms": int(line.snap.meta.get("created_ms", 0)),
         "seen_ms_ago": line.seen_ms,
@@ -173,7 +173,7 @@ def _print(lines: list[RunLine]) -> None:
             "now" if line.lives else "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
         )
         held = format_size(line.snap.memory.held)
-        groups = count(sum(line.snap.places.values()))
+        groups = count(sum(line.snap.stages.values()))
         grid.add_row(
             line.name, state(line.snap.mode), str(line.snap.taken), groups, held, age(made_ms), seen
         )

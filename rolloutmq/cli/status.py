@@ -6,29 +6,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    Address,
     AsJson,
     RedisUrl,
     RunDir,
     RunName,
-    choose_run,
-    open_server,
     open_target,
 )
-from rolloutmq.output import console, emit, emit_line, state, table
+from rolloutmq.output import console, emit, emit_line
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
 from rolloutmq.views.run_json import describe
-from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
 
 
@@ -39,45 +35,11 @@ def status(
     """Show the state of a run: groups, weights, workers, staleness.
 
     Also shows whether it is paused, by whom and since when, and whether every group is accounted
-    for. With several runs on the server and no --run, lists them.
+    for.
     """
-    with open_server(redis_url, run_dir) as (store, address):
-        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
-        snapshots = [read_run_view(Run.open(store, name)) for name in names]
-    if len(snapshots) == 1:
-        emit(describe(snapshots[0])) if as_json else console().print(status_screen(snapshots[0]))
-    elif as_json:
-        emit({"runs": [_brief(snap) for snap in snapshots]})
-    else:
-        _list_runs(address, snapshots)
-
-
-def _brief(snap: RunView) -> dict[str, Any]:
-    steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
-    workers = len(snap.live_workers)
-    return {
-        "run": snap.run,
-        "mode": snap.mode,
-        "steps": steps,
-        "workers": workers,
-        "adds_up": not snap.faults,
-    }
-
-
-def _list_runs(address: Address, snapshots: list[RunView]) -> None:
-    screen = console()
-    if not snapshots:
-        screen.print(f"There is no run on {address}.")
-        screen.print("rolloutmq run CONFIG starts one.")
-        return
-    grid = table("run", "mode", "step", "workers", "account", right=["step", "workers"])
-    for snap in snapshots:
-        verdict = Text("does not add up", style="red") if snap.faults else Text("adds up")
-        grid.add_row(
-            snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict
-        )
-    screen.print(grid)
-    screen.print(Text("rolloutmq status --run NAME shows one of them", style="dim"))
+    with open_target(redis_url, run_dir, run) as target:
+        view = read_run_view(target.run)
+    emit(describe(view)) if as_json else console().print(status_screen(view))
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")

@@ -143,7 +143,7 @@ def _age_ms(snap: RunView) -> int:
 
 def _workers(snap: RunView) -> Iterator[Symptom]:
     if not snap.live_workers:
-        waiting = plural(snap.places.get("waiting", 0), "group")
+        waiting = plural(snap.stages.get("waiting", 0), "group")
         since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
         fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
         yield _stuck(f"no worker is alive; {waiting} waiting for one", fix, since)
@@ -220,7 +220,7 @@ def _leases(snap: RunView) -> Iterator[Symptom]:
         yield _note(what, "any process of the run revokes them, or `rolloutmq janitor`")
     live = snap.live_workers
     holders = [worker for worker in live if worker.holds]
-    if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.places.get("waiting"):
+    if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.stages.get("waiting"):
         idle = plural(len(live) - 1, "worker")
         what = f"all {snap.leases} running groups are with {holders[0].id}; {idle} idle"
         yield _note(what, "a lower concurrency per worker spreads the end of a batch better")

@@ -66,7 +66,7 @@ def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
     running = snap.mode == "run"
     live = snap.live_workers
     idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
-    has_jobs = snap.places.get("waiting", 0) > 0
+    has_jobs = snap.stages.get("waiting", 0) > 0
     at_limit = bool(snap.training) and all(
         t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )

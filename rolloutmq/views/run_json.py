@@ -61,21 +61,16 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "trouble": task.trouble(now_ms),
         "stale_threshold": None if task.is_eval else task.stale_threshold,
         "staleness": task.staleness,
-        "produced_samples": int(task.number("produced_samples")),
-        "produced_tokens": int(task.number("produced_tokens")),
-        "produced_groups": int(task.number("produced_groups")),
-        "produced_ms": int(task.number("produced_ms")),
         "mean_reward": task.mean_reward,
-        "unparsed": int(task.number("unparsed")),
-        "leases_lost": int(task.number("leases_lost")),
-        "failed": int(task.number("failed")),
-        "expirations": int(task.number("expirations")),
-        "ended_early": int(task.number("ended_early")),
-        "discarded_tokens": int(task.number("discarded_tokens")),
-        "unmade_tokens": int(task.number("unmade_tokens")),
-        "reasserted": int(task.number("reasserted")),
-        "regenerated": int(task.number("regenerated")),
+        **{name: int(task.number(name)) for name in _COUNTERS},
     }
+
+
+_COUNTERS = (
+    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed", "failed",
+    "leases_lost", "expirations", "ended_early", "discarded_tokens", "unmade_tokens", "reasserted",
+    "regenerated",
+)  # fmt: skip
 
 
 def _role_json(role: RoleHolder) -> dict[str, Any]:
@@ -84,26 +79,10 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
 
 def _worker_json(worker: WorkerRecord, snap: RunView) -> dict[str, Any]:
     names = (
-        "id",
-        "engine",
-        "state",
-        "weights",
-        "silent_ms",
-        "holds",
-        "judging",
-        "tokens_per_s",
-        "done",
-        "failed",
-        "quarantined",
-        "concurrency",
-        "requests",
-        "judged",
-        "judge_failures",
-        "replaced",
-        "refusal",
-        "bad_groups",
-        "barred_for_ms",
-    )
+        "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
+        "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
+        "replaced", "refusal", "bad_groups", "barred_for_ms",
+    )  # fmt: skip
     known = {name: getattr(worker, name) for name in names}
     registered_ms = max(0, snap.now_ms - worker.joined_ms) if worker.joined_ms else None
     return known | {

@@ -188,12 +188,12 @@ class RunView:
         return Histogram(PAUSE_BOUNDS_S, counts, total_s)
 
     @property
-    def places(self) -> dict[str, int]:
-        """Groups by place, all tasks together."""
+    def stages(self) -> dict[str, int]:
+        """Groups by stage, all tasks together."""
         sums: dict[str, int] = {}
         for task in self.tasks:
-            for place, groups in task.account.stages.items():
-                sums[place] = sums.get(place, 0) + groups
+            for stage, groups in task.account.stages.items():
+                sums[stage] = sums.get(stage, 0) + groups
         return sums
 
     @property
