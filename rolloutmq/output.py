@@ -64,6 +64,11 @@ def emit(document: Any) -> None:
     typer.echo(visible(orjson.dumps(document, option=option).decode()))
 
 
+def answer(document: Any, text: str, *, as_json: bool) -> None:
+    """Print a document for programs, or a text for people."""
+    emit(document) if as_json else console().print(text)
+
+
 def emit_line(document: Any) -> None:
     """Print one JSON document on one line, for streams."""
     typer.echo(visible(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode()))

@@ -25,7 +25,8 @@ from consumer.training.step_log import StepLog
 from rolloutmq.cli.repair import repair_run, undo_repair
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
-from rolloutmq.output import console, count, emit, plural, table
+from rolloutmq.output import console, count, emit, plural
+from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
 
@@ -164,17 +165,7 @@ def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
 
 def show_audit(screen: Console, audit: FsckReport, steps: StepLog | None) -> None:
     """Print the outcome: the table of stages, then one line per check."""
-    names = [task.task for task in audit.tasks]
-    grid = table("stage", *names, right=names)
-    for place in audit.tasks[0].stages if audit.tasks else ():
-        values = [task.stages[place] for task in audit.tasks]
-        grid.add_row(place, *(count(value) for value in values), style="" if any(values) else "dim")
-    grid.add_row("sum", *(count(sum(task.stages.values())) for task in audit.tasks), style="bold")
-    grid.add_row("enqueued", *(count(task.enqueued) for task in audit.tasks), style="bold")
-    for how in ("put", "imported"):
-        if any(values := [getattr(task, how) for task in audit.tasks]):
-            grid.add_row(how, *map(count, values), style="bold")
-    screen.print(grid)
+    screen.print(groups_table(audit.tasks))
     screen.print()
     _verdict(screen, "all keys are as they must be, and the totals add up", audit.faults)
     _verdict(screen, f"0 of {count(audit.checked)} groups are lost", audit.lost, "lost")

@@ -20,7 +20,7 @@ from buffer.run import Run
 from consumer.training.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
-from rolloutmq.output import age, console, count, emit, plain, state, table
+from rolloutmq.output import age, answer, console, count, emit, plain, state, table
 from rolloutmq.run_owner import known_folders, last_change, read_record
 from rolloutmq.views.run_view import RunView, read_run_view
 
@@ -132,10 +132,11 @@ def _delete(store: Store, name: str, yes: bool, as_json: bool) -> None:
         )
     view = store.at(Keys(name).meta)
     removed = remove_run(view, Keys(name, spread=view.in_cluster))
-    if as_json:
-        emit({"run": name, "keys": removed})
-    else:
-        console().print(f"run {name} removed: {count(removed)} keys")
+    answer(
+        {"run": name, "keys": removed},
+        f"run {name} removed: {count(removed)} keys",
+        as_json=as_json,
+    )
 
 
 def _as_json(line: RunLine) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import getpass
 import socket
 import time
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target, require_known
-from rolloutmq.output import age, console, emit, plain, plural, table
+from rolloutmq.output import age, answer, console, emit, plain, plural, table
 from rolloutmq.views.operator_mode import Report, set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 
@@ -99,10 +99,11 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
     require_known("task", task, run.limits.tasks)
     failures = int(run.progress(task).get("failures_in_row", 0))
     run.jobs.forgive(task)
-    if as_json:
-        emit({"task": task, "failures": failures})
-    else:
-        console().print(f"{task} continues: {plural(failures, 'failure')} in a row reset")
+    answer(
+        {"task": task, "failures": failures},
+        f"{task} continues: {plural(failures, 'failure')} in a row reset",
+        as_json=as_json,
+    )
 
 
 def _admit(run: Run, worker: str, as_json: bool) -> None:
@@ -119,40 +120,37 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     report: Report = (lambda line: None) if as_json else console().print
     start = time.monotonic()
     state, changed = set_operator_mode(run, mode, report)
-    receipts = _ReceiptLog(run, report)
-    failure = receipts.wait(state, timeout_s) if wait else None
+    failure = _wait(run, state, timeout_s, report) if wait else None
     took_s = time.monotonic() - start
     silent = [] if wait and not failure else run.receipts.silent(state.epoch)
     confirmed = sorted(_live(run) - set(silent))
     if as_json:
-        emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
+        facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
+        lists = {"confirmed": confirmed, "silent": silent}
+        emit(facts | lists | {"took_s": round(took_s, 3)})
     else:
         report(_summary(confirmed, silent, took_s, wait))
     if failure:
         raise failure
 
 
-class _ReceiptLog:
-    """Waits for the workers' receipts and prints each worker as it confirms."""
+def _wait(
+    run: Run, state: ControlState, timeout_s: float | None, report: Report
+) -> PauseTimeout | None:
+    """Wait for the receipts of all workers, and report each as it confirms; return a timeout."""
+    start = time.monotonic()
+    known: set[str] = set()
 
-    def __init__(self, run: Run, report: Report) -> None:
-        self._run = run
-        self._report = report
-        self._start = time.monotonic()
-        self._confirmed: set[str] = set()
+    def watch(silent: list[str]) -> None:
+        for worker in sorted(_live(run) - set(silent) - known):
+            known.add(worker)
+            report(f"  {worker} confirmed after {time.monotonic() - start:.2f} s")
 
-    def wait(self, state: ControlState, timeout_s: float | None) -> PauseTimeout | None:
-        """Wait for all; return the error that is due once the silent ones are reported."""
-        try:
-            self._run.receipts.wait(state, timeout_s=timeout_s, watch=self._print_new)
-        except PauseTimeout as error:
-            return error
-        return None
-
-    def _print_new(self, silent: list[str]) -> None:
-        for worker in sorted(_live(self._run) - set(silent) - self._confirmed):
-            self._confirmed.add(worker)
-            self._report(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
+    try:
+        run.receipts.wait(state, timeout_s=timeout_s, watch=watch)
+    except PauseTimeout as error:
+        return error
+    return None
 
 
 def _live(run: Run) -> set[str]:
@@ -169,26 +167,6 @@ def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: boo
         f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: "
         f"{', '.join(silent)}{hint}"
     )
-
-
-def _report(
-    run: Run,
-    mode: Mode,
-    epoch: int,
-    changed: bool,
-    confirmed: list[str],
-    silent: list[str],
-    took_s: float,
-) -> dict[str, Any]:
-    return {
-        "run": run.name,
-        "mode": mode,
-        "epoch": epoch,
-        "changed": changed,
-        "confirmed": confirmed,
-        "silent": silent,
-        "took_s": round(took_s, 3),
-    }
 
 
 DRAIN_EPILOG = """

@@ -24,7 +24,18 @@ from rolloutmq.options import (
     require_known,
     require_yes,
 )
-from rolloutmq.output import age, console, count, emit, plain, plural, state, table, worker_state
+from rolloutmq.output import (
+    age,
+    answer,
+    console,
+    count,
+    emit,
+    plain,
+    plural,
+    state,
+    table,
+    worker_state,
+)
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -200,7 +211,8 @@ def fence(
         seen = age(known[worker].silent_ms)
         require_yes(yes, f"revoke {held} of {worker}, last seen {seen} ago")
         revoked = target.run.fleet.fence(worker)
-    if as_json:
-        emit({"worker": worker, "revoked": revoked})
-    else:
-        console().print(f"{worker} is fenced; {plural(revoked, 'group')} revoked")
+    answer(
+        {"worker": worker, "revoked": revoked},
+        f"{worker} is fenced; {plural(revoked, 'group')} revoked",
+        as_json=as_json,
+    )

@@ -15,6 +15,7 @@ from buffer.ledger.account import FsckReport
 from buffer.redis.connection.url import mask_url
 from buffer.run import Run
 from consumer.training.step_log import Evaluations, StepLog, read_evaluations
+from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report
 
 
@@ -30,7 +31,7 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     evaluations = read_evaluations(folder)
     if evaluations:
         console.print(accuracy_table(evaluations))
-    console.print(_account_table(audit))
+    console.print(groups_table(audit.tasks))
     twice = log.trained_twice()
     style = "green" if audit.clean and not twice else "bold red"
     console.print(f"{account_line(audit)} · trained twice {len(twice)}", style=style)
@@ -69,20 +70,6 @@ def accuracy_table(evaluations: Evaluations) -> Table:
             "-" if before is None else f"{after - before:+.3f}",
             f"{then['eval/rollouts']:.0f}",
         )
-    return table
-
-
-def _account_table(audit: FsckReport) -> Table:
-    places = list(audit.tasks[0].stages)
-    table = Table(title="groups by stage (fsck)", title_justify="left", show_edge=False)
-    for column in ("stage", *(task.task for task in audit.tasks)):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for place in places:
-        counts = [task.stages[place] for task in audit.tasks]
-        if any(counts):
-            table.add_row(place, *map(str, counts))
-    table.add_section()
-    table.add_row("enqueued", *(str(task.enqueued) for task in audit.tasks), style="bold")
     return table
 
 

@@ -7,7 +7,7 @@ Yellow is waiting or near a limit; red needs an operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -17,6 +17,7 @@ from rich.text import Text
 from buffer.control.event_log import Event
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
+from buffer.ledger.account import TaskAccount
 from rolloutmq.output import (
     age,
     bar,
@@ -196,7 +197,7 @@ def _judged(view: RunView) -> str:
 
 
 def _groups(view: RunView) -> Iterator[RenderableType]:
-    yield groups_table(view)
+    yield groups_table(task.account for task in view.tasks)
     if view.faults:
         faults = "; ".join(view.faults)
         text = f"THE ACCOUNT DOES NOT ADD UP: {faults}  (rolloutmq fsck)"
@@ -209,19 +210,19 @@ def _groups(view: RunView) -> Iterator[RenderableType]:
         yield from _task(task)
 
 
-def groups_table(view: RunView) -> Table:
+def groups_table(accounts: Iterable[TaskAccount]) -> Table:
     """Return the groups by stage, one row per task, with a sum that must match the account."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
-    for task in view.tasks:
-        places = task.account.stages
-        total = sum(places.values())
-        wrong = total != task.account.total
+    for account in accounts:
+        stages = account.stages
+        total = sum(stages.values())
+        wrong = total != account.total
         grid.add_row(
-            plain(task.account.task)[:12],
-            *(Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS),
+            plain(account.task)[:12],
+            *(Text(str(stages[stage]), style="" if stages[stage] else "dim") for stage in _COLUMNS),
             Text(
-                f"{total}!={task.account.total}" if wrong else str(total),
+                f"{total}!={account.total}" if wrong else str(total),
                 style="bold red" if wrong else "bold",
             ),
         )
