@@ -23,7 +23,6 @@ from buffer.model.extras import missing_extra
 from buffer.model.json_text import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.hang_up import follow_terminal
-from rolloutmq.output import plain
 
 EPILOG = """
 \b
@@ -200,6 +199,8 @@ def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
 
 def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool) -> str:
+    from rolloutmq.output import plain  # here, because it imports redis, too
+
     message = mask(error.message)
     hint = mask(error.command_hint)
     if as_json:

@@ -7,7 +7,7 @@ Yellow is waiting or near a limit; red needs an operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -197,7 +197,7 @@ def _judged(view: RunView) -> str:
 
 
 def _groups(view: RunView) -> Iterator[RenderableType]:
-    yield groups_table(task.account for task in view.tasks)
+    yield groups_table([task.account for task in view.tasks])
     if view.faults:
         faults = "; ".join(view.faults)
         text = f"THE ACCOUNT DOES NOT ADD UP: {faults}  (rolloutmq fsck)"
@@ -210,10 +210,14 @@ def _groups(view: RunView) -> Iterator[RenderableType]:
         yield from _task(task)
 
 
-def groups_table(accounts: Iterable[TaskAccount]) -> Table:
+def groups_table(accounts: Sequence[TaskAccount]) -> Table:
     """Return the groups by stage, one row per task, with a sum that must match the account."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
+    put, imported = (sum(getattr(each, how) for each in accounts) for how in ("put", "imported"))
+    if put or imported:
+        grid.caption = f"of these, {put} were put and {imported} imported"
+        grid.caption_justify = "left"
     for account in accounts:
         stages = account.stages
         total = sum(stages.values())
