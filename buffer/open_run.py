@@ -12,8 +12,6 @@ import orjson
 import redis
 from redis.exceptions import NoPermissionError
 
-from buffer.config.config import ConfigFile
-from buffer.config.fingerprint import origin_of
 from buffer.control.continuation import Start
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
@@ -25,6 +23,8 @@ from buffer.server.check import Finding, fsync_policy, require_all_safe
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
+from rolloutmq.config.config import ConfigFile
+from rolloutmq.config.fingerprint import origin_of
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -10,12 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.config.config import ProducingConfig
-from buffer.config.fingerprint import origin_of
-from buffer.config.sections.dataset import ImagesSection
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.strategy import FILTERS
-from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.monitoring.tracing import Tracer
@@ -25,6 +19,10 @@ from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.config.dataset import ImagesSection
+from producer_workers.config.engine import VllmConfig
+from producer_workers.config.strategy import FILTERS
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -55,6 +53,8 @@ from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
+from rolloutmq.config.config import ProducingConfig
+from rolloutmq.config.fingerprint import origin_of
 
 
 def problems_dir(config: ProducingConfig, task: str) -> Path:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from buffer.config.config import ConfigFile
 from buffer.config.load import load_config
 from buffer.errors import ConfigError
+from rolloutmq.config.config import ConfigFile
 
 C = TypeVar("C", bound=ConfigFile)
 

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from buffer.config.checks.agreement import disagreements
-from buffer.config.checks.problems import describe_problems
-from buffer.config.config import Config
-from buffer.config.sections.run_settings import RunSection
-from buffer.config.sections.task import TaskSection, inherit_held_out
+from buffer.config.problems import describe_problems
+from buffer.config.run_settings import RunSection
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
 from buffer.store.connection.url import mask_url
+from producer_workers.config.task import TaskSection, inherit_held_out
+from rolloutmq.config.config import Config
+from rolloutmq.config.cross_section_rules import disagreements
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from buffer.hub import commits
+from producer_workers.hub import commits
 
 FIELD = "origin"
 """The field of the run's `meta` that holds the record as JSON."""

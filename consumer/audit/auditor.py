@@ -28,7 +28,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from buffer.batches.audits import Finding, Position
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
@@ -39,6 +38,7 @@ from buffer.run import Run
 from consumer.audit.audit_log import MadeGroup, add_batch
 from consumer.audit.difference import NOTHING, Difference, check_auditable, compare, versions_of
 from consumer.audit.kept_weights import KeptWeights
+from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.audit")
 

@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import padded_tensors
 from consumer.examples.plain_loop import fit, grpo_loss
+from rolloutmq.config.config import TrainingConfig
 
 MAX_BYTES = 100 << 20
 """Largest accepted image file."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.learner.learner import Learner
@@ -27,6 +26,7 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.device_share import DeviceShare
 from consumer.training.evaluation import Evaluator
 from consumer.training.step_log import StepWriter
+from rolloutmq.config.config import TrainingConfig
 
 STATE = "state.safetensors"
 

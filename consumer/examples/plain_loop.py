@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -29,6 +28,7 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.evaluation import Evaluator
 from consumer.training.step_log import StepWriter
 from consumer.weights.learner_state import capture, restore
+from rolloutmq.config.config import TrainingConfig
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """Return the loss of a batch, and the metrics to log."""

@@ -29,7 +29,6 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
@@ -40,6 +39,7 @@ from consumer.models.model_folder import load_tokenizer
 from consumer.publication import open_sender, publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.step_log import StepWriter
+from rolloutmq.config.config import TrainingConfig
 
 POSITION = "rolloutmq.json"
 """Name of the position's file in TRL's checkpoint folders; a folder without it is incomplete."""

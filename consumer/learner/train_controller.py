@@ -25,10 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import AdvantageEstimator
 from consumer.learner.advantages import session_advantages, shaped_scores
 from consumer.learner.batch_filter import BatchFilter
 from consumer.learner.critic import Critic, packed_gae
@@ -37,6 +36,7 @@ from consumer.policy.train_batch import TrainBatch
 from consumer.ranks import Ranks
 from consumer.weights.gradient_step import mean_metrics
 from consumer.weights.saved_state import Rows
+from rolloutmq.config.config import TrainingConfig
 
 
 class TrainController:

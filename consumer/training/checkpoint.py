@@ -19,13 +19,13 @@ from pathlib import Path
 import orjson
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError, RolloutMQError
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.new_folder import follow_umask
+from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 

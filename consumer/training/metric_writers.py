@@ -24,7 +24,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from buffer.config.config import Config
 from buffer.errors import ConfigError
 from buffer.model.extras import install_command
 from buffer.monitoring.console import console as open_console
@@ -36,6 +35,7 @@ from consumer.training.sample_text import (
     sample_rows,
     sample_text,
 )
+from rolloutmq.config.config import Config
 
 WriterName = Literal["tensorboard", "wandb"]
 

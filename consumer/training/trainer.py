@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.model.manifest import Manifest
@@ -40,6 +39,7 @@ from consumer.training.reporter import ChosenGroup, Reporter
 from consumer.training.sample_writer import SampleWriter, choose
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
+from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 

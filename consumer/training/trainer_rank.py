@@ -28,7 +28,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
@@ -46,6 +45,7 @@ from consumer.training.device_share import DeviceShare
 from consumer.training.metrics import BatchColumns
 from consumer.weights.saved_state import SavedState, write_state
 from consumer.weights.weight_parts import WeightParts
+from rolloutmq.config.config import TrainingConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
@@ -33,6 +32,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
+from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.engines.base import Engine, context_length
 from producer_workers.judges.judge import AnyJudge
 

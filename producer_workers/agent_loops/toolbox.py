@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import (
     ConfigError,
     JudgeError,
@@ -28,6 +27,7 @@ from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.agent_loops.tool_border import LONGEST_RESULT
+from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.user_code.process_function import ProcessFunction, call_of
 from producer_workers.user_code.program import Limits
 from producer_workers.user_code.rules import Rules

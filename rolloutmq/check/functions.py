@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from buffer.config.config import Config
 from producer_workers.user_functions import NamedFunction, named_functions
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.unit import Unit
+from rolloutmq.config.config import Config
 
 
 def units(config: Config) -> list[Unit]:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffer.config.config import Config
 from buffer.errors import HubError
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.models.model_folder import check_model_folder, load_tokenizer
@@ -15,6 +14,7 @@ from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from rolloutmq.check.finding import Finding, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.check.unit import Unit
+from rolloutmq.config.config import Config
 
 SMALL = {
     "num_hidden_layers": 2,

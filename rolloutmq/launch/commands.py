@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.monitoring.console import console
 from buffer.server.process import follow_owner, log_json
 from buffer.store.connection.url import mask_url
+from rolloutmq.config.sources import fetch
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
 from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
-    from buffer.config.config import TrainingConfig
+    from rolloutmq.config.config import TrainingConfig
 
 
 TakeOver = Annotated[
@@ -247,6 +247,6 @@ def gpu_check(
 
 
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
-    from buffer.config.config import TrainingConfig
+    from rolloutmq.config.config import TrainingConfig
 
     return open_config(TrainingConfig, config, overrides)

@@ -18,7 +18,6 @@ from pathlib import Path
 from rich.console import Console
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.run import Run
@@ -28,6 +27,7 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.evaluation import Evaluator, log_wait_reason
 from consumer.training.step_log import StepWriter, read_evaluations
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.preparation import run_command
 from rolloutmq.options import set_flags

@@ -18,12 +18,12 @@ from statistics import mean
 import orjson
 from rich.table import Table
 
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ModelError
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.history import StepLog, TrainedStep
 from consumer.models.tiny_model import build_tiny_model
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
 from rolloutmq.presets import presets_folder

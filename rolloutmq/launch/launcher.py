@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.monitoring.console import console as open_console
@@ -25,6 +24,7 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from buffer.config.sections.run_settings import LaunchSection
+from buffer.config.run_settings import LaunchSection
 from buffer.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.config.config import ConfigFile, TrainingConfig
-from buffer.config.sources import fetch, names_any
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.monitoring.run_view import take_snapshot
@@ -23,6 +21,8 @@ from buffer.store.store import Store
 from consumer.models.model_folder import check_model_folder
 from consumer.training.checkpoint import CheckpointFolder, make_again
 from consumer.training.step_log import read_evaluations
+from rolloutmq.config.config import ConfigFile, TrainingConfig
+from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.machine import machine_errors
 
 

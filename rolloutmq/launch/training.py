@@ -24,9 +24,9 @@ from consumer.training.checkpoint import make_again, make_run
 from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
-    from buffer.config.config import TrainingConfig
     from buffer.run import Run
     from buffer.store.store import Store
+    from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.monitoring.sample_log import SampleLog
 from buffer.store.connection.url import mask_url
 from consumer.training.step_log import read_evaluations
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record

@@ -29,7 +29,6 @@ import orjson
 import torch
 
 import consumer
-from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
@@ -47,6 +46,7 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import SavedState
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.launch.child import rank_environments
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from rolloutmq.cli import UsageError
 from rolloutmq.command_list import all_commands
+from rolloutmq.config.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("buffer", "producer_workers", "consumer", "rolloutmq", "docker", "configs", "docs")

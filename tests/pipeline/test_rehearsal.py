@@ -16,10 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from buffer.config.config import ProducingConfig
-from buffer.config.distributions import Fixed
 from buffer.config.load import load_config
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
@@ -30,10 +27,13 @@ from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.build import make_worker
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.worker import worker
+from rolloutmq.config.config import ProducingConfig
 from rolloutmq.testing import RehearsalError, rehearse
 
 ROOT = Path(__file__).parents[2]

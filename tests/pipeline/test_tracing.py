@@ -13,7 +13,6 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
@@ -21,6 +20,7 @@ from buffer.open_run import create_run
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import TrainingConfig
 from tests.pipeline.site import Process, Site
 
 WHO = {"enqueue": "producer", "take": "trainer", "train": "trainer", "commit": "trainer"}

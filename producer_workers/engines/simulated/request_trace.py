@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from buffer.config.sections.engine import SimulatedConfig
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import EngineError
 
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.sections.sandbox import is_url
-from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.server.process import follow_owner, log_json
 from buffer.store.signing import PRODUCER, Key
+from producer_workers.config.sandbox import is_url
+from rolloutmq.config.sources import fetch
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
-    from buffer.config.config import ProducingConfig
-    from buffer.config.sections.task import TaskSection
     from buffer.run import Run
+    from producer_workers.config.task import TaskSection
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
+    from rolloutmq.config.config import ProducingConfig
 
 
 log = logging.getLogger("rolloutmq.worker")
@@ -214,7 +214,7 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
 
 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
-    from buffer.config.config import ProducingConfig
+    from rolloutmq.config.config import ProducingConfig
 
     return open_config(ProducingConfig, config, overrides)
 
@@ -227,9 +227,9 @@ def _open(
     key: Key | None,
 ) -> tuple[Run, ProducingConfig]:
     """Return the run, and the config with the commits that the run was made with."""
-    from buffer.config.fingerprint import origin_of
     from buffer.control.continuation import check_origin, read_origin
     from buffer.open_run import open_store, server_url, wait_for_run
+    from rolloutmq.config.fingerprint import origin_of
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True

@@ -9,8 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.config import Config
-from buffer.config.fingerprint import origin_of
 from buffer.config.load import load_config
 from buffer.control.continuation import check_origin, record_origin
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
@@ -21,6 +19,8 @@ from buffer.model.origin import FIELD, Origin
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
+from rolloutmq.config.config import Config
+from rolloutmq.config.fingerprint import origin_of
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene
 

@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.config.config import Config
 from buffer.config.load import load_config, parse_settings
 from buffer.control.kept_settings import FILE, KeptSettings
 from buffer.control.live_settings import LiveSettings
@@ -25,6 +24,7 @@ from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
+from rolloutmq.config.config import Config
 from tests.servers import on_both
 
 pytestmark = on_both

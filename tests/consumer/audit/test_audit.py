@@ -15,7 +15,6 @@ import orjson
 import pytest
 
 from buffer.batches.audits import Position, Verdict
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, WireError
 from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.group import RolloutGroup
@@ -28,6 +27,7 @@ from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable
 from rolloutmq.cli import main
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.config.config import TrainingConfig
 from tests.consumer.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import wait_until

@@ -17,7 +17,6 @@ import orjson
 import pytest
 
 from buffer.batches.position import Position
-from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
@@ -29,6 +28,7 @@ from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
+from rolloutmq.config.config import TrainingConfig
 from tests.consumer.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command

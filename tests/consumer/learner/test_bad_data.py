@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from buffer.batches.ledger import BatchLedger
-from buffer.config.config import TrainingConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import TrainingConfig
 from tests.consumer import crew
 from tests.consumer.crew import at_work
 from tests.consumer.training.test_trainer import DRAWS, GROUPS, STEPS, history, last_state, train

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import PublicationFailed
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
@@ -21,6 +20,7 @@ from buffer.weights.transport import PublishedWeights, Save
 from consumer.learner.learner import Learner
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.trainer import Trainer
+from rolloutmq.config.config import TrainingConfig
 from tests.consumer.crew import at_work
 
 STEPS = 5

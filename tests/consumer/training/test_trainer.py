@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer.config.config import TrainingConfig
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
@@ -31,6 +30,7 @@ from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.export import export_model
 from consumer.training.step_log import StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
+from rolloutmq.config.config import TrainingConfig
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.consumer.models.tiny import build_model

@@ -16,25 +16,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from buffer.config.config import Config
 from buffer.config.load import load_config
-from buffer.config.sections.dataset import (
-    ImagesSection,
-    JsonlDataset,
-    ParquetDataset,
-    PythonDataset,
-)
-from buffer.config.sections.engine import (
-    EngineConfig,
-    HttpConfig,
-    SimulatedConfig,
-    TransformersConfig,
-)
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.store.media_folder import MediaFolder
 from producer_workers.build import check_images
+from producer_workers.config.dataset import (
+    ImagesSection,
+    JsonlDataset,
+    ParquetDataset,
+    PythonDataset,
+)
+from producer_workers.config.engine import (
+    EngineConfig,
+    HttpConfig,
+    SimulatedConfig,
+    TransformersConfig,
+)
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.image_records import show_images
@@ -44,6 +43,7 @@ from producer_workers.engines.base import GenerationError, shown
 from producer_workers.images.image_file import load_image
 from producer_workers.images.image_reader import collapse, find_runs
 from producer_workers.producer.sampler import Sampler
+from rolloutmq.config.config import Config
 from tests.producer_workers.engines.tiny_vision_model import (
     FIRST,
     IMAGE,

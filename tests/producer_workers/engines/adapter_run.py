@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from buffer.config.config import TrainingConfig
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
@@ -41,6 +40,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.worker import Worker
+from rolloutmq.config.config import TrainingConfig
 from rolloutmq.testing import Characters
 
 TASK = "sums"

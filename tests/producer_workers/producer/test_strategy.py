@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.config import ProducingConfig
 from buffer.config.load import load_config
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
@@ -24,6 +23,7 @@ from producer_workers.producer.strategy import (
     contexts,
     strategies_of,
 )
+from rolloutmq.config.config import ProducingConfig
 
 CONFIG = """
 [run]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from buffer.config.sections.section import Count, Section
+from buffer.config.section import Count, Section
 from buffer.model.byte_size import Bytes
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.config import Config
 from buffer.config.load import load_config
-from buffer.config.sections.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
+from buffer.config.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
 from buffer.model.byte_size import format_size
+from rolloutmq.config.config import Config
 
 TEXT = """
 [run]

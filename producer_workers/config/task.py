@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from buffer.config.sections.dataset import DatasetSection, ImagesSection
-from buffer.config.sections.memory_budget import estimate_group_bytes
-from buffer.config.sections.run_settings import Name
-from buffer.config.sections.sandbox import BUBBLEWRAP, Sandbox, is_url
-from buffer.config.sections.section import YEAR_S, Count, Section
-from buffer.config.sections.strategy import StrategySection
+from buffer.config.memory_budget import estimate_group_bytes
+from buffer.config.run_settings import Name
+from buffer.config.section import YEAR_S, Count, Section
 from buffer.model.byte_size import format_size
 from buffer.model.dotted_path import is_dotted_path
 from buffer.rollouts.compression import MAX_BYTES
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from buffer.rollouts.wire_schema import MAX_MEMBERS
+from producer_workers.config.dataset import DatasetSection, ImagesSection
+from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
+from producer_workers.config.strategy import StrategySection
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
@@ -284,7 +284,7 @@ def inherit_held_out(tasks: Any) -> Any:
     """Complete each `eval_of` task with the values of its training task, sampled once and greedily.
 
     One of an unknown training task is completed from any, so that it has no other mistakes than
-    its own (`buffer.config.checks.agreement` refuses it).
+    its own (`rolloutmq.config.cross_section_rules` refuses it).
     """
     if not isinstance(tasks, Mapping):
         return tasks

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.config import Config
-from buffer.config.sections.dataset import HuggingFaceDataset
-from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError
-from buffer.hub import Repository
 from buffer.model.origin import Origin
+from producer_workers.config.dataset import HuggingFaceDataset
+from producer_workers.config.task import TaskSection
+from producer_workers.hub import Repository
+from rolloutmq.config.config import Config
 
 NOTE = "hub.json"
 """File in the run's folder: the commit of each repository whose revision the config leaves open."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from buffer.config.sections.section import Count, Section
+from buffer.config.section import Count, Section
 
 
 class TinyModelConfig(Section):

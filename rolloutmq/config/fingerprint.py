@@ -14,15 +14,15 @@ from typing import Any
 
 import orjson
 
-from buffer.config.config import Config
-from buffer.config.sections.dataset import (
+from buffer.model.origin import Origin, TaskOrigin
+from producer_workers.config.dataset import (
     DatasetSection,
     HuggingFaceDataset,
     PythonDataset,
     ReasoningGymDataset,
 )
-from buffer.config.sections.task import TaskSection
-from buffer.model.origin import Origin, TaskOrigin
+from producer_workers.config.task import TaskSection
+from rolloutmq.config.config import Config
 
 PART_BYTES = 1 << 18
 """How much of the beginning and of the end of a file is read."""

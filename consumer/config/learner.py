@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from buffer.config.sections.section import Count, Section
+from buffer.config.section import Count, Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]

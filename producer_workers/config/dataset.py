@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.errors import ConfigError
-from buffer.hub import Repository, is_id, repository
 from buffer.model.byte_size import Bytes
+from producer_workers.hub import Repository, is_id, repository
 
 
 class ImagesSection(Section):

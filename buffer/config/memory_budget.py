@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from buffer.config.sections.section import Section
+from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.byte_size import Bytes, format_size
 from buffer.rollouts.compression import MAX_BYTES, Compression, zstandard

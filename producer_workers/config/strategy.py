@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from buffer.config.sections.section import YEAR_S, DottedPath, Section
+from buffer.config.section import YEAR_S, DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import TaskSettings
 

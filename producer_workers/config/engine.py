@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from buffer.config.distributions import Distribution, Fixed, LogNormal
-from buffer.config.sections.section import YEAR_S, Count, Section
+from buffer.config.section import YEAR_S, Count, Section
+from producer_workers.config.distributions import Distribution, Fixed, LogNormal
 
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
 OWNED_ARGUMENTS = frozenset(

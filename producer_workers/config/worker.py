@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from buffer.config.sections.section import YEAR_S, Count, Section
+from buffer.config.section import YEAR_S, Count, Section
 from buffer.model.limits import Concurrency
 
 

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
-from buffer.hub import Repository, is_id, repository
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
@@ -26,6 +25,7 @@ from buffer.rollouts.staleness import stale_threshold
 from buffer.store.connection.url import SCHEMES, mask_url
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
+from producer_workers.hub import Repository, is_id, repository
 
 
 def check_name(name: str) -> str:

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from buffer.config.checks.agreement import (
-    context_problems,
-    disagreements,
-    memory_problem,
-    too_many_problems,
-    training,
-)
-from buffer.config.checks.unlikely import doubts
-from buffer.config.sections.engine import EngineConfig, VllmConfig
-from buffer.config.sections.learner import CriticConfig, LearnerConfig
-from buffer.config.sections.memory_budget import MemorySection, RetentionSection
-from buffer.config.sections.reporting import SamplesSection, WandbSection
-from buffer.config.sections.run_settings import (
+from buffer.config.memory_budget import MemorySection, RetentionSection
+from buffer.config.run_settings import (
     LaunchSection,
     LeaseSection,
     PlanSection,
@@ -25,20 +14,31 @@ from buffer.config.sections.run_settings import (
     RedisSection,
     RunSection,
 )
-from buffer.config.sections.section import Section
-from buffer.config.sections.strategy import StrategySection
-from buffer.config.sections.task import Tasks
-from buffer.config.sections.trainer import (
+from buffer.config.section import Section
+from buffer.errors import ConfigError
+from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.rollouts.staleness import stale_threshold
+from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.reporting import SamplesSection, WandbSection
+from consumer.config.trainer import (
     MOST_PROBLEMS,
     AuditSection,
     EvaluationSection,
     TrainerSection,
 )
-from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
-from buffer.config.sections.worker import JudgesSection, ProducerSection, WorkerSection
-from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.rollouts.staleness import stale_threshold
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
+from producer_workers.config.engine import EngineConfig, VllmConfig
+from producer_workers.config.strategy import StrategySection
+from producer_workers.config.task import Tasks
+from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
+from rolloutmq.config.cross_section_rules import (
+    context_problems,
+    disagreements,
+    memory_problem,
+    too_many_problems,
+    training,
+)
+from rolloutmq.config.warnings import doubts
 
 
 class Config(Section):

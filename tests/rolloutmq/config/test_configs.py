@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from buffer.config.config import Config
 from buffer.config.load import load_config
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.task import JUDGES
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from producer_workers.config.engine import VllmConfig
+from producer_workers.config.task import JUDGES
 from producer_workers.judges.load import load_judge, make_judge
+from rolloutmq.config.config import Config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))

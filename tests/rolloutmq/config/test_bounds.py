@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ByteSize, TypeAdapter, ValidationError
 
-from buffer.config.config import Config, TrainingConfig
 from buffer.config.load import inspect_config, load_config, validate_config
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
+from rolloutmq.config.config import Config, TrainingConfig
 
 WHOLE = """
 [run]

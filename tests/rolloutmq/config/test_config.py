@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from buffer.config.config import Config
 from buffer.config.load import load_config, parse_settings
-from buffer.config.sections.dataset import JsonlDataset
-from buffer.config.sections.run_settings import PolicySection, RedisSection
-from buffer.config.sections.task import SampleParamsSection
+from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.rollouts.sampling import SampleParams
 from buffer.store.connection.url import mask_url
+from producer_workers.config.dataset import JsonlDataset
+from producer_workers.config.task import SampleParamsSection
+from rolloutmq.config.config import Config
 
 GOOD = """
 [run]

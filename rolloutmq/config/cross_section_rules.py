@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from buffer.config.sections.dataset import ReasoningGymDataset
-from buffer.config.sections.engine import EngineConfig, HttpConfig, VllmConfig
-from buffer.config.sections.learner import CriticConfig, LearnerConfig
-from buffer.config.sections.memory_budget import MemoryNeed, MemorySection, RetentionSection
-from buffer.config.sections.run_settings import (
+from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
+from buffer.config.run_settings import (
     LaunchSection,
     PlanSection,
     PolicySection,
     RunSection,
 )
-from buffer.config.sections.strategy import StrategySection
-from buffer.config.sections.task import TaskSection
-from buffer.config.sections.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
-from buffer.config.sections.worker import ProducerSection, WorkerSection
 from buffer.rollouts.staleness import stale_threshold
+from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from producer_workers.config.dataset import ReasoningGymDataset
+from producer_workers.config.engine import EngineConfig, HttpConfig, VllmConfig
+from producer_workers.config.strategy import StrategySection
+from producer_workers.config.task import TaskSection
+from producer_workers.config.worker import ProducerSection, WorkerSection
 
 TaskSections = Mapping[str, TaskSection]
 

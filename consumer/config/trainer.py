@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from buffer.config.sections.learner import AdvantageEstimator
-from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from consumer.config.learner import AdvantageEstimator
 
 
 class TrainerSection(Section):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from buffer.config.checks.agreement import Check, TaskSections, run_checks, training
-from buffer.config.sections.engine import EngineConfig
-from buffer.config.sections.learner import LearnerConfig
-from buffer.config.sections.run_settings import LaunchSection, PlanSection, PolicySection
-from buffer.config.sections.strategy import StrategySection
-from buffer.config.sections.task import TaskSection
-from buffer.config.sections.trainer import EvaluationSection
-from buffer.config.sections.worker import WorkerSection
+from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection
+from consumer.config.learner import LearnerConfig
+from consumer.config.trainer import EvaluationSection
+from producer_workers.config.engine import EngineConfig
+from producer_workers.config.strategy import StrategySection
+from producer_workers.config.task import TaskSection
+from producer_workers.config.worker import WorkerSection
+from rolloutmq.config.cross_section_rules import Check, TaskSections, run_checks, training
 
 Strategies = Mapping[str, StrategySection]
 """The strategy of each task, its own keys included."""

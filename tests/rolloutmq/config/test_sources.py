@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.config import Config
-from buffer.config.fingerprint import origin_of
 from buffer.config.load import validate_config
-from buffer.config.sections.dataset import HuggingFaceDataset
-from buffer.config.sources import NOTE, fetch
 from buffer.errors import ConfigError
+from producer_workers.config.dataset import HuggingFaceDataset
+from rolloutmq.config.config import Config
+from rolloutmq.config.fingerprint import origin_of
+from rolloutmq.config.sources import NOTE, fetch
 from tests.fake_hub import FakeHub, fake_hub
 
 MODEL, DATA = "qwen/tiny", "openai/gsm"
