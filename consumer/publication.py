@@ -39,8 +39,8 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
+from consumer.config.training import TrainingConfig
 from consumer.rollout_consumer import PauseMode, RolloutConsumer, Stopped
-from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
+from buffer.model.origin import Origin
 from buffer.monitoring.tracing import Tracer
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
@@ -21,6 +22,7 @@ from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, loa
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.engine import VllmConfig
+from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
 from producer_workers.datasets.dataset import Dataset
@@ -53,8 +55,6 @@ from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
-from rolloutmq.config.config import ProducingConfig
-from rolloutmq.config.fingerprint import origin_of
 
 
 def problems_dir(config: ProducingConfig, task: str) -> Path:
@@ -62,7 +62,7 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
+def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> AgentLoopManager:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
@@ -85,7 +85,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=_curriculum(config, run),
-        origin=origin_of(config, config.model_folder),
+        origin=origin,
     )
 
 

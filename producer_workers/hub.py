@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from buffer.config.run_settings import PolicySection
 from buffer.errors import ConfigError, HubError
 
 log = logging.getLogger("rolloutmq.hub")
@@ -142,14 +143,14 @@ def repository(
     return Repository(str(path), kind, revision)
 
 
+def model_repository(policy: PolicySection) -> Repository | None:
+    """Return the repository of the run's first model on the Hub; None for a folder."""
+    return repository(policy.model, policy.revision, "model")
+
+
 def is_id(path: Path) -> bool:
     """Return whether `path` has the form OWNER/NAME of a repository."""
     return _ID.fullmatch(str(path)) is not None
-
-
-def commits(pins: list[str]) -> dict[str, str]:
-    """Return the commits of `pins`, NAME@COMMIT, by name."""
-    return {name: commit for name, _, commit in (pin.partition("@") for pin in pins)}
 
 
 def _huggingface_hub() -> Any:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
@@ -25,7 +24,6 @@ from buffer.rollouts.staleness import stale_threshold
 from buffer.store.connection.url import SCHEMES, mask_url
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
-from producer_workers.hub import Repository, is_id, repository
 
 
 def check_name(name: str) -> str:
@@ -219,16 +217,6 @@ class PolicySection(Section):
             )
         return tokens
 
-    def problems(self) -> Iterator[str]:
-        """Yield that a folder has no revision."""
-        if self.revision and (self.model is None or not is_id(self.model)):
-            yield f"revision = {self.revision} is for a model on the Hub: {self.model} is none"
-
-    @property
-    def repository(self) -> Repository | None:
-        """Return the repository of the model on the Hub; None for a folder."""
-        return repository(self.model, self.revision, "model")
-
     @property
     def stale_threshold(self) -> int:
         """Return the staleness, in train steps, from which a group is expired (I8)."""
@@ -258,40 +246,3 @@ class PlanSection(Section):
     """a function of yours as package.module:function, called with the run's progress after each
     train step; it returns task weights; default: the weights stay as the tasks set them
     """
-
-
-Gpu = Annotated[int, Field(ge=0, le=1023)]
-
-
-class LaunchSection(Section):
-    """[launch]: what `rolloutmq run` starts on this machine."""
-
-    workers: int = Field(2, ge=1, le=1024)
-    """rollout workers, one process each"""
-    colocated: bool = False
-    """trainer and workers share the same GPUs and must fit in their memory together; otherwise a
-    GPU that both use is an error
-    """
-    trainer_ranks: int | None = Field(None, ge=1, le=1024)
-    """processes of the trainer, each with one GPU and its shard of the model; default: one for each
-    of trainer_gpus, or one in all with a trainer.loop of yours
-    """
-    trainer_gpus: list[Gpu] | None = None
-    """GPUs of the trainer; default: the first ones, as many as it has processes"""
-    worker_gpus: list[Gpu] | None = None
-    """GPUs of the workers; each worker gets as many as its engine has shards; default: all other
-    GPUs
-    """
-    judge_workers: int = Field(1, ge=1, le=1024)
-    """processes that judge, if a task has judging of kind rq"""
-    max_restarts: Count = Field(20, ge=0)
-    """restarts of a process that died before the run ends with an error"""
-    log_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 50)] = 64 << 20
-    """size at which the log of a process becomes NAME.log.1, in place of the older one, and
-    NAME.log starts anew; as a number or text like 64MiB
-    """
-
-    def ranks(self, *, has_own_loop: bool) -> int:
-        """Return the number of processes of the trainer; `has_own_loop`: with trainer.loop."""
-        gpus = 1 if has_own_loop else len(self.trainer_gpus or [0])
-        return self.trainer_ranks or gpus

@@ -38,7 +38,7 @@ from buffer.run import Run
 from consumer.audit.audit_log import MadeGroup, add_batch
 from consumer.audit.difference import NOTHING, Difference, check_auditable, compare, versions_of
 from consumer.audit.kept_weights import KeptWeights
-from rolloutmq.config.config import TrainingConfig
+from consumer.config.training import TrainingConfig
 
 log = logging.getLogger("rolloutmq.audit")
 
@@ -201,5 +201,5 @@ def _problems(config: TrainingConfig) -> Iterator[str]:
             "with [learner] accept_cut_distribution, logprobs are of another distribution than "
             "the model's"
         )
-    if config.engine.kind == "simulated":
+    if not config.has_model:
         yield "the simulated engine has no model, and makes its logprobs up"

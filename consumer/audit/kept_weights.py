@@ -9,9 +9,9 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
 from consumer.config.learner import LearnerConfig
+from consumer.config.training import TrainingConfig
 from consumer.learner.learner import Learner
 from consumer.ranks import ALONE, select_device
-from rolloutmq.config.config import TrainingConfig
 
 
 class KeptWeights:

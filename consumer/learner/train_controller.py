@@ -28,6 +28,7 @@ from torch import Tensor
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from consumer.config.learner import AdvantageEstimator
+from consumer.config.training import TrainingConfig
 from consumer.learner.advantages import session_advantages, shaped_scores
 from consumer.learner.batch_filter import BatchFilter
 from consumer.learner.critic import Critic, packed_gae
@@ -36,7 +37,6 @@ from consumer.policy.train_batch import TrainBatch
 from consumer.ranks import Ranks
 from consumer.weights.gradient_step import mean_metrics
 from consumer.weights.saved_state import Rows
-from rolloutmq.config.config import TrainingConfig
 
 
 class TrainController:

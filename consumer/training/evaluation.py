@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from buffer.model.manifest import NotReady
 from buffer.rollouts.group import RolloutGroup
 from consumer.batches.evaluation_round import EvaluationRound
+from consumer.config.training import TrainingConfig
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.reporter import Reporter
 from consumer.training.step_log import StepWriter
-from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 

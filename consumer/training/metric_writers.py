@@ -28,6 +28,7 @@ from buffer.errors import ConfigError
 from buffer.model.extras import install_command
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.sample_log import Sample
+from consumer.config.training import TrainingConfig
 from consumer.training.sample_text import (
     COLUMNS,
     code_block,
@@ -35,7 +36,6 @@ from consumer.training.sample_text import (
     sample_rows,
     sample_text,
 )
-from rolloutmq.config.config import Config
 
 WriterName = Literal["tensorboard", "wandb"]
 
@@ -62,12 +62,12 @@ class MetricWriter:
         """Write what is buffered, and release the destination."""
 
 
-def open_writers(config: Config, first: int) -> list[MetricWriter]:
+def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
     """Open [trainer] writers; `first`: the step that is written next.
 
     Raises ConfigError where a writer's package is not installed.
     """
-    makers: dict[str, Callable[[Config, int], MetricWriter]] = {
+    makers: dict[str, Callable[[TrainingConfig, int], MetricWriter]] = {
         "tensorboard": TensorBoardWriter,
         "wandb": WandbWriter,
     }
@@ -82,7 +82,7 @@ class TensorBoardWriter(MetricWriter):
         writer = TensorBoardWriter(config, first=1)    # tensorboard --logdir <folder>
     """
 
-    def __init__(self, config: Config, first: int) -> None:
+    def __init__(self, config: TrainingConfig, first: int) -> None:
         package = _load("tensorboardX", "tensorboard")
         self._every = config.samples.report_every_steps
         self._events: Any = package.SummaryWriter(
@@ -127,7 +127,7 @@ class WandbWriter(MetricWriter):
         writer = WandbWriter(config, first=1)
     """
 
-    def __init__(self, config: Config, first: int) -> None:
+    def __init__(self, config: TrainingConfig, first: int) -> None:
         package = _load("wandb", "wandb")
         folder = config.run.folder
         self._every = config.samples.report_every_steps

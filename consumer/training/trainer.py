@@ -22,6 +22,7 @@ from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
 from consumer.batches.batch import Batch, Stopped
+from consumer.config.training import TrainingConfig
 from consumer.publication import Publisher, open_sender, published
 from consumer.ranks import ALONE, Ranks
 from consumer.rollout_consumer import PREFETCH_BYTES, RolloutConsumer
@@ -39,7 +40,6 @@ from consumer.training.reporter import ChosenGroup, Reporter
 from consumer.training.sample_writer import SampleWriter, choose
 from consumer.training.step_log import StepWriter
 from consumer.training.trainer_rank import TrainerRank
-from rolloutmq.config.config import TrainingConfig
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -76,7 +76,7 @@ class Trainer:
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0
         """the step of the newest weights that are published, or begun"""
-        self._throughput = Throughput(ranks.size, len(config.launch.worker_gpus or [0]))
+        self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step or `consumer.stop`; return whether the last step is done.

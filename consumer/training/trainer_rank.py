@@ -35,6 +35,7 @@ from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from consumer.batches.reader import NOTHING, Known, Problems
+from consumer.config.training import TrainingConfig
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer
@@ -45,7 +46,6 @@ from consumer.training.device_share import DeviceShare
 from consumer.training.metrics import BatchColumns
 from consumer.weights.saved_state import SavedState, write_state
 from consumer.weights.weight_parts import WeightParts
-from rolloutmq.config.config import TrainingConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from buffer.config.load import inspect_config
 from buffer.errors import ConfigError, HubError, ModelError
 from buffer.model.byte_size import Bytes
 from buffer.monitoring.console import console as open_console
@@ -26,6 +25,7 @@ from rolloutmq.check.settings import config_findings, context_findings, machine_
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES
 from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import emit

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from buffer.config.memory_budget import MemorySection, RetentionSection
 from buffer.config.run_settings import (
-    LaunchSection,
     LeaseSection,
     PlanSection,
     PolicySection,
@@ -31,6 +30,7 @@ from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
+from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,
     disagreements,
@@ -38,6 +38,7 @@ from rolloutmq.config.cross_section_rules import (
     too_many_problems,
     training,
 )
+from rolloutmq.config.launch import LaunchSection
 from rolloutmq.config.warnings import doubts
 
 
@@ -46,7 +47,7 @@ class Config(Section):
 
     Usage:
 
-        config = load_config(Config, Path("configs/demo.toml"), ["run.name=mine"])
+        config = load_config(Path("configs/demo.toml"), ["run.name=mine"])
     """
 
     run: RunSection
@@ -84,14 +85,24 @@ class Config(Section):
 
         Raises HubError where it is on the Hub, and not in the cache.
         """
-        if repository := self.policy.repository:
-            return repository.folder()
+        if found := model_repository(self.policy):
+            return found.folder()
         return self.policy.model or self.run.folder / "model"
 
     @property
     def uncut_tasks(self) -> list[str]:
         """Return the tasks whose tokens must be sampled from the model's whole distribution."""
         return [] if self.learner.accept_cut_distribution else self.training_tasks
+
+    @property
+    def worker_gpus(self) -> int:
+        """Return the number of GPUs that sample, as far as the config says."""
+        return len(self.launch.worker_gpus or [0])
+
+    @property
+    def has_model(self) -> bool:
+        """Return whether the engine samples from a model, and not from random numbers."""
+        return self.engine.kind != "simulated"
 
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""
@@ -210,9 +221,3 @@ class Config(Section):
         own = self.tasks[task].max_staleness
         publications = self.policy.max_staleness if own is None else own
         return stale_threshold(publications, self.policy.sync_weights_interval)
-
-
-# former names, from when each side read its own part of a file
-ConfigFile = Config
-TrainingConfig = Config
-ProducingConfig = Config

@@ -13,7 +13,6 @@ from typing import Any
 
 from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
 from buffer.config.run_settings import (
-    LaunchSection,
     PlanSection,
     PolicySection,
     RunSection,
@@ -26,12 +25,13 @@ from producer_workers.config.engine import EngineConfig, HttpConfig, VllmConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.worker import ProducerSection, WorkerSection
+from producer_workers.hub import is_id
+from rolloutmq.config.launch import LaunchSection
 
 TaskSections = Mapping[str, TaskSection]
 
 WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline")
 """Advantages that compare a rollout with the others of its prompt."""
-
 
 Check = Callable[..., Iterator[str]]
 
@@ -123,6 +123,14 @@ def _evaluations_have_a_task(tasks: TaskSections) -> Iterator[str]:
                 f'eval_of = "{task.eval_of}" of task {name} is not a training task; '
                 f"known: {', '.join(known)}"
             )
+
+
+def _revisions_have_a_repository(policy: PolicySection) -> Iterator[str]:
+    if policy.revision and (policy.model is None or not is_id(policy.model)):
+        yield (
+            f"[policy] revision = {policy.revision} is for a model on the Hub: {policy.model} is "
+            "none"
+        )
 
 
 def _images_are_possible(
@@ -323,6 +331,7 @@ def too_many_problems(task: str, problems: int) -> str:
 
 _CHECKS: tuple[Check, ...] = (
     _evaluations_have_a_task,
+    _revisions_have_a_repository,
     _images_are_possible,
     memory_problem,
     _pauses_free_the_device,

@@ -22,6 +22,7 @@ from producer_workers.config.dataset import (
     ReasoningGymDataset,
 )
 from producer_workers.config.task import TaskSection
+from producer_workers.hub import model_repository
 from rolloutmq.config.config import Config
 
 PART_BYTES = 1 << 18
@@ -52,9 +53,10 @@ SHAPE = (
 
 def origin_of(config: Config, model: Path) -> Origin:
     """Return what a run of this config draws from. `model`: the folder that it starts with."""
+    repository = model_repository(config.policy)
     return Origin(
         seed=config.run.seed,
-        source=config.policy.repository and config.policy.repository.pin,
+        source=repository and repository.pin,
         tokenizer=_files(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
         tasks={name: _task(task) for name, task in config.tasks.items()},

@@ -16,7 +16,7 @@ from buffer.errors import ConfigError
 from buffer.model.origin import Origin
 from producer_workers.config.dataset import HuggingFaceDataset
 from producer_workers.config.task import TaskSection
-from producer_workers.hub import Repository
+from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config
 
 NOTE = "hub.json"
@@ -52,15 +52,15 @@ def names_any(config: Config) -> bool:
 
 def _repositories(config: Config) -> Iterator[Repository]:
     sections = [task.dataset for task in config.tasks.values()]
-    named = [config.policy.repository]
+    named = [model_repository(config.policy)]
     named += [each.repository for each in sections if isinstance(each, HuggingFaceDataset)]
     yield from (each for each in named if each)
 
 
 def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
     policy = config.policy
-    if policy.repository:
-        revision = pinned[policy.repository].revision
+    if repository := model_repository(policy):
+        revision = pinned[repository].revision
         policy = policy.model_copy(update={"revision": revision})
     tasks = {name: _pin_task(task, pinned) for name, task in config.tasks.items()}
     return config.model_copy(update={"policy": policy, "tasks": tasks})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection
+from buffer.config.run_settings import PlanSection, PolicySection
 from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import EvaluationSection
 from producer_workers.config.engine import EngineConfig
@@ -13,6 +13,7 @@ from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.worker import WorkerSection
 from rolloutmq.config.cross_section_rules import Check, TaskSections, run_checks, training
+from rolloutmq.config.launch import LaunchSection
 
 Strategies = Mapping[str, StrategySection]
 """The strategy of each task, its own keys included."""

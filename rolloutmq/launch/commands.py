@@ -17,7 +17,7 @@ from rolloutmq.output import emit, table
 from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
-    from rolloutmq.config.config import TrainingConfig
+    from rolloutmq.config.config import Config
 
 
 TakeOver = Annotated[
@@ -97,7 +97,7 @@ def run(
 
 
 def _detach(
-    settings: TrainingConfig, config: Path, given: list[str], redis_url: str | None, **flags: bool
+    settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
 ) -> NoReturn:
     """Start the run in the background and exit."""
     from rolloutmq.launch.detached import start_detached
@@ -246,7 +246,6 @@ def gpu_check(
     check_gpu(steps, overrides or [])
 
 
-def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
-    from rolloutmq.config.config import TrainingConfig
+def _load(config: Path, overrides: list[str] | None) -> Config:
 
-    return open_config(TrainingConfig, config, overrides)
+    return open_config(config, overrides)

@@ -22,12 +22,13 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import open_store, own_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from consumer.training.checkpoint import CheckpointFolder, make_run
+from consumer.training.checkpoint import CheckpointFolder
 from rolloutmq.commands.steer.settings import override_lines
-from rolloutmq.config.config import TrainingConfig
+from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
+from rolloutmq.launch.create_run import make_run
 from rolloutmq.launch.machine import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
@@ -71,7 +72,7 @@ class Launcher:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: Config,
         path: Path,
         overrides: list[str],
         *,

@@ -7,13 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.monitoring.sample_log import SampleLog
 from buffer.store.connection.url import mask_url
 from consumer.training.step_log import read_evaluations
-from rolloutmq.config.config import TrainingConfig
+from rolloutmq.config.load import load_config
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record
@@ -120,6 +119,6 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     path, *flags = record.command
     overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(TrainingConfig, find_config(Path(path)), overrides).public()
+        return load_config(find_config(Path(path)), overrides).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}

@@ -9,7 +9,7 @@ import orjson
 from buffer.batches import audits
 from buffer.batches.audits import Finding
 from buffer.batches.position import Position
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop

@@ -29,10 +29,9 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     """
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.audit.auditor import Auditor
-    from rolloutmq.config.config import TrainingConfig
     from rolloutmq.config.sources import fetch
 
-    settings = fetch(open_config(TrainingConfig, config, overrides))
+    settings = fetch(open_config(config, overrides))
     log_json("audit", settings.run.name)
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-audit", patient=True)

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.config.load import load_config, parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.kept_settings import FILE, KeptSettings
 from buffer.control.live_settings import LiveSettings
 from buffer.control.setting_change import parse_change
@@ -21,10 +21,11 @@ from buffer.errors import ConfigError, RunDamaged
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
-from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
 from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.servers import on_both
 
 pytestmark = on_both
@@ -100,7 +101,7 @@ class Site:
         if self.budget is None:
             text = text.replace("budget_bytes = None\n", "")
         (self.folder / "run.toml").write_text(text, encoding="utf-8")
-        return load_config(Config, self.folder / "run.toml")
+        return load_config(self.folder / "run.toml")
 
     def start(self, *, by_hand: bool = True) -> Run:
         return create_run(self.store, self.config(), self.folder / "model", by_hand=by_hand)

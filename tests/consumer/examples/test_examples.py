@@ -17,18 +17,17 @@ import orjson
 import pytest
 
 from buffer.batches.position import Position
-from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.monitoring.history import StepLog
-from buffer.open_run import create_run
 from buffer.store.store import Store
 from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
-from rolloutmq.config.config import TrainingConfig
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.consumer.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command
@@ -86,7 +85,7 @@ class Site:
         self.file.write_text(
             CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8"
         )
-        self.config = load_config(TrainingConfig, self.file, [])
+        self.config = load_config(self.file, [])
         self.store = Store(server.url)
         self.url = server.url
         self.run = create_run(self.store, self.config, model)

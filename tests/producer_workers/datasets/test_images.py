@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from buffer.config.load import load_config
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
@@ -43,7 +42,7 @@ from producer_workers.engines.base import GenerationError, shown
 from producer_workers.images.image_file import load_image
 from producer_workers.images.image_reader import collapse, find_runs
 from producer_workers.producer.sampler import Sampler
-from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (
     FIRST,
     IMAGE,
@@ -439,13 +438,13 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
         dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl" }}
     """
     (tmp_path / "run.toml").write_text(text.format(tmp_path))
-    config = load_config(Config, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
+    config = load_config(tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
     engine = build_engine(config.engine, Path(), FIRST_WEIGHTS)
     check_images(config, ["read"], engine)
     with pytest.raises(
         ConfigError, match="task see shows images, which the reference trainer cannot train on"
     ):
-        load_config(Config, tmp_path / "run.toml")
+        load_config(tmp_path / "run.toml")
     check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
     with pytest.raises(
         ConfigError, match="the engine transformers cannot show the images of task 'see'"
@@ -455,4 +454,4 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
     with pytest.raises(
         ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
     ):
-        load_config(Config, tmp_path / "run.toml")
+        load_config(tmp_path / "run.toml")

@@ -21,7 +21,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.monitoring.history import StepLog
-from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
@@ -40,7 +39,8 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.worker import Worker
-from rolloutmq.config.config import TrainingConfig
+from rolloutmq.config.config import Config
+from rolloutmq.launch.create_run import create_run
 from rolloutmq.testing import Characters
 
 TASK = "sums"
@@ -67,9 +67,9 @@ class AdapterRun:
     """those of each step"""
 
     @property
-    def config(self) -> TrainingConfig:
+    def config(self) -> Config:
         dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-        return TrainingConfig.model_validate(
+        return Config.model_validate(
             {
                 "run": {"name": self.name, "dir": self.folder, "seed": 1},
                 "plan": {"steps": STEPS, "batch_size": 2},

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.load import inspect_config
 from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.models.tiny_model import build_tiny_model
@@ -25,6 +24,7 @@ from rolloutmq.check.settings import config_findings, context_findings, machine_
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES, findings_of, units_of
 from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config
 from tests.rolloutmq.conftest import ROOT, Command
 
 CONFIG = """

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ByteSize, TypeAdapter, ValidationError
 
-from buffer.config.load import inspect_config, load_config, validate_config
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
-from rolloutmq.config.config import Config, TrainingConfig
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config, load_config, validate_config
 
 WHOLE = """
 [run]
@@ -167,7 +167,7 @@ def test_all_mistakes_are_reported_at_once(mistakes: set[str]) -> None:
     for mistake in mistakes:
         put(tree, mistake)
     with pytest.raises(ConfigError) as caught:
-        validate_config(Config, tree, "file")
+        validate_config(tree, "file")
     assert f"{len(mistakes)} problems" in str(caught.value)
     assert [m for m in sorted(mistakes) if MISTAKES[m] not in str(caught.value)] == []
 
@@ -226,7 +226,7 @@ def test_no_value_of_any_key_ends_in_a_traceback(
         if isinstance(node, dict):
             node[key] = deepcopy(value)
     try:
-        config = validate_config(Config, tree, "file")
+        config = validate_config(tree, "file")
     except ConfigError:
         return
     meta = config.limits().to_meta()
@@ -255,7 +255,7 @@ def test_limits_that_no_run_can_have_are_refused(wrong: dict[str, Any]) -> None:
 def load(folder: Path, text: str, *overrides: str) -> Config:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
-    return load_config(Config, path, overrides)
+    return load_config(path, overrides)
 
 
 def put(tree: dict[str, Any], assignment: str) -> None:
@@ -304,7 +304,7 @@ def accepted_floats() -> Iterator[tuple[str, ...]]:
             if "float" in str(field.annotation):
                 yield (*place, name)
 
-    return walk(validate_config(TrainingConfig, tomllib.loads(WHOLE), "test"), ())
+    return walk(validate_config(tomllib.loads(WHOLE), "test"), ())
 
 
 @pytest.mark.parametrize("place", [*accepted_floats()], ids=".".join)
@@ -317,7 +317,7 @@ def test_smallest_numbers_are_refused_or_used(place: tuple[str, ...]) -> None:
             node = node.setdefault(name, {})
         node[place[-1]] = value
         try:
-            config = validate_config(TrainingConfig, tree, "test")
+            config = validate_config(tree, "test")
         except ConfigError:
             continue
         config.memory_problem(config.memory.budget(2**34))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from buffer.config.load import load_config, parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
@@ -15,6 +15,7 @@ from buffer.store.connection.url import mask_url
 from producer_workers.config.dataset import JsonlDataset
 from producer_workers.config.task import SampleParamsSection
 from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 
 GOOD = """
 [run]
@@ -36,7 +37,7 @@ HELD_OUT = '[tasks.math_eval]\neval_of = "math"\n'
 def load(folder: Path, text: str, *overrides: str) -> Config:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
-    return load_config(Config, path, overrides)
+    return load_config(path, overrides)
 
 
 def problems(folder: Path, text: str, *overrides: str) -> str:
@@ -131,10 +132,10 @@ def test_a_syntax_error_shows_the_line(tmp_path: Path) -> None:
 
 def test_a_missing_file_and_a_binary_file_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config"):
-        load_config(Config, tmp_path / "none.toml")
+        load_config(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
-        load_config(Config, tmp_path / "binary.toml")
+        load_config(tmp_path / "binary.toml")
 
 
 def test_passwords_are_masked_wherever_a_value_is_shown(tmp_path: Path) -> None:
@@ -234,14 +235,14 @@ def test_the_url_comes_from_the_flag_then_the_environment_then_the_config(
 def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
-    limits = load_config(Config, path).limits()
+    limits = load_config(path).limits()
     assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
         "staleness",
         0,
         False,
     )
     changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
-    limits = load_config(Config, path, changes).limits()
+    limits = load_config(path, changes).limits()
     assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
         "my.module:score",
         3,
@@ -268,7 +269,7 @@ def test_orders_and_retentions_that_make_no_sense_are_refused(
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
-        load_config(Config, path, [change])
+        load_config(path, [change])
 
 
 def batched(pairs: list[str]) -> list[tuple[str, str]]:

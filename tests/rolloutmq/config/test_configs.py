@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import JUDGES
+from producer_workers.hub import model_repository
 from producer_workers.judges.load import load_judge, make_judge
-from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -40,7 +40,7 @@ def test_all_examples_are_here() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_example_loads_with_its_judges(path: Path) -> None:
-    for task in load_config(Config, path).tasks.values():
+    for task in load_config(path).tasks.values():
         make_judge(task.judge, load_judge)
 
 
@@ -66,7 +66,7 @@ def _keys(tree: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
 
 def _problem(path: Path, override: str) -> str:
     try:
-        load_config(Config, path, [override])
+        load_config(path, [override])
     except ConfigError as error:
         return str(error)
     return ""
@@ -74,7 +74,7 @@ def _problem(path: Path, override: str) -> str:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
 def test_a_preset_says_what_it_needs(path: Path) -> None:
-    config = load_config(Config, path)
+    config = load_config(path)
     launch = config.launch
     trainer, workers = launch.trainer_gpus or [], launch.worker_gpus or []
     said = dict(re.findall(r"^# (GPUs|Redis|Time|Install): (.*)$", path.read_text("utf-8"), re.M))
@@ -88,7 +88,7 @@ def test_a_preset_says_what_it_needs(path: Path) -> None:
         == ""
     )
     assert "not measured" in said["Time"]
-    assert config.policy.repository
+    assert model_repository(config.policy)
     assert ("math" in said["Install"]) == any(
         "math_verify" in task.judges for task in config.tasks.values()
     )
@@ -99,7 +99,7 @@ def test_a_preset_says_what_it_needs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
 def test_the_evaluation_of_a_preset_is_greedy_and_asks_other_problems(path: Path) -> None:
-    config = load_config(Config, path)
+    config = load_config(path)
     (test,) = (task for task in config.tasks.values() if task.eval_of)
     train = config.tasks[test.eval_of or ""]
     assert train.dataset != test.dataset
@@ -114,8 +114,8 @@ def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None
     warm = "tasks.chain_sum.sample.temperature=0.7"
     path = CONFIGS / "demo.toml"
     assert "task chain_sum is sampled with temperature 0.7" in _problem(path, warm)
-    load_config(Config, path, [warm, "learner.temperature=0.7"])
-    load_config(Config, path, [warm, "trainer.loop=mine:train"])
+    load_config(path, [warm, "learner.temperature=0.7"])
+    load_config(path, [warm, "trainer.loop=mine:train"])
 
 
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
     file.write_text('{"question": "1"}\n\n{"question": "2"}', encoding="utf-8")
     where = f'tasks.held_out.dataset={{kind="jsonl", path="{file}"}}'
     path = CONFIGS / "demo.toml"
-    assert load_config(Config, path, [where]).evaluation_size("held_out") == 2
-    asked = load_config(Config, path, [where, "evaluation.groups=7"])
+    assert load_config(path, [where]).evaluation_size("held_out") == 2
+    asked = load_config(path, [where, "evaluation.groups=7"])
     assert asked.evaluation_size("held_out") == 7
     file.unlink()
     with pytest.raises(ConfigError, match=r"test\.jsonl"):
-        load_config(Config, path, [where]).evaluation_size("held_out")
-    assert load_config(Config, CONFIGS / "demo.toml").evaluation_size("held_out") == 500
+        load_config(path, [where]).evaluation_size("held_out")
+    assert load_config(CONFIGS / "demo.toml").evaluation_size("held_out") == 500
 
 
 def test_judges_that_a_config_may_name_are_those_that_exist() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.load import load_config
 from buffer.config.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
 from buffer.model.byte_size import format_size
 from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 
 TEXT = """
 [run]
@@ -38,7 +38,7 @@ name = "chain_sum"
 def load(folder: Path, *overrides: str) -> Config:
     path = folder / "run.toml"
     path.write_text(TEXT, encoding="utf-8")
-    return load_config(Config, path, overrides)
+    return load_config(path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_marks_are_shares_of_the_budget(tmp_path: Path) -> None:
 def test_without_a_budget_the_server_says_it_or_nobody(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(TEXT.replace('budget_bytes = "1GiB"', ""), encoding="utf-8")
-    config = load_config(Config, path)
+    config = load_config(path)
     assert (config.limits().low_bytes, config.limits().high_bytes) == (0, 0)
     assert config.limits(4 * 2**30).low_bytes == int(3 * 2**30 * 0.7)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.load import validate_config
 from buffer.errors import ConfigError
 from producer_workers.config.dataset import HuggingFaceDataset
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
+from rolloutmq.config.load import validate_config
 from rolloutmq.config.sources import NOTE, fetch
 from tests.fake_hub import FakeHub, fake_hub
 
@@ -49,7 +49,7 @@ def config(folder: str = "runs/r", **revisions: str) -> Config:
             "held_out": {"eval_of": "sums"},
         },
     }
-    return validate_config(Config, tree, "test")
+    return validate_config(tree, "test")
 
 
 def revisions(found: Config) -> list[str | None]:
@@ -104,7 +104,7 @@ def test_a_worker_downloads_no_data_and_a_changed_id_is_refused(hub: FakeHub) ->
     tree = config().model_dump(mode="json", exclude_unset=True)
     tree["policy"]["model"] = "qwen/other"
     hub.push("qwen/other", {"config.json": b"{}", "model.safetensors": b""})
-    other = fetch(validate_config(Config, tree, "test"))
+    other = fetch(validate_config(tree, "test"))
     (why,) = origin.contradictions(origin_of(other, other.model_folder))
     assert "qwen/other@" in why
 
@@ -129,6 +129,6 @@ def test_a_revision_of_a_folder_is_an_error_with_both_names() -> None:
         },
     }
     with pytest.raises(ConfigError) as caught:
-        validate_config(Config, tree, "test")
+        validate_config(tree, "test")
     assert "revision = v1 is for a model on the Hub: /models/mine is none" in str(caught.value)
     assert "subset is for a data set on the Hub: here is none" in str(caught.value)
