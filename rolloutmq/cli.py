@@ -21,8 +21,8 @@ import typer
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.model.json_text import visible
-from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.console import plain
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
@@ -190,7 +190,7 @@ def _drop_output() -> None:
 
 
 def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
-    from buffer.store.connection.url import (
+    from buffer.redis.connection.url import (
         mask_url,  # here, because it imports redis, which takes 0.1 s
     )
 

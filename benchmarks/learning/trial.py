@@ -16,9 +16,9 @@ from benchmarks.learning.sampler import Sampler
 from buffer.control.control import Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.learner.learner import Learner

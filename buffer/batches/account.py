@@ -23,10 +23,10 @@ from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUn
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
-from buffer.store.key_fields import text_fields, wrong_fields
-from buffer.store.keys import Keys, SlotKeys
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 _COUNTERS = (
     "cursor",

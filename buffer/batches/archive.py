@@ -12,9 +12,9 @@ from typing import NamedTuple
 from buffer.errors import RunDamaged
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.store.key_fields import HINT, read_counts
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 
 def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:

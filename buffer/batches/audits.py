@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
 
 from buffer.model.manifest import Manifest
-from buffer.store.keys import Keys
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 LONGEST_DETAIL = 500
 """Bytes."""

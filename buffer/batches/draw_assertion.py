@@ -13,9 +13,9 @@ from buffer.batches.position import Bools, DrawSet, Position
 from buffer.errors import LedgerError
 from buffer.model.ids import IMPORTED_FROM, split_group_id
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.replies import unfenced
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced
+from buffer.redis.store import Store
 
 SLICE = 128
 """Draws in one call of the script."""

@@ -13,9 +13,9 @@ from typing import Any
 from buffer.batches.key_check import FoundKey
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.limits import RunLimits
-from buffer.store.key_fields import text_fields, wrong_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 _WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
 _LINEAGE = re.compile(r"[\w.-]+:\d+")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from buffer.model.damage import Damage, DamageKind
 from buffer.model.limits import RunLimits
-from buffer.store.keys import CLUSTER_TABLE, TABLE, KeyRow, Keys
-from buffer.store.store import Store
+from buffer.redis.keys import CLUSTER_TABLE, TABLE, KeyRow, Keys
+from buffer.redis.store import Store
 
 _FORM_OF = {
     "lane": "eval|resume|fresh",

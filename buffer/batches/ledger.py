@@ -19,11 +19,11 @@ from buffer.groups.order_index import expire_all, fill_index
 from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.store.key_fields import HINT, read_counts
-from buffer.store.keys import Keys, SlotKeys
-from buffer.store.replies import unfenced, unknown_reply
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 BAD_GROUPS = 8
 """Unusable groups of one worker within `BAD_WINDOW_MS` that bar it from claiming (I11)."""

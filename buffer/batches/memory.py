@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from buffer.model.byte_size import format_size
 from buffer.model.limits import RunLimits
-from buffer.store.key_fields import read_counts
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 FIELDS = ("came", "went")
 

@@ -29,10 +29,10 @@ from buffer.batches.position import Position
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from buffer.model.damage import Damage, DamageKind
 from buffer.model.ids import GID
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
-from buffer.store.key_fields import text_fields, wrong_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 Command = tuple[str | int, ...]
 

@@ -15,10 +15,10 @@ from buffer.batches.reassertion import Reassertion, Recovery
 from buffer.errors import ConfigError, LedgerError, LostRun
 from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.replies import opened, unfenced, unknown_reply
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import opened, unfenced, unknown_reply
+from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.opening")
 

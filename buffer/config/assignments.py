@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from buffer.config.problems import describe_problems
 from buffer.errors import ConfigError
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 

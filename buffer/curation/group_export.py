@@ -20,11 +20,11 @@ from buffer.model.job import PayloadRef
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
+from buffer.redis.keys import Keys
+from buffer.redis.replies import Advance, no_advance
+from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.staleness import staleness
-from buffer.store.keys import Keys
-from buffer.store.replies import Advance, no_advance
-from buffer.store.store import Store
 
 _MAX_READS = 3
 """How often a group is read whose bytes are freed between the reads of record and payload."""

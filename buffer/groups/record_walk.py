@@ -13,9 +13,9 @@ from itertools import islice
 import numpy as np
 
 from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
-from buffer.store.key_fields import read_counts, require_fields, text_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 PAGE = 500
 """Members, entries or records that one round trip reads."""

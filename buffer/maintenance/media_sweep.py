@@ -15,9 +15,9 @@ from typing import Any
 
 from buffer.batches.ledger import BatchLedger
 from buffer.model.ids import ENDS, split_group_id
-from buffer.store.keys import Keys
-from buffer.store.media_folder import MediaFolder
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.janitor")
 

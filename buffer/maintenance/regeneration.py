@@ -22,9 +22,9 @@ from buffer.batches.position import Position
 from buffer.errors import RolloutMQError, RunExists
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.limits import REGENERATING
-from buffer.store.keys import Keys
-from buffer.store.replies import opened
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import opened
+from buffer.redis.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.tracing import Tracer, now_ns, open_tracer
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.store import Store
 
 
 def trace_run(run: Run, process: str) -> Tracer | None:

@@ -24,6 +24,11 @@ from buffer.errors import SnapshotError
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
+from buffer.redis.keys import Keys, payload_name
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.payloads import PayloadStore, join
+from buffer.redis.replies import Advance
+from buffer.redis.store import Store
 from buffer.snapshot.cut import IndexCut
 from buffer.snapshot.folder import (
     Item,
@@ -33,11 +38,6 @@ from buffer.snapshot.folder import (
     new_snapshot,
     write_manifest,
 )
-from buffer.store.keys import Keys, payload_name
-from buffer.store.media_folder import MediaFolder
-from buffer.store.payloads import PayloadStore, join
-from buffer.store.replies import Advance
-from buffer.store.store import Store
 
 
 class Named(NamedTuple):

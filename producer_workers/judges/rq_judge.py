@@ -24,9 +24,9 @@ from rq.job import Job
 from rq.results import Result
 
 from buffer.errors import JudgeError, StoreError
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import RolloutState
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields

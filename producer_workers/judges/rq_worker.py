@@ -33,11 +33,11 @@ from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.errors import ConfigError, JudgeError
-from buffer.server.process import OWNER, follow_owner
-from buffer.store.connection.nodes import Servers
-from buffer.store.connection.url import open_client
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.connection.nodes import Servers
+from buffer.redis.connection.url import open_client
+from buffer.redis.keys import Keys
+from buffer.redis.server.process import OWNER, follow_owner
+from buffer.redis.store import Store
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import judge_all, rollout_of

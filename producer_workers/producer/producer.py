@@ -26,8 +26,8 @@ from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_statu
 from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.model.origin import Origin
+from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts

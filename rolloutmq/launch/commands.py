@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from buffer.errors import INTERRUPTED
-from buffer.monitoring.console import console
-from buffer.server.process import follow_owner, log_json
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
+from buffer.redis.server.process import follow_owner, log_json
 from rolloutmq.config.sources import fetch
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
 from rolloutmq.presets import open_config

@@ -15,9 +15,9 @@ from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RunExists
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import embedded_server, run_nonce, write_nonce
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.training.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of

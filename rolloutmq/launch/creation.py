@@ -13,8 +13,8 @@ from typing import Any
 
 from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch

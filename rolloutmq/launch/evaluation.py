@@ -19,8 +19,8 @@ from rich.console import Console
 
 from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
+from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
 from consumer.publication import open_sender, publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder

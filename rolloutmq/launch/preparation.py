@@ -12,12 +12,11 @@ from pathlib import Path
 
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
-from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import embedded_server, run_nonce
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.server.process import OWNER
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.server.process import OWNER
-from buffer.store.store import Store
 from consumer.models.model_folder import check_model_folder
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
@@ -25,6 +24,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.create_run import make_again
 from rolloutmq.launch.machine import machine_errors
+from rolloutmq.views.run_view import read_run_view
 
 
 def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer | None]:
@@ -92,7 +92,7 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
     is_reported = False
     while held := [
-        role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).is_alive
+        role for role in ("trainer", "producer") if getattr(read_run_view(run), role).is_alive
     ]:
         if time.monotonic() > end:
             raise RoleHeld(

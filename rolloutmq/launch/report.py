@@ -11,10 +11,9 @@ from rich.table import Table
 
 from buffer.batches.account import Audit
 from buffer.errors import AccountError
-from buffer.monitoring.history import StepLog, TrainedStep
+from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from buffer.store.connection.url import mask_url
-from consumer.training.step_log import Evaluations, read_evaluations
+from consumer.training.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
 from rolloutmq.config.config import Config
 
 

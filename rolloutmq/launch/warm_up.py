@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console as open_console
 from consumer.models.tiny_model import build_tiny_model
 from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
 from producer_workers.config.dataset import ReasoningGymDataset
 from rolloutmq.config.config import Config
+from rolloutmq.console import console as open_console
 
 
 def make_model(config: Config) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import RolloutMQError
-from buffer.monitoring.history import StepLog, TrainedStep
-from buffer.monitoring.sample_log import SampleLog
-from buffer.store.connection.url import mask_url
-from consumer.training.step_log import read_evaluations
+from buffer.redis.connection.url import mask_url
+from consumer.training.sample_log import SampleLog
+from consumer.training.step_log import StepLog, TrainedStep, read_evaluations
 from rolloutmq.config.load import load_config
 from rolloutmq.output import age
 from rolloutmq.presets import find_config

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.store.keys import TABLE
+from buffer.redis.keys import TABLE
 from tests.chaos.plan import INLINE, RUN
 
 PREFIX = f"rmq:{{{RUN}}}:"

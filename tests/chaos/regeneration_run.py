@@ -13,8 +13,8 @@ from pathlib import Path
 from buffer.batches.position import Position
 from buffer.errors import RolloutMQError
 from buffer.maintenance.regeneration import Regeneration
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.training.checkpoint import CheckpointFolder
 from tests.chaos.damage_run import CLIENTS, DamageRun, Trial
 from tests.chaos.plan import RUN

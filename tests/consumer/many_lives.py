@@ -30,19 +30,19 @@ import torch
 
 import consumer
 from buffer.errors import LedgerError, LostRun
-from buffer.monitoring.history import StepLog
 from buffer.open_run import wait_for_run
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.batches.batch import Batch
 from consumer.learner.advantages import estimate_advantages
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.ranks import join
 from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import SavedState

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from buffer.batches.position import Position
 from buffer.errors import GroupChanged
+from buffer.redis.payloads import checksum
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.store import Store
 from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset
 from consumer.ranks import join

@@ -26,10 +26,10 @@ from buffer.errors import (
 )
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
 from consumer.batches.batch import Batch, Stopped

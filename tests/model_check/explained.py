@@ -24,7 +24,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I12 | reassert | count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))",
         "I12 | restore_batch | count_bytes(bytes, entry.size, | count_bytes(bytes, 0,",
     ),
-    "needs a forged key: tests/buffer/server/test_acl_matrix.py": (
+    "needs a forged key: tests/buffer/redis/server/test_acl_matrix.py": (
         "I3 | enqueue | local start = next_draw(cursors, task) | local start = num(redis.call('HGET', progress, 'cursor'))",
     ),
     "needs a batch that may be short, or several tasks: tests/buffer/batches/test_batches.py": (

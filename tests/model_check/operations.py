@@ -19,13 +19,13 @@ from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.replies import unfenced
+from buffer.redis.script_calls import Upload
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
-from buffer.store.replies import unfenced
-from buffer.store.script_calls import Upload
-from buffer.store.store import Store
 
 TASK = "t"
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.multi_turn import turns_of
 from tests.pipeline.site import ROOT, Site
 

@@ -15,8 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run

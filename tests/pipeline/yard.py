@@ -17,22 +17,22 @@ from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.engines.simulated.engine import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
-from producer_workers.group_runs.loop_result import GroupFilter
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.loop_border import GroupFilter
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 

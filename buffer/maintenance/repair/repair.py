@@ -26,8 +26,8 @@ from buffer.maintenance.repair.rebuild import ROLE, rebuild
 from buffer.maintenance.repair.records import count
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 _MARK = "repaired"
 """Field of `control`: the operation of the last repair, until a process opens the run."""

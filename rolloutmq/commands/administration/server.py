@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
-from buffer.maintenance.janitor import Swept
-from buffer.monitoring.console import console
+from buffer.janitor import Swept
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
     RedisUrl,

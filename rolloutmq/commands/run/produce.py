@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.server.process import follow_owner, log_json
-from buffer.store.signing import PRODUCER, Key
+from buffer.redis.server.process import follow_owner, log_json
+from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
 from rolloutmq.config.sources import fetch
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
@@ -236,7 +236,7 @@ def _open(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
     )
     if metrics is not None:
-        from buffer.monitoring.process_metrics import serve_process
+        from rolloutmq.views.process_metrics import serve_process
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)

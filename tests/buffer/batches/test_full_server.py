@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from buffer.errors import StoreFull
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from tests.buffer.batches.test_memory import large_group
+from tests.buffer.redis.test_store import Mortal
 from tests.buffer.scene import LIMITS, Scene
-from tests.buffer.store.test_store import Mortal
 from tests.servers import raw_client
 
 ROOM = 4 * 2**20

@@ -15,8 +15,8 @@ from buffer.errors import ConfigError, Fenced
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config

@@ -21,8 +21,8 @@ from buffer.errors import ConfigError, RunDamaged
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run

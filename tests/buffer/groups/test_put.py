@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
-from buffer.groups.intake import Intake
+from buffer.groups.put_groups import GroupPut
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.job import PayloadRef
 from buffer.model.order_policy import Finished
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from buffer.store.store import Store
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene, rollout
 
@@ -202,7 +202,7 @@ def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
             assert original(self, script, keys, args, *tail, **options) == reply
         return reply
 
-    other = Intake(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
+    other = GroupPut(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
     monkeypatch.setattr(Store, "call", lossy)
     mine = scene.run.buffer.put("math", [rollouts(), rollouts()])
     monkeypatch.undo()

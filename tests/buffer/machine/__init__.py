@@ -19,7 +19,7 @@ payload that stays. A broken invariant is seen by:
     I11  poison is contained   tries of each group; dead letters; `clock_steps`, `leases_run_out`, `fence`, `set_tries`
     I12  bounded bytes         bytes held after each move; `set_marks`; at the end, no payload that nobody names
     I13  repeated calls        any move may lose its replies: each script runs twice, and the key space stays as it was
-    I14  payloads untouched    the bytes of every group are read at the end; tests/buffer/store/test_scripts.py reads the Lua
+    I14  payloads untouched    the bytes of every group are read at the end; tests/buffer/redis/test_scripts.py reads the Lua
 
 Which lines of which script that is, one by one: tests/buffer/invariants, with a story for each. Two
 of these no random history here can tell. That the oldest of several lineages counts (I9): in a

@@ -20,12 +20,11 @@ from buffer.batches.position import Position
 from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
-from buffer.monitoring.history import StepLog
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.step_log import read_evaluations
+from consumer.training.step_log import StepLog, read_evaluations
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
 from tests.consumer.crew import MEMBERS, at_work, wait_until

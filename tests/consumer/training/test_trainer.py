@@ -17,8 +17,6 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.sample_log import SampleLog
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -27,7 +25,8 @@ from consumer.learner.train_controller import TrainController
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.export import export_model
-from consumer.training.step_log import StepWriter, read_evaluations
+from consumer.training.sample_log import SampleLog
+from consumer.training.step_log import StepLog, StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
 from rolloutmq.config.config import Config
 from rolloutmq.launch import create_run

@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 
 from buffer.errors import ConfigError, DatasetError, MediaError
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.media_folder import MediaFolder
 from producer_workers.build import check_images
 from producer_workers.config.dataset import (
     ImagesSection,
@@ -39,8 +39,8 @@ from producer_workers.datasets.image_records import show_images
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, shown
-from producer_workers.images.image_file import load_image
-from producer_workers.images.image_reader import collapse, find_runs
+from producer_workers.image_reader import collapse, find_runs
+from producer_workers.images import load_image
 from producer_workers.producer.sampler import Sampler
 from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (

@@ -15,20 +15,20 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import MediaError
-from buffer.monitoring.history import StepLog
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
-from buffer.store.media_folder import MediaFolder
-from buffer.store.store import Store
 from consumer.examples.image_loop import train
+from consumer.training.step_log import StepLog
 from producer_workers.build import make_producer, make_worker
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
-from producer_workers.images.image_file import png_of
-from producer_workers.images.image_reader import ImageReader, ReadImage
+from producer_workers.image_reader import ImageReader, ReadImage
+from producer_workers.images import png_of
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run

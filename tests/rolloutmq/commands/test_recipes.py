@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from buffer.batches.audits import Finding, Position
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene
 

@@ -10,8 +10,8 @@ from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
+from buffer.redis.connection.url import mask_url
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.connection.url import mask_url
 from producer_workers.config.dataset import JsonlDataset
 from producer_workers.config.task import SampleParamsSection
 from rolloutmq.config.config import Config

@@ -13,7 +13,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.batches.audits import Finding, Position
 from buffer.control.control import Mode
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until

@@ -1,0 +1,326 @@
+"""Simulate an engine with random tokens on a clock, for load tests and capacity planning.
+
+Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id). How
+much of it exists at a moment depends only on the engine's clock, which stands still while paused.
+One timer per request serves all its tokens, so hundreds of requests cost one event loop next to
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.rollouts.rollout import PolicyVersion, VersionSpan
+from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.engine import SimulatedConfig
+from producer_workers.engines.base import (
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    FinishReason,
+    Generation,
+    GenerationError,
+    NoImages,
+    PauseMode,
+    WeightsError,
+)
+from producer_workers.engines.model_folder import read_shapes
+from producer_workers.engines.request_trace import (
+    TracedRequest,
+    draw_pace,
+    read_trace,
+)
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY = 32_000
+"""Token ids without a model."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One request, with the whole response that it will have made when its time is up."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+    first_token_s: float
+    token_s: float
+    result: asyncio.Future[Generation]
+    started_s: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def due_s(self) -> float:
+        """Return when the last token is made, on the engine's clock."""
+        assert self.started_s is not None
+        return self.started_s + self.first_token_s + self.token_s * (len(self.token_ids) - 1)
+
+    def tokens_at(self, clock_s: float) -> int:
+        """Return how many tokens are made at a time of the engine's clock."""
+        if self.started_s is None or clock_s < self.started_s + self.first_token_s:
+            return 0
+        if self.token_s == 0:
+            return len(self.token_ids)
+        made = int((clock_s - self.started_s - self.first_token_s) / self.token_s) + 1
+        return min(made, len(self.token_ids))
+
+
+class SimulatedEngine:
+    """Engine protocol without a model. Stop strings are ignored: there is no text."""
+
+    name = "simulated"
+    structures_output = True  # accepted and ignored, as stop strings are
+    images = NoImages()
+
+    def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
+        self._config = config
+        self.max_model_len = config.max_model_len
+        self._swaps: list[tuple[float, PolicyVersion]] = [(0.0, version)]
+        self._trace: list[TracedRequest] = []
+        self._running: set[_Run] = set()
+        self._waiting: deque[_Run] = deque()
+        self._requests = 0
+        self._frozen_s: float | None = 0.0  # the clock, while it stands still
+        self._offset_s = 0.0  # loop time minus clock, while it runs
+        self._paused = False
+        self.asleep = False
+        self._control = asyncio.Lock()  # a resume during a load must not start the clock
+        self._state = "new"
+        self._death: EngineDeadError | None = None
+
+    async def start(self) -> None:
+        if self._state != "new":
+            raise EngineError(f"the simulated engine is {self._state}", hint="build a new one")
+        if self._config.trace:
+            self._trace = await asyncio.to_thread(read_trace, self._config.trace)
+        logger.warning("simulated engine: random tokens, no model; never train on this")
+        self._state = "up"
+        self._thaw()
+
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
+        self.check_health()
+        if self.asleep:
+            raise GenerationError(f"request {request_id} arrived while the engine slept")
+        self._requests += 1
+        self._inject_failures(request_id)
+        run = self._draw(request_id, prompt_ids, params)
+        self._waiting.append(run)
+        self._admit()
+        try:
+            return await run.result
+        finally:
+            self._drop(run)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.check_health()
+        async with self._control:
+            self._paused = True
+            self._freeze()
+            if mode == "abort":
+                self._abort(self._all())
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        self.check_health()
+        self._abort([run for run in self._all() if run.request_id.partition("/")[0] not in spared])
+
+    async def resume(self) -> None:
+        self.check_health()
+        async with self._control:
+            self._paused = False
+            self._thaw()
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        self.check_health()
+        if not path.is_dir():
+            raise WeightsError(f"no weights folder at {path}")
+        await asyncio.to_thread(read_shapes, path)
+        async with self._control:
+            self._freeze()
+            try:
+                await asyncio.sleep(self._config.load_weights_s)
+                self._swaps.append((self._clock(), version))
+            finally:
+                if not self._paused:
+                    self._thaw()
+
+    async def sleep(self) -> None:
+        self.check_health()
+        if self.unfinished():
+            raise EngineError(f"cannot sleep while {self.unfinished()} requests run")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.check_health()
+        self.asleep = False
+
+    def version(self) -> PolicyVersion:
+        return self._swaps[-1][1]
+
+    def check_health(self) -> None:
+        if self._state != "up":
+            raise self._death or EngineDeadError(f"the simulated engine is {self._state}")
+
+    def unfinished(self) -> int:
+        """Return how many requests run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def load(self) -> EngineLoad:
+        """Return the running and the waiting requests; there is no cache that could fill up."""
+        return EngineLoad(len(self._running), len(self._waiting), 0.0)
+
+    async def shutdown(self) -> None:
+        if self._state == "up":
+            self._freeze()  # no timer may fire after the end
+            self._abort(self._all())
+        self._state = "shut down"
+
+    def _clock(self) -> float:
+        if self._frozen_s is not None:
+            return self._frozen_s
+        return asyncio.get_running_loop().time() - self._offset_s
+
+    def _freeze(self) -> None:
+        self._frozen_s = self._clock()
+        for run in self._running:
+            if run.timer:
+                run.timer.cancel()
+
+    def _thaw(self) -> None:
+        if self._frozen_s is None:
+            return
+        self._offset_s = asyncio.get_running_loop().time() - self._frozen_s
+        self._frozen_s = None
+        for run in self._running:
+            self._arm(run)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Start waiting requests while there are free slots."""
+        while (
+            self._waiting
+            and self._frozen_s is None
+            and len(self._running) < self._config.max_num_seqs
+        ):
+            run = self._waiting.popleft()
+            run.started_s = self._clock()
+            self._running.add(run)
+            self._arm(run)
+
+    def _arm(self, run: _Run) -> None:
+        run.timer = asyncio.get_running_loop().call_at(
+            self._offset_s + run.due_s(), self._finish, run
+        )
+
+    def _finish(self, run: _Run) -> None:
+        if not run.result.done():
+            run.result.set_result(self._generation(run, len(run.token_ids), run.finish_reason))
+
+    def _drop(self, run: _Run) -> None:
+        """Forget a request, whether it finished, was aborted or its caller was cancelled."""
+        if run.timer:
+            run.timer.cancel()
+        self._running.discard(run)
+        if run.started_s is None and run in self._waiting:
+            self._waiting.remove(run)
+        self._admit()
+
+    def _all(self) -> list[_Run]:
+        return [*self._running, *self._waiting]
+
+    def _abort(self, runs: list[_Run]) -> None:
+        clock_s = self._clock()
+        for run in runs:
+            if not run.result.done():
+                run.result.set_result(self._generation(run, run.tokens_at(clock_s), "abort"))
+        # Not by `_drop`, which would start other aborted requests in the freed slots.
+        gone = set(runs)
+        self._running -= gone
+        self._waiting = deque(run for run in self._waiting if run not in gone)
+
+    def _generation(self, run: _Run, tokens: int, reason: FinishReason) -> Generation:
+        return Generation(
+            run.token_ids[:tokens], run.logprobs[:tokens], self._spans(run, tokens), reason
+        )
+
+    def _spans(self, run: _Run, tokens: int) -> tuple[VersionSpan, ...]:
+        """Cut [0, tokens) wherever new weights came between two tokens."""
+        starts = [min(run.tokens_at(clock_s), tokens) for clock_s, _ in self._swaps]
+        ends = [*starts[1:], tokens]
+        return tuple(
+            VersionSpan(start, end - start, version.version, version.lineage)
+            for start, end, (_, version) in zip(starts, ends, self._swaps, strict=True)
+            if end > start
+        )
+
+    def _draw(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> _Run:
+        rng = self._generator(request_id, prompt_ids, params)
+        # As in vLLM, the stop token itself may come after min_tokens others at the earliest.
+        pace = draw_pace(rng, self._config, self._trace)
+        wanted = max(pace.tokens, params.min_tokens + 1)
+        tokens = min(wanted, params.max_tokens)
+        vocabulary = self._config.vocab_size or VOCABULARY
+        token_ids = rng.integers(0, vocabulary, tokens, dtype=np.int32)
+        # Exponential surprise with mean 0.5 nat: about what a trained model's own samples have.
+        logprobs = -rng.exponential(0.5, tokens).astype(np.float32)
+        stopped = wanted <= params.max_tokens
+        if stopped:
+            token_ids[-1] = self._config.eos_token_id or 0
+        tokens, stopped = _first_stop(token_ids, params, stopped)
+        return _Run(
+            request_id,
+            token_ids[:tokens],
+            logprobs[:tokens],
+            "stop" if stopped else "length",
+            pace.first_token_s,
+            pace.token_s,
+            asyncio.get_running_loop().create_future(),
+        )
+
+    def _generator(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> np.random.Generator:
+        key = request_id if params.seed is None else f"seed {params.seed}"
+        digest = hashlib.blake2b(f"{self._config.seed}/{key}/".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
+        return np.random.default_rng(int.from_bytes(digest.digest(), "little"))
+
+    def _inject_failures(self, request_id: str) -> None:
+        every = self._config.fail_every
+        last = self._config.die_after
+        if last is not None and self._requests > last:
+            self._die(
+                EngineDeadError(f"the simulated engine died after {last} requests, as configured")
+            )
+            self.check_health()
+        if every is not None and self._requests % every == 0:
+            raise GenerationError(
+                f"request {request_id} failed: every {every}th does, as configured"
+            )
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._state = "dead"
+        self._death = error
+        for run in self._all():
+            if not run.result.done():
+                run.result.set_exception(error)
+
+
+def _first_stop(
+    token_ids: NDArray[np.int32], params: SampleParams, stopped: bool
+) -> tuple[int, bool]:
+    """Return the length up to and with the first requested stop token, and whether it stops."""
+    hits = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
+    hits = hits[hits >= params.min_tokens]
+    return (int(hits[0]) + 1, True) if hits.size else (len(token_ids), stopped)

@@ -1,0 +1,298 @@
+"""Make rollouts with agent programs that speak the OpenAI API to a local endpoint.
+
+    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
+                                                           └ ended by a pause, started again later
+
+A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward;
+so the groups of a task vary in size. The prompt of the group is what all its segments have in
+common; what else a segment read before its first turn is in its response, with mask 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
+from buffer.model.dotted_path import load_object
+from buffer.rollouts.own_copy import own_copy
+from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from producer_workers.agent_loops.chat_delta import ChatDelta
+from producer_workers.agent_loops.loopback import keep_loopback_direct
+from producer_workers.agent_loops.single_turn import run_all
+from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.agent_loops.tool_parsers import tool_parser
+from producer_workers.engines.base import Engine
+from producer_workers.gateway.agents import (
+    AgentError,
+    AgentRunner,
+    AgentTask,
+    FunctionAgent,
+    ProgramAgent,
+)
+from producer_workers.gateway.segment import Segment, common_prompt
+from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.session import Session
+from producer_workers.gateway.session_record import SessionRecord, without_record
+from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
+
+Rollouts = list[tuple[RolloutState, Segment | None]]
+"""The rollouts of a session; no segment where it was interrupted or failed."""
+
+
+class GatewayAgentLoop:
+    """Runs one agent for each rollout of a group.
+
+    `agent` is a function or "module:function", or `command` is a program. `parser` is one of
+    tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
+
+    An interrupted session begins again, unless its agent is `resumable` and the task has partial
+    rollout: then it is continued behind its finished turns, by any worker (session_record.py).
+    Sessions of its group that had ended keep what they have; one without a reward is only judged.
+    """
+
+    makes_prompts = True
+    """the prompt of a group is what its sessions have in common"""
+
+    def __init__(
+        self,
+        *,
+        judge: AnyJudge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool = False,
+        agent: Any = None,
+        command: Sequence[str] = (),
+        parser: str = "hermes",
+        time_limit_s: float = 600.0,
+        resumable: bool = False,
+    ) -> None:
+        if (agent is None) == (not command):
+            raise ConfigError(
+                "the gateway needs an agent or a command, not both",
+                hint='set agent = "module:function", or command = [...]',
+            )
+        keep_loopback_direct()
+        self._agent = (
+            ProgramAgent(command, time_limit_s) if command else _function(agent, time_limit_s)
+        )
+        self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
+        self._judge = judge
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._delta = ChatDelta(tokenizer, eos_ids)
+        self._parser = tool_parser(parser, tokenizer) if parser else None
+
+    async def close(self) -> None:
+        """End the processes of the agent."""
+        self._agent.close()
+
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
+        """See `AgentLoop`; it may return more rollouts than it got."""
+        if any(state.multimodal for state in states):
+            raise ConfigError(
+                f"{gid} has images, which the gateway cannot pass to agents",
+                hint="use another agent_loop for its task",
+            )
+        made: dict[int, Rollouts] = {}
+        for state in states:
+            if state.status is Status.COMPLETED or _is_unjudged(state):
+                made.setdefault(state.index, []).append((state, Segment.of_state(state)))
+        resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
+        open_ones: dict[int, list[RolloutState]] = {}
+        for state in states:
+            if state.index not in made:
+                open_ones.setdefault(state.index, []).append(state)
+        record = SessionRecord(states[0].extra)
+        async with Endpoint(self._tokenizer) as endpoint:
+
+            async def run(rollouts: list[RolloutState]) -> None:
+                session = await self._session(rollouts, engine, endpoint, gid, record)
+                made[rollouts[0].index] = session
+
+            await run_all(run(rollouts) for rollouts in open_ones.values())
+        if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
+            raise endpoint.failure
+        sessions = [made[index] for index in sorted(made)]
+        if isinstance(self._judge, GroupJudge):
+            await self._judge_together(sessions)
+        else:
+            await asyncio.gather(*(self._reward([_ended(session)]) for session in resumed))
+        group = _as_group([rollout for session in sessions for rollout in session])
+        record.write(group)
+        return group
+
+    async def _session(
+        self,
+        rollouts: Sequence[RolloutState],
+        engine: Engine,
+        endpoint: Endpoint,
+        gid: str,
+        record: SessionRecord,
+    ) -> Rollouts:
+        finished = record.resume(rollouts)
+        state = rollouts[0]
+        state.reset_response()
+        name = f"{gid}/{state.index}"
+        session = Session(
+            name,
+            engine,
+            self._tokenizer,
+            self._delta,
+            self._eos_ids,
+            state.sample_params,
+            self._parser,
+        )
+        session.restore(finished)
+        key = endpoint.admit(session)
+        task = AgentTask(
+            endpoint.url,
+            key,
+            own_copy(state.messages),
+            state.data_source,
+            own_copy(without_record(state.extra)),
+            own_copy(state.ground_truth),
+            session_id=name,
+            finished=[own_copy(list(segment.messages)) for segment in finished],
+        )
+        state.session_id = name
+        try:
+            reward = await self._run(task, session)
+        except AgentError as error:
+            # The end of a session may fail its agent, which is not the agent's fault. Without a
+            # judge it has earned nothing.
+            reward = None if self._judge else {"score": 0.0}
+            is_cut = session.is_full or session.truncation
+            if not session.interrupted.is_set() and not is_cut:
+                return [(_failed(state, str(error)), None)]
+        finally:
+            endpoint.dismiss(key)
+        if session.interrupted.is_set():
+            return self._interrupted(state, session.segments, record)
+        if not session.segments:
+            why = session.truncation or "the agent ended without an answer of the model"
+            return [(_failed(state, why), None)]
+        if session.truncation:
+            session.segments[-1] = replace(session.segments[-1], finish_reason="length")
+        return await self._finish(state, session.segments, reward)
+
+    def _interrupted(
+        self, state: RolloutState, segments: Sequence[Segment], record: SessionRecord
+    ) -> Rollouts:
+        state.status = Status.ABORTED
+        state.finish_reason = "abort"
+        if not segments:
+            return [(state, None)]
+        if not self._is_resumable:
+            record.restart()
+            return [(state, None)]
+        record.keep(state.index, segments)
+        return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
+
+    async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
+        """Run the agent until it ends, or its session is interrupted."""
+        running = asyncio.ensure_future(self._agent.run(task))
+        interrupted = asyncio.ensure_future(session.interrupted.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {running, interrupted}, return_when=asyncio.FIRST_COMPLETED
+            )
+            return running.result() if running in done else None
+        finally:
+            for waiting in (running, interrupted):
+                waiting.cancel()
+            await asyncio.gather(running, interrupted, return_exceptions=True)
+
+    async def _finish(
+        self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
+    ) -> Rollouts:
+        """Turn the segments into rollouts, with their reward unless all sessions must end first."""
+        # On the given state, too: the worker reads there that the engine has a free slot again.
+        state.finish_reason = segments[-1].finish_reason
+        rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
+        for rollout, segment in rollouts:
+            segment.fill(rollout, 0)
+        if not isinstance(self._judge, GroupJudge):
+            await self._reward([rollouts])
+        return list(rollouts)
+
+    async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+        """Add the judge's reward of each session's last turn to what the agent gave itself."""
+        lasts = [session[-1][0] for session in sessions]
+        try:
+            rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
+        except JudgeInterrupted:
+            _await_judge(sessions)
+            return
+        except JudgeError as error:
+            for session in sessions:
+                for rollout, _ in session:
+                    rollout.status = Status.FAILED
+                    rollout.error = str(error)
+            return
+        for session, reward in zip(sessions, rewards, strict=True):
+            for rollout, _ in session:
+                rollout.status = Status.COMPLETED
+                rollout.reward = {**(rollout.reward or {}), **reward} or None
+
+    async def _judge_together(self, sessions: Sequence[Rollouts]) -> None:
+        """Judge all sessions; if one was interrupted or failed, those that ended wait for it."""
+        ended = [_ended(session) for session in sessions]
+        if all(ended):
+            await self._reward(ended)
+        else:
+            _await_judge(ended)
+
+
+def _ended(session: Rollouts) -> list[tuple[RolloutState, Segment]]:
+    return [
+        (state, segment)
+        for state, segment in session
+        if segment is not None and state.finish_reason != "abort"
+    ]
+
+
+def _await_judge(sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+    """Leave the rollouts that have no reward yet to a judge at a later claim of their group."""
+    for session in sessions:
+        for rollout, _ in session:
+            if _is_unjudged(rollout):
+                rollout.status = Status.ABORTED
+
+
+def _is_unjudged(state: RolloutState) -> bool:
+    return has_ended(state) and state.status in (Status.INIT, Status.ABORTED)
+
+
+def _function(agent: Any, limit_s: float) -> AgentRunner:
+    function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
+    if not callable(function):
+        raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
+    name = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
+    path = agent if isinstance(agent, str) else None
+    return FunctionAgent(name, function, limit_s, path=path)
+
+
+def _failed(state: RolloutState, reason: str) -> RolloutState:
+    state.reset_response()
+    state.status = Status.FAILED
+    state.error = reason
+    return state
+
+
+def _as_group(rollouts: Rollouts) -> list[RolloutState]:
+    """Return the rollouts with one prompt for all of them."""
+    segments = [segment for _, segment in rollouts if segment is not None]
+    if not segments:
+        return [state for state, _ in rollouts]
+    prompt = common_prompt(segments)
+    for state, segment in rollouts:
+        if segment is None:
+            state.prompt_ids = segments[0].ids[:prompt]
+        else:
+            segment.fill(state, prompt)
+    return [state for state, _ in rollouts]

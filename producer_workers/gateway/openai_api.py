@@ -1,0 +1,362 @@
+"""Parse requests of the OpenAI API and write its answers, as far as training permits.
+
+    POST /v1/chat/completions    messages in, a message out
+    POST /v1/completions         a text or token ids in, their continuation out
+
+Fields that would make the recorded logprobs untrue (several choices, biases), or
+change what the model reads, are refused. Temperature and top_p are those of the task, not of
+the request, since the trainer relies on them. Unknown fields are ignored, as servers have
+fields of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Protocol
+
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from buffer.rollouts.sampling import StructuredOutput
+from producer_workers.gateway.sampling_overrides import (
+    SamplingOverrides,
+    structure_of,
+)
+from producer_workers.gateway.session import Session, Turn
+
+Json = dict[str, Any]
+
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+DEFAULT_MAX_TOKENS = 16
+"""The default `max_tokens` of /v1/completions."""
+
+_TEXT_KEYS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning")
+
+REFUSED_IN_MESSAGES = {
+    "function_call": "use tool_calls",
+    "audio": "only text can be asked",
+    "refusal": "put its text into content",
+}
+"""Fields of a message that are part of the conversation and that no chat template reads."""
+
+REFUSED = {
+    "functions": "offer tools",
+    "function_call": "offer tools",
+    "top_logprobs": "only the logprob of what was sampled is known",
+    "prompt_logprobs": "only the logprob of what was sampled is known",
+    "audio": "only text can be asked",
+    "web_search_options": "offer a tool",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format",
+    "guided_choice": "use response_format",
+    "structured_outputs": "use response_format",
+    "chat_template": "the policy has its own",
+    "chat_template_kwargs": "set chat_template_kwargs of the task",
+    "continue_final_message": "ask /v1/completions",
+    "documents": "put them into the messages",
+    "truncate_prompt_tokens": "shorten the messages",
+    "logit_bias": "the logprobs would not be the policy's",
+}
+"""Fields that would change what is read or sampled, and what to do instead.
+
+Null and empty ones mean nothing.
+"""
+
+
+class ParsedRequest(Protocol):
+    """A valid request."""
+
+    @property
+    def wants_stream(self) -> bool: ...
+
+    @property
+    def wants_logprobs(self) -> bool: ...
+
+    async def ask(self, session: Session) -> Turn:
+        """Let the model answer in a session. Raises what `Session` raises."""
+        ...
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        """Return the response with the id `name`.
+
+        `pieces` are the texts of its tokens, where logprobs are wanted.
+        """
+        ...
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        """Return the response as a stream.
+
+        The turn is complete when it begins, so its tokens come in one chunk.
+        """
+        ...
+
+
+class Request(BaseModel):
+    """The fields that every request may have; unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: Json | None = None
+    response_format: Annotated[StructuredOutput | None, BeforeValidator(structure_of)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, fields: Any) -> Any:
+        for name in REFUSED if isinstance(fields, dict) else ():
+            if fields.get(name):
+                raise ValueError(f"{name}: {REFUSED[name]}")
+        return fields
+
+    def overrides(self, max_tokens: int | None) -> SamplingOverrides:
+        """Return what this request changes of the task's sampling."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingOverrides(max_tokens, stops, self.response_format)
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+    def frame(self, name: str, kind: str) -> Json:
+        """Return the fields that every answer has."""
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
+
+    @property
+    def wants_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def no_usage(self) -> Json:
+        """Return what every chunk but the last contains, where usage is wanted."""
+        return {"usage": None} if self.wants_usage else {}
+
+
+def usage(turn: Turn) -> dict[str, int]:
+    """Return the token counts of a turn."""
+    made = len(turn.made.token_ids)
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": turn.prompt_tokens + made,
+    }
+
+
+def refusal(
+    message: str, code: str, kind: str = "invalid_request_error", field: str | None = None
+) -> Json:
+    """Return an error as OpenAI's clients parse it."""
+    return {"error": {"message": message, "type": kind, "code": code, "param": field}}
+
+
+def _name(tool: Json) -> str:
+    """Return the name of the function that a tool, or a choice of one, names; "" for none."""
+    function = tool.get("function")
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+class ChatRequest(Request):
+    """A request to /v1/chat/completions."""
+
+    messages: list[Json] = Field(min_length=1)
+    tools: list[Json] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Json | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _plain(cls, messages: list[Json]) -> list[Json]:
+        return [plain_message(message) for message in messages]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @model_validator(mode="after")
+    def _choice_is_offered(self) -> ChatRequest:
+        wants_call = self.tool_choice not in (None, "auto", "none")
+        if wants_call and not self._forced:
+            raise ValueError("tool_choice: the function that is to be called is not among tools")
+        return self
+
+    @property
+    def _forced(self) -> list[str]:
+        """Return the functions of which one must be called; none where the model decides."""
+        offered = [_name(tool) for tool in self.tools or ()]
+        if isinstance(self.tool_choice, dict):
+            return [name for name in offered if name and name == _name(self.tool_choice)]
+        return list(filter(None, offered)) if self.tool_choice == "required" else []
+
+    async def ask(self, session: Session) -> Turn:
+        tools = None if self.tool_choice == "none" else self.tools or None
+        overrides = self.overrides(self.max_completion_tokens or self.max_tokens)
+        return await session.chat(
+            self.messages, tools, replace(overrides, call_one_of=self._forced)
+        )
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        choice = {
+            "index": 0,
+            "message": {**turn.message, "refusal": None},
+            "finish_reason": _finish(turn),
+            "logprobs": self._logprobs(turn, pieces),
+        }
+        frame = self.frame(f"chatcmpl-{name}", "chat.completion")
+        return {**frame, "choices": [choice], "usage": usage(turn)}
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        frame = {**self.frame(f"chatcmpl-{name}", "chat.completion.chunk"), **self.no_usage}
+        delta = dict(turn.message)
+        if calls := turn.message.get("tool_calls"):
+            delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
+        logprobs = self._logprobs(turn, pieces)
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
+        yield {**frame, "choices": [choice]}
+        end = {"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}
+        yield {**frame, "choices": [end]}
+        if self.wants_usage:
+            yield {**frame, "choices": [], "usage": usage(turn)}
+
+    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
+        if not self.logprobs:
+            return None
+        pairs = zip(pieces, turn.made.logprobs.tolist(), strict=True)
+        content = [
+            {"token": piece, "logprob": value, "bytes": None, "top_logprobs": []}
+            for piece, value in pairs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def plain_message(message: Json) -> Json:
+    """Return a message in one form, so that the same conversation compares equal.
+
+    Fields that this API does not know stay: a chat template may read them. Raises ValueError for a
+    part of the conversation that is not text.
+    """
+    kept = {key: value for key, value in message.items() if value is not None}
+    for name, instead in REFUSED_IN_MESSAGES.items():
+        if kept.get(name):
+            raise ValueError(f"{name}: {instead}")
+    if not all(isinstance(kept.get(key, ""), str) for key in _TEXT_KEYS) or "role" not in kept:
+        raise ValueError(f"a message has a role; {', '.join(_TEXT_KEYS)} are texts")
+    calls = kept.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls is a list")
+    if calls:
+        kept["tool_calls"] = [_plain_call(call) for call in calls]
+    kept["content"] = _plain_content(kept.get("content", ""))
+    return kept
+
+
+def _plain_content(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return "".join(_text(part) for part in parts)
+
+
+def _text(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise ValueError("only text can be asked")
+
+
+def _plain_call(call: Any) -> Json:
+    """Return a call as this gateway writes it.
+
+    Agents send calls back with other white space, or with fields of their own.
+    """
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments}}:
+            function = {"name": name, "arguments": _plain_arguments(arguments)}
+            return {"id": call.get("id"), "type": "function", "function": function}
+    raise ValueError("tool_calls: each has an id, and a function with name and arguments")
+
+
+def _plain_arguments(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):
+            arguments = orjson.loads(arguments)
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+
+
+def _finish(turn: Turn) -> str:
+    return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
+
+
+class TextRequest(Request):
+    """A request to /v1/completions."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Tokens
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise ValueError("one prompt at a time can be asked")
+            return prompt[0]
+        return prompt
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    async def ask(self, session: Session) -> Turn:
+        return await session.complete(
+            self.prompt, self.overrides(self.max_tokens or DEFAULT_MAX_TOKENS)
+        )
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        frame = self.frame(f"cmpl-{name}", "text_completion")
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": usage(turn)}
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        frame = {**self.frame(f"cmpl-{name}", "text_completion"), **self.no_usage}
+        yield {**frame, "choices": [self._choice(turn, pieces)]}
+        if self.wants_usage:
+            yield {**frame, "choices": [], "usage": usage(turn)}
+
+    def _choice(self, turn: Turn, pieces: list[str]) -> Json:
+        return {
+            "index": 0,
+            "text": turn.message["content"],
+            "logprobs": self._logprobs(turn, pieces),
+            "finish_reason": turn.made.finish_reason,
+        }
+
+    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
+        if self.logprobs is None:
+            return None
+        values = turn.made.logprobs.tolist()
+        starts = list(accumulate(map(len, pieces), initial=0))[:-1]
+        return {
+            "tokens": pieces,
+            "token_logprobs": values,
+            "top_logprobs": None,
+            "text_offset": starts,
+        }

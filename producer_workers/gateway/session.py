@@ -1,0 +1,321 @@
+"""Keep all that one run of an agent asks the model, as the tokens that were read and sampled.
+
+    request ──▶ it continues a segment ──▶ that segment's ids, and tokens of what is new behind them
+            └─▶ it continues none (another prompt, an edited or cut history) ──▶ a new segment
+
+Where two requests continue the same segment (a second attempt, two tools at once), its tokens are
+trained with the first answer, and are only context for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import orjson
+
+from buffer.errors import ConfigError, RolloutMQError
+from buffer.rollouts.rollout import ToolCall
+from buffer.rollouts.sampling import SampleParams
+from producer_workers.agent_loops.chat_delta import ChatDelta
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
+from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
+from producer_workers.engines.base import Engine, Generation, context_length
+from producer_workers.gateway.sampling_overrides import SamplingOverrides
+from producer_workers.gateway.segment import Messages, Segment
+from producer_workers.gateway.token_budget import TokenBudget
+
+log = logging.getLogger("rolloutmq.worker")
+
+_RAW = "raw"
+"""Marks a segment that no chat template wrote: in place of its tools and as its message's role."""
+
+MOST_SEGMENTS = 256
+"""Segments of one session: each is a rollout with a whole context, so they bound its size."""
+
+
+_FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
+_LONG = "this model's maximum context length is {} tokens, and the messages have {}"
+"""In words by which agents recognize the end of a context."""
+
+
+class SessionClosed(RolloutMQError):
+    """The session generates nothing more: its tokens are used up, or it was interrupted."""
+
+
+class ContextFull(RolloutMQError):
+    """The messages of a request fill the model's context; shorter ones can still be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model, its message in OpenAI's form, and the length of its prompt."""
+
+    message: dict[str, Any]
+    made: Generation
+    prompt_tokens: int
+
+
+class Session:
+    """The requests of one rollout.
+
+    `params` are the task's; their `max_tokens` is the limit of all that the session samples.
+    `truncation`: why its last request was refused or cut off; "" where it was not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        delta: ChatDelta,
+        eos_ids: Collection[int],
+        params: SampleParams,
+        parser: ToolParser | None,
+    ) -> None:
+        self.name = name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._delta = delta
+        self._eos_ids = frozenset(eos_ids)
+        self._params = params
+        self._parser = parser
+        self._requests = itertools.count()
+        self._running = 0
+        self._budget = TokenBudget(params.max_tokens)
+        self._seen: list[Segment] = []
+        self.truncation = ""
+        self.segments: list[Segment] = []
+        self.interrupted = asyncio.Event()
+
+    def restore(self, segments: Sequence[Segment]) -> None:
+        """Continue with the segments of an interrupted session, before the first request."""
+        turns = sum(int((np.diff(s.mask, prepend=np.uint8(0)) == 1).sum()) for s in segments)
+        # requests count on, so that none has the seed of an earlier one
+        self._requests = itertools.count(turns)
+        self._budget.spend(sum(int(segment.mask.sum()) for segment in segments))
+        self._seen = [*segments]
+        self.segments = [*segments]
+
+    @property
+    def is_full(self) -> bool:
+        return self._budget.left <= 0
+
+    async def chat(self, messages: Messages, tools: Any, overrides: SamplingOverrides) -> Turn:
+        """Sample one turn of the model.
+
+        Raises SessionClosed, ContextFull, ConfigError (an unsupported request), GenerationError.
+        Nothing of a cancelled call is trained.
+        """
+        if overrides.call_one_of:
+            overrides = overrides.forcing_a_call(self._parser)
+        messages = self._delta.readable(messages)
+        with self._request(overrides) as number:
+            parent, context = await in_tokenizer_thread(self._context, messages, tools)
+            made = await self._generate(number, parent, context, overrides)
+            message, text, calls = await in_tokenizer_thread(
+                self._message, number, made, overrides.stops, tools
+            )
+            self._keep(parent, context, made, [*messages, message], text, calls)
+            return Turn(message, made, len(context.ids))
+
+    async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> Turn:
+        """Sample what follows a text or tokens. Raises as `chat` does."""
+        with self._request(overrides) as number:
+            parent, context = await in_tokenizer_thread(self._raw_context, prompt)
+            made = await self._generate(number, parent, context, overrides)
+            text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
+            messages = [{"role": _RAW, "content": _content(context) + text}]
+            self._keep(parent, context, made, messages, text, [])
+            message = {"role": "assistant", "content": _before(text, overrides.stops)}
+            return Turn(message, made, len(context.ids))
+
+    @contextmanager
+    def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
+        """Count one request while it runs, and yield its number."""
+        self._check_open()
+        overrides.check(self._params, self._engine)
+        self._running += 1
+        try:
+            yield next(self._requests)
+        finally:
+            self._running -= 1
+
+    def _check_open(self) -> None:
+        if self.interrupted.is_set():
+            raise SessionClosed("interrupted")
+        if self.is_full:
+            self.truncation = _FULL
+            raise SessionClosed(_FULL)
+
+    def _check_room(self, parent: Segment | None) -> None:
+        """Raise where the running requests could need more segments than a session may have."""
+        adds_one = parent not in self.segments or self._running > 1
+        if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
+            raise ConfigError(
+                f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
+            )
+
+    def _fills_context(self, tokens: int) -> bool:
+        """Return whether `tokens` fill the engine's context, and record the truncation if so."""
+        context = context_length(self._engine)
+        is_full = context is not None and tokens >= context
+        self.truncation = _LONG.format(context, tokens) if is_full else ""
+        return is_full
+
+    async def _generate(
+        self, number: int, parent: Segment | None, context: Segment, overrides: SamplingOverrides
+    ) -> Generation:
+        self._check_room(parent)
+        if self._fills_context(len(context.ids)):
+            raise ContextFull(self.truncation)
+        async with self._budget.reserve(overrides.max_tokens) as allowed:
+            # Again: another request may have used up the tokens while this one waited.
+            self._check_open()
+            params = overrides.applied_to(self._params, number, allowed)
+            made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
+            self._budget.spend(len(made.token_ids))
+        if made.finish_reason == "abort":
+            self.interrupted.set()
+            raise SessionClosed("interrupted")
+        if made.finish_reason == "length":
+            self._fills_context(len(context.ids) + len(made.token_ids))
+        return made
+
+    def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
+        """Store a turn; a parent that was continued meanwhile is trained by the other request."""
+        is_first = parent is None or parent in self.segments
+        grown = (context if is_first else context.untrained()).add_turn(*turn)
+        self._seen.append(grown)
+        self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
+
+    def _parent(self, messages: Messages, tools: Any) -> Segment | None:
+        """Return the longest of all contexts that these messages continue."""
+        fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
+        return max(fitting, key=lambda segment: len(segment.messages), default=None)
+
+    def _context(self, messages: Messages, tools: Any) -> tuple[Segment | None, Segment]:
+        """Return the segment that the request continues (None for a new one), and its context."""
+        parent = self._parent(messages, tools)
+        if parent is not None:
+            was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
+            has_thought = any(
+                "</think>" in str(message["content"])
+                for message in parent.messages
+                if message["role"] == "assistant"
+            )
+            new = [_for_template(message) for message in messages[len(parent.messages) :]]
+            try:
+                tokens = self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
+                return parent, parent.read(tokens, messages)
+            except ConfigError:
+                # The template rewrites earlier turns (it may drop the thought), so the model reads
+                # a new context.
+                log.debug(
+                    "new segment: the chat template rewrites earlier turns",
+                    extra={"session": self.name},
+                )
+        try:
+            safe = self._delta.harmless([_for_template(message) for message in messages])
+            prompt = encode_chat(self._tokenizer, safe, tools)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"the chat template does not accept these messages: {error}"
+            ) from error
+        return None, Segment.begin(messages, tools, prompt)
+
+    def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
+        """Return the same for a text or tokens without a chat template.
+
+        A segment is continued where the prompt begins with all of it.
+        """
+        if isinstance(prompt, str):
+            fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
+            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
+            new = self._encode(prompt.removeprefix(_content(parent)) if parent else prompt)
+        else:
+            fitting = [s for s in self._seen if s.ids.tolist() == prompt[: len(s.ids)]]
+            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
+            new = prompt[len(parent.ids) :] if parent else prompt
+            prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
+        messages = [{"role": _RAW, "content": prompt}]
+        if parent is None:
+            return None, Segment.begin(messages, _RAW, new)
+        return parent, replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
+
+    def _encode(self, text: str) -> list[int]:
+        # Special tokens that are written out count: this agent writes the chat format itself.
+        return [
+            int(token)
+            for token in cast(Any, self._tokenizer).encode(text, add_special_tokens=False)
+        ]
+
+    def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
+        ids = made.token_ids.tolist()
+        while ids and ids[-1] in self._eos_ids:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _message(
+        self, number: int, made: Generation, stops: Sequence[str], tools: Any
+    ) -> tuple[dict[str, Any], str, list[ToolCall]]:
+        """Return the agent's message, the whole text, and the calls.
+
+        Without offered tools, calls are text.
+        """
+        raw = self._text(made, skip_special_tokens=False)
+        parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
+        calls = [
+            call.model_copy(update={"id": f"call_{number}_{position}"})
+            for position, call in enumerate(parsed.calls)
+        ]
+        text = self._text(made, skip_special_tokens=True)
+        if not calls:
+            return {"role": "assistant", "content": _before(text, stops)}, text, []
+        message = {
+            "role": "assistant",
+            "content": parsed.content.strip(),
+            "tool_calls": [_as_openai(call) for call in calls],
+        }
+        return message, text, calls
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string, as the API does; its tokens were sampled."""
+    found = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(found, default=len(text))]
+
+
+def _content(segment: Segment) -> str:
+    return str(segment.messages[0]["content"])
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form; the agent gets an unreadable one as it is."""
+    arguments = (
+        call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
+    )
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it, with arguments of calls as maps."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        with suppress(orjson.JSONDecodeError):
+            function["arguments"] = orjson.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}

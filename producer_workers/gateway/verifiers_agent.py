@@ -1,0 +1,152 @@
+"""Run environments of `verifiers` (0.1.14 to 0.4) as agents.
+
+Each plays its own rollout, tools and all. With agent_loop = "gateway", agent_loop_options = { agent
+= "my_env:agent" } and judge = "environment":
+
+    # my_env.py
+    agent = verifiers_agent(vf.load_environment("wordle"))           # 0.1.14 to 0.3
+    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4: verifiers.v1 as vf
+
+Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data
+of a task: the problem's `extra` is its `task.data.model_dump(mode="json")`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib import import_module
+from secrets import token_hex
+from typing import Any
+
+from buffer.errors import ConfigError, RolloutMQError
+from producer_workers.gateway.agents import AgentTask
+
+log = logging.getLogger("rolloutmq.worker")
+
+Agent = Callable[[AgentTask], Awaitable[dict[str, float]]]
+
+
+class EpisodeError(RolloutMQError):
+    """An episode of verifiers ended with an error, or without a reward."""
+
+
+def verifiers_agent(environment: Any) -> Agent:
+    """Return the agent that plays `environment`, one of verifiers.
+
+    Raises ConfigError for any other object.
+    """
+    if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
+        return _EpisodePlayer(environment).play
+    if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
+        return _rollout_player(environment)
+    hint = "pass the result of vf.load_environment, of verifiers 0.1.14 to 0.4"
+    raise ConfigError(
+        f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint
+    )
+
+
+def _rollout_player(environment: Any) -> Agent:
+    """Return the agent for an environment up to 0.3, which takes an OpenAI client."""
+
+    async def play(task: AgentTask) -> dict[str, float]:
+        async with import_module("openai").AsyncOpenAI(
+            base_url=task.base_url, api_key=task.api_key
+        ) as asks:
+            client = import_module("verifiers.clients").OpenAIChatCompletionsClient(asks)
+            state = await environment.rollout(_row(task), client, task.model, {})
+        if state.get("error") is not None:
+            raise state["error"]
+        await environment.rubric.score_rollout(state)
+        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+        return metrics | {"score": float(state["reward"])}
+
+    return play
+
+
+def _row(task: AgentTask) -> dict[str, Any]:
+    """Return a problem as a row of an environment's data set."""
+    return {
+        "prompt": task.messages,
+        "answer": task.ground_truth,
+        "info": task.extra,
+        "example_id": 0,
+    }
+
+
+class _EpisodePlayer:
+    """Plays environments since 0.4: they start their agents as programs and forward their requests.
+
+    What an environment needs for that (a server of its own, shared tools) runs while any rollout
+    does.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._playing = 0
+        self._server: asyncio.Task[None] | None = None
+
+    async def play(self, task: AgentTask) -> dict[str, float]:
+        async with self._served():
+            episode = await self._ask(task)
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if episode.ok and len(traces) == 1:
+            metrics = {
+                name: float(value) for name, value in traces[0].metrics.items() if value is not None
+            }
+            return metrics | {"score": float(traces[0].reward)}
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise EpisodeError(f"{errors[-1].type}: {errors[-1].message}")
+        raise EpisodeError(f"{len(traces)} agents to train; one is supported")
+
+    async def _ask(self, task: AgentTask) -> Any:
+        vf = import_module("verifiers.v1")
+        variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
+        os.environ[variable] = task.api_key  # the client takes the name of a variable, not a key
+        try:
+            client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
+            context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
+            return await self._environment.run_episode(self._task(task), context)
+        finally:
+            del os.environ[variable]
+
+    def _task(self, task: AgentTask) -> Any:
+        kind = type(self._environment.taskset).task_type()
+        data = kind.data_type().model_validate(task.extra or {"prompt": task.question})
+        return kind(data, self._environment.config.taskset.task)
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        self._playing += 1
+        if self._playing == 1:
+            self._closing = asyncio.Event()
+            self._ready = asyncio.get_running_loop().create_future()
+            self._server = asyncio.create_task(
+                self._serve(self._server, self._ready, self._closing)
+            )
+        try:
+            await asyncio.shield(self._ready)
+            yield
+        finally:
+            self._playing -= 1
+            if not self._playing:
+                self._closing.set()
+
+    async def _serve(
+        self, before: asyncio.Task[None] | None, ready: asyncio.Future[None], closing: asyncio.Event
+    ) -> None:
+        """Serve in a task of its own, which its scopes may not leave, after the one `before`."""
+        try:
+            if before is not None and not before.done():
+                await asyncio.wait({before})
+            async with self._environment.serving():
+                ready.set_result(None)
+                await closing.wait()
+        except Exception as error:  # of the environment's own servers
+            log.exception("an environment of verifiers failed outside of its rollouts")
+            if not ready.done():
+                ready.set_exception(EpisodeError(f"{type(error).__name__}: {error}"))

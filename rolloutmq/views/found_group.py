@@ -1,0 +1,153 @@
+"""Find one group of a run by its id, wherever it is, also after its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from buffer.errors import AccountError, ConfigError
+from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
+from buffer.model.job import PayloadRef
+from buffer.monitoring.tracing import trace_id
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.group_json import group_json
+from buffer.run import Run
+from consumer.training.sample_log import Sample, SampleLog
+
+_WHY_GONE = {
+    "archived": "trained and committed",
+    "filtered": "filtered out before training",
+    "dropped": "too old, unusable, or dropped by hand",
+}
+_MAY = {"waiting": ("drop",), "pool": ("requeue", "drop"), "dead": ("requeue", "drop")}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGroup:
+    """All that is known of a group; `record` is empty for one that has ended."""
+
+    gid: str
+    trace: str
+    places: list[str]
+    record: dict[str, str]
+    letter: Any = None
+    group: RolloutGroup | None = None
+    sample: Sample | None = None
+    """of a group that has ended, its line of the sample log"""
+
+    @property
+    def gone(self) -> str:
+        """How the group ended; "" for one that has not."""
+        return (
+            ""
+            if self.record or not self.places
+            else f"{_WHY_GONE[self.places[0]]}; its payload is freed"
+        )
+
+    @property
+    def may(self) -> tuple[str, ...]:
+        """What may be done with it by hand: requeue, drop."""
+        return _MAY.get(self.record.get("stage", ""), ())
+
+    @property
+    def where(self) -> str:
+        """Where it is, in words: "running on host7-1", "completed, made by weights 12"."""
+        record = self.record
+        match record.get("stage"):
+            case None:
+                return self.places[0]
+            case "running":
+                return f"running on {record['owner']}"
+            case "taken":
+                return f"in batch {record['batch']}"
+            case "pool":
+                made_by = f", made by weights {record['version']}" if record.get("version") else ""
+                return record["status"] + made_by
+            case "dead":
+                return f"dead: {self.letter['reason']}" if self.letter else "dead"
+            case stage:
+                return str(stage)
+
+    def with_sample(self, sample: Sample) -> FoundGroup:
+        """Return the same with a line of the sample log."""
+        return replace(self, group=None, sample=sample)
+
+    def document(self, *, tokens: bool) -> dict[str, Any]:
+        """Return the group as JSON; `members` is empty where its payload is freed and not logged.
+
+        `tokens` adds ids, logprobs and masks.
+        """
+        document = {
+            "gid": self.gid,
+            "places": self.places,
+            "record": self.record or None,
+            "dead_letter": self.letter,
+            "trace_id": self.trace,
+            "gone": self.gone,
+            "may": self.may,
+            "sampled": None,
+            "members": [],
+        }
+        if self.sample:
+            logged = {"step": self.sample["step"], "why": self.sample["why"]}
+            return document | self.sample | {"sampled": logged}
+        return document | (group_json(self.group, tokens) if self.group else {})
+
+
+def locate(run: Run, gid: str) -> FoundGroup:
+    """Return where a group is, without its payload.
+
+    Raises ConfigError for one that never existed, AccountError for a lost one.
+    """
+    task, draw = split_group_id(gid)
+    if task not in run.limits.tasks:
+        raise ConfigError(
+            f"run {run.name!r} has no task {task!r}",
+            hint=f"its tasks: {', '.join(run.limits.tasks)}",
+        )
+    places = run.account.places(task, draw)
+    record = run.record(gid)
+    trace = trace_id(run.nonce, gid)
+    if not record:
+        return FoundGroup(gid, trace, [_end(run, gid, places)], {})
+    return FoundGroup(gid, trace, places, record, run.dead_letters.reason(gid))
+
+
+def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
+    """Return a group with its payload, or with its sample if it is freed; raises as `locate`."""
+    found = locate(run, gid)
+    if not found.record:
+        return replace(found, sample=samples.find(gid) if samples else None)
+    return replace(found, group=run.buffer.read(payload_of(gid, found.record)))
+
+
+def _end(run: Run, gid: str, places: list[str]) -> str:
+    """Return how a group without a record ended.
+
+    Raises ConfigError if it never existed, AccountError if it is lost.
+    """
+    task, draw = split_group_id(gid)
+    if end := next((place for place in places if place in ENDS), None):
+        return end
+    counters = run.progress(task)
+    if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
+        raise ConfigError(
+            f"{gid} has not been imported: draws from {IMPORTED_FROM} on are imported groups"
+        )
+    if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
+        raise ConfigError(
+            f"{gid} has not been started yet: the next draw of {task} is {cursor}",
+            hint="see rolloutmq ls",
+        )
+    raise AccountError(
+        f"{gid} was started, but is in no place: it is lost",
+        hint="rolloutmq fsck lists all such groups",
+    )
+
+
+def payload_of(gid: str, record: dict[str, str]) -> PayloadRef:
+    """Return the address of the payload of a group with this record."""
+    crc = "" if record["payload"] == "init" else record.get("crc", "")
+    return PayloadRef(
+        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
+    )

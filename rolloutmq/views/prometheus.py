@@ -1,0 +1,112 @@
+"""The metrics of all runs of a server for Prometheus, read when it asks.
+
+One reading of a run is a handful of calls without payloads (`read_run_view`). `run_metrics.py`
+lists the metrics of a run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from buffer.control.control import Mode
+from buffer.errors import StoreError
+from buffer.redis.server.check import ServerMemory, read_memory
+from buffer.redis.store import Store
+from buffer.run import Run
+from rolloutmq.views.run_metrics import FAMILIES
+from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.workers_wanted import WorkersWanted, observation_in
+
+
+class RunCollector(Collector):
+    """Collects the metrics of all runs of a server, or of the one that is named.
+
+    Usage:
+        collector = RunCollector(store)
+        MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.read_workers_wanted})
+
+    If the server is unreachable, the only metric is `rolloutmq_up 0`.
+    """
+
+    def __init__(self, store: Store, name: str | None = None) -> None:
+        self._store = store
+        self._name = name
+        self._wanted: dict[str, WorkersWanted] = {}
+        self._lock = threading.Lock()
+
+    def describe(self) -> list[Metric]:
+        """Return no names: a registry that asks for them must not read the runs."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the runs and return their metrics."""
+        up = GaugeMetricFamily("rolloutmq_up", "1 while the server of the runs answers, else 0.")
+        try:
+            snaps = self.poll()
+            memory = self._store.retrying("memory", lambda: read_memory(self._store.servers))
+        except StoreError:
+            up.add_metric([], 0)
+            yield up
+            return
+        up.add_metric([], 1)
+        yield up
+        yield from _memory_metrics(memory)
+        yield from (family.metric(snaps) for family in FAMILIES)
+        wanted = GaugeMetricFamily(
+            "rolloutmq_workers_wanted",
+            "Workers that would keep the trainer busy; 0 when the run is over.",
+            labels=["run"],
+        )
+        for run, number in self.workers_wanted().items():
+            wanted.add_metric([run], number)
+        yield wanted
+
+    def registry(self) -> CollectorRegistry:
+        """Return a new registry with this collector."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
+    def poll(self) -> dict[str, RunView]:
+        """Read each run once, and return the snapshots by name.
+
+        Each reading also improves the estimate of how many workers are wanted.
+        """
+        names = [name for name in Run.names(self._store) if self._name in (None, name)]
+        snaps = {name: read_run_view(Run.open(self._store, name)) for name in names}
+        with self._lock:
+            self._wanted = {run: self._wanted.get(run) or WorkersWanted() for run in snaps}
+            for run, snap in snaps.items():
+                wanted = self._wanted[run]
+                if snap.mode == Mode.FINISH:
+                    wanted.end()
+                else:
+                    wanted.observe(observation_in(snap))
+        return snaps
+
+    def read_workers_wanted(self) -> dict[str, int]:
+        """Read the runs, and return the workers wanted by run: for scalers that read JSON."""
+        self.poll()
+        return self.workers_wanted()
+
+    def workers_wanted(self) -> dict[str, int]:
+        """Return the workers wanted by run, as of the newest reading."""
+        return {run: wanted.value for run, wanted in self._wanted.items()}
+
+
+def _memory_metrics(memory: Mapping[str, ServerMemory]) -> Iterator[Metric]:
+    used = GaugeMetricFamily(
+        "rolloutmq_server_memory_bytes", "Memory that a server uses.", labels=["server"]
+    )
+    limit = GaugeMetricFamily(
+        "rolloutmq_server_memory_limit_bytes", "Its maxmemory; 0: none.", labels=["server"]
+    )
+    for server, found in memory.items():
+        used.add_metric([server], found.used)
+        limit.add_metric([server], found.limit)
+    yield from (used, limit)

@@ -1,0 +1,356 @@
+"""Read a whole run for `status`, `doctor`, metrics and the live views, without payloads.
+
+The account of the groups comes from one script and is of one instant (I1). Everything else is read
+right after it, so on a live run it may be a few milliseconds younger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.batches.account import TaskAccount
+from buffer.batches.ledger import LedgerSteps
+from buffer.batches.memory import MemoryUse
+from buffer.control.event_log import Event, parse_event
+from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
+from buffer.control.role_holder import RoleHolder
+from buffer.control.worker_record import WorkerRecord
+from buffer.model.ids import LANES
+from buffer.model.trainer_report import TrainerReport
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.run import Run
+
+BUCKETS = 16
+"""Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
+
+RECENT_MS = 60_000
+"""An error is shown for this time, and for as long as every try fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """One task: its account, what is ready, and how old that is.
+
+    `batch_share` is the number of its groups in one batch; 0: unknown.
+    """
+
+    account: TaskAccount
+    is_eval: bool
+    progress: dict[str, str]
+    backlog: dict[str, int]
+    ready: int
+    too_old: int
+    staleness: dict[str, int]
+    batch_share: int
+    stale_threshold: int
+    """staleness from which its groups are expired"""
+    is_gone: bool = False
+    """the run's config lacks it now"""
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it starts nothing until `rolloutmq resume --task TASK`; "" while it runs."""
+        is_broken = self.progress.get("halt") == "broken"
+        reason = self.progress.get("halt_reason", "") if is_broken else ""
+        return self.progress.get("stopped", "") or reason
+
+    def trouble(self, now_ms: int) -> str:
+        """Return in one line what goes wrong with the task now; "" if nothing does."""
+        if self.stop_reason:
+            return f"stopped: {self.stop_reason}"
+        is_recent = now_ms - self.number("error_ms") < RECENT_MS
+        if self.error and (is_recent or self.number("failures_in_row")):
+            return f"{self.number('failed'):.0f} failed: {self.error}"
+        return ""
+
+    @property
+    def error(self) -> str:
+        """The newest error of a failed try; "" if none failed, or the task was continued since."""
+        return self.progress.get("error", "")
+
+    @property
+    def has_never_succeeded(self) -> bool:
+        """Return whether tries have failed, and no group was ever completed or filtered."""
+        return self.number("failed") > 0 and not self.number("raw_rewards_count")
+
+    @property
+    def in_flight(self) -> int:
+        """Groups between the cursor and the trainer, which `target - consumed` limits."""
+        account = self.account
+        return account.waiting + account.running + self.ready
+
+    @property
+    def in_flight_limit(self) -> int:
+        """Most groups that may be between the cursor and the trainer."""
+        return max(0, self.account.target - self.account.consumed)
+
+    @property
+    def failures_by_cause(self) -> dict[str, int]:
+        """Failed tries by the type of their error; after eight types, "other"."""
+        counts = self.progress.items()
+        mark = "failed:"
+        return {name.removeprefix(mark): int(n) for name, n in counts if name.startswith(mark)}
+
+    def number(self, name: str) -> float:
+        """Return a counter of `progress:<task>`; 0 if it was never written."""
+        return float(self.progress.get(name, 0))
+
+    @property
+    def unparsed(self) -> float | None:
+        """The share of rollouts in which no judge found an answer; None if it found all."""
+        scores, unparsed = self.number("raw_rewards_count"), self.number("unparsed")
+        return unparsed / scores if scores and unparsed else None
+
+    @property
+    def mean_reward(self) -> float | None:
+        """The mean score of all completed groups, before any filter; None without scores."""
+        scores = self.number("raw_rewards_count")
+        return self.number("raw_rewards_sum") / scores if scores else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """One reading of a run; times are in ms of the server's clock."""
+
+    run: str
+    now_ms: int
+    meta: dict[str, str]
+    control: dict[str, str]
+    taken: int
+    committed: int
+    freed: int
+    tasks: tuple[TaskView, ...]
+    faults: tuple[str, ...]
+    leases: int
+    overdue: int
+    dead: int
+    garbage: int
+    workers: tuple[WorkerRecord, ...]
+    trainer: RoleHolder
+    producer: RoleHolder
+    report: TrainerReport
+    events: tuple[Event, ...]
+    lease_ms: int
+    last_step: int
+    """the number of train steps that the run has in all"""
+    memory: MemoryUse
+    failed_audits: dict[str, str]
+    """the newest failed audit of each worker that was not admitted since"""
+
+    @property
+    def mode(self) -> str:
+        """The mode that workers follow: the stricter of the trainer's and the operator's."""
+        return self.control.get("mode", "run")
+
+    @property
+    def paused_by(self) -> str | None:
+        """Which of operator and trainer has paused the run; None: neither."""
+        for who in ("operator", "trainer"):
+            if self.control.get(f"{who}_mode", "run") != "run":
+                return who
+        return None
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the run is paused by a trainer that has left or fallen silent."""
+        is_paused = self.control.get("trainer_mode", "run") not in ("run", "finish")
+        return is_paused and not self.trainer.is_alive
+
+    @property
+    def paused_ms(self) -> int:
+        """Milliseconds since the last change of the mode."""
+        changed = self.control.get("changed_ms", self.meta["created_ms"])
+        return max(0, self.now_ms - int(changed))
+
+    @property
+    def weights(self) -> PolicyVersion:
+        """The newest weights."""
+        return PolicyVersion.parse(self.control.get("weights", ":0"))
+
+    @property
+    def live_workers(self) -> list[WorkerRecord]:
+        """Workers that a pause waits for."""
+        return [worker for worker in self.workers if worker.is_live(self.lease_ms)]
+
+    @property
+    def judging(self) -> int:
+        """Running groups that only wait for their judge, as the live workers report them."""
+        # heartbeats are older than the number of leases, and the line shows both
+        return min(self.leases, sum(worker.judging for worker in self.live_workers))
+
+    @property
+    def pauses(self) -> Histogram:
+        """The times of this trainer's pauses, as its heartbeats report them."""
+        counts = parse_counts(self.control.get("trainer_pause_buckets", "")) or ()
+        total_s = int(self.control.get("trainer_pause_ms", 0)) / 1000
+        return Histogram(PAUSE_BOUNDS_S, counts, total_s)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Groups by place, all tasks together."""
+        sums: dict[str, int] = {}
+        for task in self.tasks:
+            for place, groups in task.account.places.items():
+                sums[place] = sums.get(place, 0) + groups
+        return sums
+
+    @property
+    def training(self) -> list[TaskView]:
+        """Tasks that a train step takes from."""
+        return [task for task in self.tasks if not (task.is_eval or task.is_gone)]
+
+    @property
+    def troubles(self) -> list[str]:
+        """What goes wrong now, one line for each task of which something does."""
+        troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
+        return [f"{task}: {trouble}" for task, trouble in troubles.items() if trouble]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all live workers."""
+        return sum(worker.tokens_per_s for worker in self.live_workers)
+
+    @property
+    def acknowledged(self) -> list[str]:
+        """Live workers that have carried out the newest control change."""
+        epoch = int(self.control.get("epoch", 0))
+        return [worker.id for worker in self.live_workers if worker.ack >= epoch]
+
+
+def evictions(run: Run) -> list[str]:
+    """Return a sentence about a server that deletes keys of the run; none where it does not."""
+    found = run.store.eviction()
+    return [str(found)] if found.takes_all and found.keys else []
+
+
+def read_run_view(run: Run, *, events: int = 8) -> RunView:
+    """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
+
+    O(tasks + workers + log N), and no payload bytes.
+    """
+    # `rolloutmq set` may have changed them
+    run.refresh_limits()
+    audit = run.account.totals()
+    replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
+    control = _hash(run.keys.control, "control", replies["control"])
+    steps = run.keys.ledger("train")
+    ledger = read_counts("ledger", steps, LedgerSteps._fields, replies["ledger"])
+    seconds, micros = replies["time"]
+    now_ms = seconds * 1000 + micros // 1000
+    timeout_ms = run.limits.role_timeout_ms
+    return RunView(
+        run=run.name,
+        now_ms=now_ms,
+        meta=_hash(run.keys.meta, "meta", replies["meta"]),
+        control=control,
+        taken=ledger[0],
+        committed=ledger[1],
+        freed=ledger[2],
+        tasks=tuple(_task_view(run, task, replies, ledger[0]) for task in audit.tasks),
+        faults=(*evictions(run), *audit.faults),
+        leases=audit.leases,
+        overdue=replies["overdue"],
+        dead=replies["dead"],
+        garbage=replies["garbage"],
+        workers=tuple(run.fleet.workers()),
+        trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
+        producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
+        report=TrainerReport.parse(text_fields(replies["report"])),
+        events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
+        lease_ms=run.limits.lease_ms,
+        last_step=run.limits.steps,
+        memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
+        failed_audits=run.audits.read().failed,
+    )
+
+
+def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
+    """Read all that has no script of its own in one pipeline; return the replies by name."""
+    keys = run.keys
+    control: Any = run.store.control
+    names: list[str] = []
+    taken = run.ledger.steps()[0]
+    seconds, micros = control.time()
+    with control.pipeline(transaction=False) as pipe:
+
+        def ask(name: str, *command: str | int) -> None:
+            """Add a command whose reply gets a name."""
+            names.append(name)
+            pipe.execute_command(*command)
+
+        ask("time", "TIME")
+        ask("meta", "HGETALL", keys.meta)
+        ask("control", "HGETALL", keys.control)
+        ask("report", "HGETALL", keys.report)
+        ask("ledger", "HMGET", keys.ledger("train"), "taken", "committed", "freed")
+        ask("overdue", "ZCOUNT", keys.leases, "-inf", seconds * 1000 + micros // 1000)
+        ask("dead", "ZCARD", keys.dead)
+        ask("garbage", "SCARD", keys.garbage)
+        ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("header", "LINDEX", keys.batch("train", taken), 0)
+        for task in (account.task for account in tasks):
+            ask(f"progress:{task}", "HGETALL", keys.progress(task))
+            for lane in LANES:
+                ask(f"jobs:{task}:{lane}", "XLEN", keys.jobs(task, lane))
+            for label, low, high in _buckets(taken, _threshold(run, task)):
+                ask(f"stale:{task}:{label}", "ZCOUNT", keys.pool(task, "completed"), low, high)
+        return dict(zip(names, pipe.execute(), strict=True))
+
+
+def _threshold(run: Run, task: str) -> int:
+    # groups of an evaluation never expire: their ages are not shown
+    return int(run.limits.threshold(task) or 1)
+
+
+def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
+    """Return (label, lowest version, highest version) by staleness in train step taken + 1 (I8)."""
+    exact = min(threshold, BUCKETS)
+    buckets: list[tuple[str, str | int, str | int]] = [
+        (str(s), taken - s, taken - s) for s in range(exact)
+    ]
+    if threshold > exact:
+        buckets.append((f"{exact}+", taken - threshold + 1, taken - exact))
+    # groups without a version, or of a step that is still being recorded
+    buckets.append(("none", f"({taken}", "+inf"))
+    return [*buckets, ("too_old", "-inf", f"({taken + 1 - threshold}")]
+
+
+def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: int) -> TaskView:
+    name = account.task
+    is_eval = run.limits.tasks[name].eval_of is not None
+    threshold = _threshold(run, name)
+    labels = [label for label, _, _ in _buckets(taken, threshold)]
+    counts = {label: int(replies[f"stale:{name}:{label}"]) for label in labels}
+    too_old = counts.pop("too_old")
+    if not counts["none"]:
+        del counts["none"]
+    progress = _hash(run.keys.progress(name), "progress", replies[f"progress:{name}"])
+    return TaskView(
+        account=account,
+        is_eval=is_eval,
+        progress=progress,
+        backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
+        # groups of an evaluation never expire
+        ready=account.completed if is_eval else sum(counts.values()),
+        too_old=0 if is_eval else too_old,
+        staleness={} if is_eval else counts,
+        batch_share=_batch_share(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        stale_threshold=threshold,
+        is_gone=run.limits.tasks[name].is_gone,
+    )
+
+
+def _batch_share(header: bytes | None, task: str) -> int:
+    """Return how many groups of a task the newest batch asked for; 0 without its manifest."""
+    words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
+    asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
+    return int(asked.get(task, 0))
+
+
+def _hash(key: str, kind: str, raw: dict[bytes, bytes]) -> dict[str, str]:
+    """Return the fields of a hash. Raises RunDamaged."""
+    fields = text_fields(raw)
+    require_fields(kind, key, fields)
+    return fields

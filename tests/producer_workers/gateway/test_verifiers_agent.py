@@ -1,0 +1,172 @@
+"""Environments of verifiers as agents of the gateway, of 0.3 and of 0.4."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from buffer.errors import ConfigError
+from buffer.rollouts.rollout import RolloutState, Status
+from producer_workers.agent_loops.multi_turn import turns_of
+from producer_workers.gateway.verifiers_agent import verifiers_agent
+from tests.producer_workers.agents import TOOL
+from tests.producer_workers.recorder import Recorder, loop_of, questions, run
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+class ToolEnvironment:
+    """An environment of verifiers 0.3, whose package needs another version of openai.
+
+    It asks as its ToolEnv does, and is scored as it is.
+    """
+
+    class Client:
+        def __init__(self, asks: openai.AsyncOpenAI) -> None:
+            self.asks = asks
+
+    def __init__(self) -> None:
+        self.rubric = self
+
+    async def rollout(
+        self, row: dict[str, Any], client: Client, model: str, sampling_args: Any
+    ) -> dict[str, Any]:
+        messages = list(row["prompt"])
+        state = {"answer": row["answer"], "error": None}
+        while True:
+            reply = await client.asks.chat.completions.create(
+                model=model, messages=messages, tools=[TOOL], **sampling_args
+            )
+            said = reply.choices[0].message
+            if not said.tool_calls:
+                return state | {"said": said.content}
+            kept = said.model_dump() | {"content": said.content or None, "reasoning_content": None}
+            messages += [
+                kept,
+                *(
+                    {"role": "tool", "tool_call_id": call.id, "content": "5"}
+                    for call in said.tool_calls
+                ),
+            ]
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        state["reward"], state["metrics"] = (
+            float(state["answer"] in state["said"]),
+            {"num_turns": 2},
+        )
+
+
+def test_an_environment_of_verifiers_plays_its_own_rollout(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = SimpleNamespace(OpenAIChatCompletionsClient=ToolEnvironment.Client)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
+    engine = Recorder(chat, [CALL, "it is 5"])
+    given = questions("2 + 3?")
+    given[0].ground_truth = "5"
+    (state,) = run(loop_of(chat, agent=verifiers_agent(ToolEnvironment())), engine, given)
+    engine.check([state])
+    assert (state.reward, len(turns_of(state))) == ({"score": 1.0, "num_turns": 2.0}, 2)
+
+
+class EpisodeEnvironment:
+    """An environment of verifiers 0.4, whose package needs another version of openai.
+
+    Its agents are programs.
+    """
+
+    class Data(BaseModel):
+        prompt: str
+        answer: str
+
+    class Task:
+        def __init__(self, data: Any, config: Any) -> None:
+            self.data = data
+
+        @classmethod
+        def data_type(cls) -> Any:
+            return EpisodeEnvironment.Data
+
+    def __init__(self) -> None:
+        self.taskset = self
+        self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
+        self.open = 0
+        self.opened = 0
+
+    @classmethod
+    def task_type(cls) -> Any:
+        return cls.Task
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        assert self.open == 0, "one at a time: it keeps what it serves in itself"
+        self.open = 1
+        self.opened = self.opened + 1
+        yield
+        await asyncio.sleep(0)
+        self.open = 0
+
+    async def run_episode(self, task: Any, context: Any) -> Any:
+        assert self.open == 1
+        key = os.environ[context.client.api_key_var]
+        async with openai.AsyncOpenAI(base_url=context.client.base_url, api_key=key) as client:
+            messages: list[Any] = [{"role": "user", "content": task.data.prompt}]
+            reply = await client.chat.completions.create(model=context.model, messages=messages)
+        errors = (
+            [SimpleNamespace(type="TaskError", message="no rubric")]
+            if task.data.answer == "?"
+            else []
+        )
+        reward = float(task.data.answer in str(reply.choices[0].message.content))
+        agent = SimpleNamespace(trainable=True)
+        trace = SimpleNamespace(
+            agent=agent, metrics={"turns": 1, "unknown": None}, reward=reward, errors=errors
+        )
+        return SimpleNamespace(ok=not errors, traces=[trace], errors=[])
+
+
+def test_an_environment_whose_agents_are_programs_is_served_while_rollouts_run(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {
+        name: SimpleNamespace for name in ("EvalClientConfig", "ModelContext", "SamplingConfig")
+    }
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "verifiers.v1", SimpleNamespace(**kinds))
+    environment = EpisodeEnvironment()
+    engine = Recorder(chat, ["it is 5"] * 6)
+    agent = verifiers_agent(environment)
+
+    async def scene() -> list[RolloutState]:
+        groups = []
+        for answers in ("55", "5?"):
+            given = questions("2 + 3?", "2 + 3?")
+            for state, answer in zip(given, answers, strict=True):
+                state.extra = {"prompt": "2 + 3?", "answer": answer}
+            groups += await loop_of(chat, agent=agent).generate_group(
+                given, engine, "math-0000000001"
+            )
+        return groups
+
+    states = asyncio.run(scene())
+    assert [state.reward for state in states[:3]] == [{"score": 1.0, "turns": 1.0}] * 3
+    assert states[3].status is Status.FAILED
+    assert "TaskError: no rubric" in str(states[3].error)
+    assert environment.open == 0
+    assert environment.opened >= 2, "no longer than a group plays"
+    assert not [name for name in os.environ if name.startswith("ROLLOUTMQ_SESSION_")]
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"SimpleNamespace has neither.*0\.1\.14 to 0\.4"):
+        verifiers_agent(SimpleNamespace())
