@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import LostRun
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import expire
+from buffer.ledger.ledger import BatchLedger
 from buffer.maintenance.media_sweep import MediaSweep
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys

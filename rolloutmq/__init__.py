@@ -17,9 +17,9 @@ from rolloutmq import own_packages as own_packages
 # isort: split
 
 if TYPE_CHECKING:
-    from buffer.batches.position import Position
     from buffer.control.control import Mode
     from buffer.errors import ConfigError, RolloutMQError
+    from buffer.ledger.position import Position
     from buffer.model.limits import RunLimits, TaskLimits
     from buffer.model.manifest import Manifest, NotReady
     from buffer.redis.server.embedded import EmbeddedServer
@@ -78,7 +78,7 @@ else:
         "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
         "NotReady": "buffer.model.manifest",
         "PolicyVersion": "buffer.rollouts.rollout",
-        "Position": "buffer.batches.position",
+        "Position": "buffer.ledger.position",
         "RehearsalError": "rolloutmq.testing",
         "ReplayBuffer": "buffer.replay_buffer",
         "RolloutConsumer": "consumer.rollout_consumer",

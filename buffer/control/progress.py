@@ -22,7 +22,7 @@ NO_SUMS = (
     "target",
     "running",
     "cursor",
-    "ahead",
+    "reentered",
     "failures_in_row",
     "filtered_in_row",
     "tail_step",
@@ -72,7 +72,7 @@ class TaskProgress:
     """groups that run now; the following fields are of the moment, too"""
     cursor: int = 0
     """number of the next draw"""
-    ahead: int = 0
+    reentered: int = 0
     """groups submitted beyond the cursor, after the server lost data"""
     failures_in_row: int = 0
     filtered_in_row: int = 0

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from buffer.batches.ledger import BatchLedger
 from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
 from buffer.groups.record_walk import Record, RecordWalk
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.job import PayloadRef
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment

@@ -53,10 +53,10 @@ class RecordWalk:
 
     def _living(self, task: str) -> Iterator[int]:
         key = self._keys.progress(task)
-        names = ("cursor", "reach", "put", "imported")
+        names = ("cursor", "highest_draw", "put", "imported")
         (counts,) = self._store.each("records", [("HMGET", key, *names)])
-        cursor, reach, put, imported = read_counts("progress", key, names, counts)
-        yield from self._living_between(task, 0, max(cursor, reach))
+        cursor, highest_draw, put, imported = read_counts("progress", key, names, counts)
+        yield from self._living_between(task, 0, max(cursor, highest_draw))
         yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
 
     def _living_between(self, task: str, start: int, stop: int) -> Iterator[int]:

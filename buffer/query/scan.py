@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import QueryError
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse

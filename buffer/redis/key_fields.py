@@ -82,7 +82,8 @@ OPTIONAL: Mapping[str, Forms] = {
         **dict.fromkeys(
             (
                 *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived"),
-                *("dead", "filtered", "dropped", "put", "imported", "ahead", "reach", "arrivals"),
+                *("dead", "filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
+                "arrivals",
                 *("produced_groups", "produced_ms", "produced_samples", "produced_tokens"),
                 *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
                 *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),

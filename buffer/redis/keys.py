@@ -67,7 +67,7 @@ TABLE: Mapping[str, KeyRow] = {
         "next draw by task, for the producer; workers cannot write it (ACL); "
         "`progress` has a copy, for people and the account",
     ),
-    "ended:<task>:<place>": KeyRow(
+    "ended:<task>:<stage>": KeyRow(
         "STRING", "bitmap: bit n = draw n is archived / filtered / dropped"
     ),
     "dead": KeyRow("ZSET", "gid by time of death (ms)"),
@@ -81,7 +81,7 @@ TABLE: Mapping[str, KeyRow] = {
     ),
     "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
     "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
-    "hold": KeyRow(
+    "snapshot_lock": KeyRow(
         "STRING", "nonce of a snapshot that copies payloads; nothing is freed meanwhile"
     ),
     # steps of a consumer
@@ -108,7 +108,7 @@ TABLE: Mapping[str, KeyRow] = {
         "HASH",
         "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
         "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
-        "by worker (`buffer/batches/audits.py`)",
+        "by worker (`buffer/ledger/audits.py`)",
     ),
     # weights
     "weights": KeyRow(
@@ -188,7 +188,7 @@ class Keys:
         self.garbage = self.prefix + "garbage"
         self.unpinned = self.prefix + "unpinned"
         self.bytes = self.prefix + "bytes"
-        self.hold = self.prefix + "hold"
+        self.snapshot_lock = self.prefix + "snapshot_lock"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.suspects = self.prefix + "suspects"

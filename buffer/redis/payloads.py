@@ -237,7 +237,7 @@ class PayloadStore:
     def collect(self, limit: int = 200) -> int:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
-        hold = self._keys.hold
+        hold = self._keys.snapshot_lock
         # the hold is read after the choice: what was garbage before a snapshot held it is not part
         # of the snapshot
         entries, is_held = self._store.each(

@@ -18,9 +18,9 @@ from typing import Any
 import orjson
 import redis
 
-from buffer.batches.account import Account
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
 from buffer.groups.record_walk import PAGE
+from buffer.ledger.account import Account
 from buffer.model.limits import LOADING, SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder

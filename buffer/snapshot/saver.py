@@ -2,8 +2,8 @@
 
 If the index changes while it is copied, it is copied again, a few times; a busy run is paused for
 that copy (workers may keep what they hold). Payloads are copied afterwards, while the run
-continues: bytes that a record names never change, and the key `hold` keeps `PayloadStore.collect`
-from freeing any. The hold expires by itself.
+continues: bytes that a record names never change, and the key `snapshot_lock` keeps
+`PayloadStore.collect` from freeing any. The hold expires by itself.
 
 A group's payload is named by its record. An archived group has no record: while its batch is
 retained, only the manifest names it. A payload that is missing is an error, except that of a dead
@@ -229,7 +229,7 @@ class _Hold:
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
-        self._key = keys.hold
+        self._key = keys.snapshot_lock
         self._nonce = secrets.token_hex(16)
         self._renewed_s = 0.0
 

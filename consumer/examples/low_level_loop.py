@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.learner.learner import Learner

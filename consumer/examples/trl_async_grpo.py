@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from buffer.batches.position import Position
 from buffer.errors import ConfigError
+from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.batches.batch import Batch

@@ -1,6 +1,6 @@
 """Checkpoints: the trainer's position, its weights and its optimizer, in one folder (I6).
 
-<folder>/step-000012/trainer.json           the position (buffer/batches/position.py)
+<folder>/step-000012/trainer.json           the position (buffer/ledger/position.py)
                      state-*.safetensors     of each rank (saved_state.py)
 
 Invariant: a folder under its final name is complete.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import orjson
 
-from buffer.batches.position import Position
 from buffer.errors import ModelError, RolloutMQError
+from buffer.ledger.position import Position
 from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")

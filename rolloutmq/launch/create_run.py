@@ -9,10 +9,10 @@ from pathlib import Path
 
 from redis.exceptions import NoPermissionError
 
-from buffer.batches.position import Position
 from buffer.control.continuation import Start
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RunExists
+from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import embedded_server, run_nonce, write_nonce
 from buffer.redis.store import Store

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
+from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.publication import open_sender, publish

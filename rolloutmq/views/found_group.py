@@ -8,11 +8,11 @@ from typing import Any
 from buffer.errors import AccountError, ConfigError
 from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.model.job import PayloadRef
-from buffer.monitoring.tracing import trace_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.group_json import group_json
 from buffer.run import Run
 from consumer.training.sample_log import Sample, SampleLog
+from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
     "archived": "trained and committed",
@@ -105,7 +105,7 @@ def locate(run: Run, gid: str) -> FoundGroup:
             f"run {run.name!r} has no task {task!r}",
             hint=f"its tasks: {', '.join(run.limits.tasks)}",
         )
-    places = run.account.places(task, draw)
+    places = run.account.stages(task, draw)
     record = run.record(gid)
     trace = trace_id(run.nonce, gid)
     if not record:

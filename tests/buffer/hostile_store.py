@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from buffer.batches.account import Account
+from buffer.ledger.account import Account
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot

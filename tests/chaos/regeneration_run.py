@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from buffer.batches.position import Position
 from buffer.errors import RolloutMQError
+from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.redis.store import Store
 from buffer.run import Run

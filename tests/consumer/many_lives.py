@@ -90,10 +90,10 @@ FILES = {
         "buffer/weights/exchange/transfer.py",
         "buffer/weights/exchange/memory_snapshot.py",
         "buffer/weights/exchange/tensor_exchange.py",
-        "buffer/batches/ledger.py",
-        "buffer/batches/trainer_opening.py",
-        "buffer/batches/reassertion.py",
-        "buffer/batches/position.py",
+        "buffer/ledger/ledger.py",
+        "buffer/ledger/trainer_opening.py",
+        "buffer/ledger/from_checkpoint.py",
+        "buffer/ledger/position.py",
     )
 }
 

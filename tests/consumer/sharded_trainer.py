@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 import torch.distributed as dist
 
-from buffer.batches.position import Position
 from buffer.errors import GroupChanged
+from buffer.ledger.position import Position
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
 from buffer.rollouts import wire

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer.batches.ledger import BAD_GROUPS
+from buffer.ledger.ledger import BAD_GROUPS
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.commands.administration.diagnosis import diagnose

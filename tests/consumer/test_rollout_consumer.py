@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from buffer.batches.ledger import BAD_GROUPS
 from buffer.control.control import Mode
 from buffer.errors import (
     CheckpointNow,
@@ -24,6 +23,7 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
+from buffer.ledger.ledger import BAD_GROUPS
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.redis.store import Store

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from buffer.batches.position import Position
-from buffer.batches.trainer_opening import Opening
 from buffer.errors import LedgerError, LostRun
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from buffer.batches.position import Position
 from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady

@@ -267,7 +267,7 @@ class Yard:
 
     def places(self) -> dict[str, int]:
         """Where groups are; only places that are not empty."""
-        return {place: n for place, n in self.run.account.totals().tasks[0].places.items() if n}
+        return {place: n for place, n in self.run.account.totals().tasks[0].stages.items() if n}
 
     def group(self, gid: str) -> RolloutGroup:
         """Return a group as its newest payload has it."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import redis
 
-from buffer.batches.position import Position
 from buffer.errors import RoleHeld, SnapshotError
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.backup import SavedKey, read_backup, write_backup
 from buffer.maintenance.repair.garbage import prompts_ahead
 from buffer.maintenance.repair.image import PAGE, Image, Value, read_image

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.account import TaskAccount
-from buffer.batches.position import TrainedDraws
 from buffer.errors import ConfigError, DatasetError, StoreError
 from buffer.groups.put_groups import GroupPut
+from buffer.ledger.account import TaskAccount
+from buffer.ledger.position import TrainedDraws
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.redis.store import Store
 from buffer.rollouts import wire

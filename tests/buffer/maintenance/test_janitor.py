@@ -80,9 +80,9 @@ def test_sweep_is_bounded_and_says_that_there_is_more(
 
 
 def test_sweep_frees_nothing_while_a_snapshot_holds(scene: Scene) -> None:
-    neglect(scene).raw.set(scene.keys.hold, "me")
+    neglect(scene).raw.set(scene.keys.snapshot_lock, "me")
     assert scene.run.janitor.sweep().freed == 0
-    scene.raw.delete(scene.keys.hold)
+    scene.raw.delete(scene.keys.snapshot_lock)
     assert scene.run.janitor.sweep().freed == 6
 
 

@@ -224,9 +224,9 @@ def test_nothing_is_deleted_that_is_held_or_not_ours(
     scene = scene_with_media()
     illustrate(scene, 1)
     scene.enqueue(1, samples=[0])
-    scene.raw.set(scene.keys.hold, "me")
+    scene.raw.set(scene.keys.snapshot_lock, "me")
     assert sweep(scene) == 0
-    scene.raw.delete(scene.keys.hold)
+    scene.raw.delete(scene.keys.snapshot_lock)
     owner = tmp_path / "media" / "owner.json"
     owner.rename(tmp_path / "owner.json")
     assert sweep(scene) == 0

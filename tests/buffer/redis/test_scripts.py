@@ -219,7 +219,7 @@ GENERAL_CASES = {
     "deregister": {"UNKNOWN"},
     "dissolve_batch": {"GAP", "ARCHIVED"},
     "reap": {"GRACE"},
-    "reassert": {"TAKEN", "DRAW"},
+    "mark_trained": {"TAKEN", "DRAW"},
     "receipt": {"UNKNOWN", "REPLACED"},
     "reissue": {"CLOSED"},
     "reset_ledger": {"LIVE"},

@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.batches.audits import Position, Verdict
 from buffer.errors import ConfigError, WireError
+from buffer.ledger.audits import Position, Verdict
 from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
 from buffer.rollouts.group import RolloutGroup

@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.position import Position
 from buffer.errors import ConfigError
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.redis.store import Store

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.batches.ledger import BatchLedger
+from buffer.ledger.ledger import BatchLedger
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.rollout_consumer import RolloutConsumer

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.rollout_consumer import RolloutConsumer

@@ -39,7 +39,7 @@ STEER = "trainer operator"
 WRITES = {
     "meta": TIDY, "meta:copy": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "report": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
     "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
-    "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "hold": STEER, "ledger:<name>": TIDY,
+    "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "snapshot_lock": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
     "worker:<id>": ALL, "suspects": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "holds:<id>": ALL,
@@ -54,7 +54,7 @@ CHANGES = {
     ),
     **dict.fromkeys(
         ("beat", "commit", "create_run", "curriculum", "dissolve_batch", "enqueue", "forget", "producer_open",
-         "reassert", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
+         "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
         ("admit", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
@@ -69,7 +69,7 @@ READS = {"check", "check_holds", "counts", "pass_over", "peek", "silent", "sync"
 
 STOPPED_LATE = {
     ("control", "producer"), ("dissolve_batch", "worker"), ("forget", "worker"), ("publish_weights", "producer"),
-    ("quarantine", "producer"), ("reassert", "worker"), ("rescore", "worker"), ("trainer_open", "producer"),
+    ("quarantine", "producer"), ("mark_trained", "worker"), ("rescore", "worker"), ("trainer_open", "producer"),
 }  # fmt: skip
 """Who is denied a script only after it wrote something: nothing that the role may not write by
 itself.
@@ -98,7 +98,7 @@ def raw(own_server: Server, run_name: str) -> Iterator[Any]:
 def kinds() -> dict[str, str]:
     """Every kind of key of the table in buffer/redis/keys.py, with its type."""
     found = {key: row.type for key, row in TABLE.items()}
-    ended = found.pop("ended:<task>:<place>")
+    ended = found.pop("ended:<task>:<stage>")
     return found | {f"ended:<task>:{place}": ended for place in ENDS}
 
 
