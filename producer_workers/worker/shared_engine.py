@@ -126,7 +126,7 @@ class SharedEngine:
         cuts = params.cuts() if self._untruncated_tasks else ""
         if cuts and split_group_id(gid)[0] in self._untruncated_tasks:
             message = f"sampling with {cuts} gives logprobs of another distribution than training"
-            hint = "do without it, or set [learner] accept_cut_distribution = true"
+            hint = "do without it, or set [learner] allow_truncated_sampling = true"
             raise GenerationError(message, hint=hint)
 
     async def _ask(
