@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from buffer.config.config import Config
-from buffer.config.sections.engine import HttpConfig, VllmConfig
-from buffer.config.sections.run_settings import LaunchSection
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import EXTRAS, install_command
+from producer_workers.config.engine import HttpConfig, VllmConfig
+from rolloutmq.config.config import Config
+from rolloutmq.config.launch import LaunchSection
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
