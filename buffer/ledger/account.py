@@ -294,13 +294,13 @@ class Account:
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
         )
         known = {worker.decode(errors="replace") for members in listed for worker in members}
-        holders = {each.name.removeprefix("holds:") for each in found if each.kind == "holds"}
+        holders = {each.name.removeprefix("leased:") for each in found if each.kind == "leased"}
         workers = sorted(filter(NAME.fullmatch, known | holders))
         calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
-        replies = self._store.call_many("check_holds", calls)
+        replies = self._store.call_many("check_leased", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
             for fault in faults:
-                yield Damage(DamageKind.HOLDS, fault, keys.holds(worker))
+                yield Damage(DamageKind.HOLDS, fault, keys.leased(worker))
         for worker in sorted(known - set(workers)):
             text = f"{worker!r} in {keys.leases} or {keys.workers} is no worker"
             yield Damage(DamageKind.INDEX, text, keys.leases, field=worker)

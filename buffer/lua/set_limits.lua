@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: bells, events, numbers, settings
+-- include: events, numbers, settings, wake_ups
 -- KEYS meta          HASH
 -- KEYS meta_copy     HASH
 -- KEYS control       HASH
@@ -28,5 +28,5 @@ for _, field, value in each_unit do
   end
 end
 put_settings(meta, meta_copy, 'limits_version', version + 1, 'limits_op', operation)
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 return {'OK', version + 1}

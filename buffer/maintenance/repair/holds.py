@@ -47,5 +47,5 @@ def holds(state: Rebuilt) -> dict[str, Value]:
     found = {"leases": Value("zset", leases)}
     for worker, tokens in held.items():
         digest = str(digest_of_pairs(tokens.items()))
-        found[f"holds:{worker}"] = Value("hash", tokens | {"digest": digest})
+        found[f"leased:{worker}"] = Value("hash", tokens | {"digest": digest})
     return found

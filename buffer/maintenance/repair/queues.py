@@ -96,7 +96,7 @@ def _score(state: Rebuilt, name: str, member: str, record: Hash) -> float:
     if record["version"] == "" or record["status"] == "expired":
         return math.inf
     version = _living(state, record.get("lineage", ""), int(record["version"]))
-    lag = state.limits.token_lag(record["task"])
+    lag = state.limits.token_lead(record["task"])
     last = record.get("last", "")
     if lag != "" and is_count(last):
         version = min(version, _living(state, record.get("last_lineage", ""), int(last)) - int(lag))

@@ -99,7 +99,15 @@ def settings(image: Image) -> dict[str, Value]:
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, where they can be read."""
     values = {}
-    for name in ("report", "events", "unpinned", "weights", "suspects", "audits", "snapshot_lock"):
+    for name in (
+        "report",
+        "events",
+        "unpinned",
+        "weights",
+        "bad_submissions",
+        "audits",
+        "snapshot_lock",
+    ):
         value = image.values.get(name)
         if value and value.kind == TABLE[name].type.lower():
             values[name] = value

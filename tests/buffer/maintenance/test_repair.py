@@ -138,7 +138,7 @@ def names(story: Repaired, *prefixes: str) -> list[str]:
 
 
 FIXED = ("control", "lineages", "cursors", "leases", "dead", "bytes", "garbage", "workers", "clock")
-BY_TASK = ("jobs:", "pool:", "ended:", "progress:", "ledger:", "batch:", "group:", "holds:")
+BY_TASK = ("jobs:", "pool:", "ended:", "progress:", "ledger:", "batch:", "group:", "leased:")
 KINDS = (*FIXED, *BY_TASK, "worker:", "payload:", "dead:", "age:")
 
 
