@@ -24,7 +24,7 @@ def train(yard: Yard, step: int) -> None:
 
 @pytest.mark.parametrize("partial_rollout", [False, True])
 @pytest.mark.parametrize("mode", [Mode.RUN, Mode.KEEP])
-def test_doomed_groups_end_in_the_engine_and_others_start(
+def test_expiring_groups_end_in_the_engine_and_others_start(
     yard: Yard, mode: Mode, partial_rollout: bool
 ) -> None:
     yard.enqueue(2, LONG)
@@ -41,7 +41,7 @@ def test_doomed_groups_end_in_the_engine_and_others_start(
             yard.control(Mode.RUN)
             weights = yard.publish(1)
             await yard.until(lambda: engine.version() == weights)
-            yard.enqueue(1)  # under the old weights it would be doomed, too
+            yard.enqueue(1)  # under the old weights it would be expiring, too
             await yard.until_places(dropped=2, taken=1, completed=1)
 
     asyncio.run(scenario())

@@ -45,12 +45,12 @@ def test_a_group_that_is_too_old_is_named_in_the_reply_to_a_heartbeat(trained: S
     scene = trained
     old, fresh, empty = running(scene, 3)
     train(scene, 1)
-    assert scene.beat([old, fresh, empty], oldest=FIRST).doomed == ()
+    assert scene.beat([old, fresh, empty], oldest=FIRST).expiring == ()
     train(scene, 2)
-    assert scene.beat([fresh], oldest=SECOND).doomed == ()
-    assert scene.beat([empty]).doomed == ()
+    assert scene.beat([fresh], oldest=SECOND).expiring == ()
+    assert scene.beat([empty]).expiring == ()
     reply = scene.beat([old], oldest=FIRST)
-    assert (reply.doomed, reply.lost) == ((old,), ())
+    assert (reply.expiring, reply.lost) == ((old,), ())
     scene.check()
 
 
@@ -61,12 +61,12 @@ def test_a_group_that_is_too_old_takes_no_room(trained: Scene) -> None:
     train(scene, 1)
     assert scene.enqueue(9, target=5).count == 0
     train(scene, 2)
-    assert scene.run.read_progress().leftovers["math"].doomed == 4
+    assert scene.run.read_progress().leftovers["math"].expiring == 4
     assert scene.enqueue(9, target=6).count == 4
     for job in jobs:
         assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == "dropped"
     assert scene.enqueue(9, target=6).count == 0
-    assert scene.run.read_progress().leftovers["math"].doomed == 0
+    assert scene.run.read_progress().leftovers["math"].expiring == 0
     counts = scene.run.read_progress().tasks["math"]
     assert (counts.ended_early, counts.discarded_tokens, counts.unmade_tokens) == (4, 28, 120)
     assert counts.expirations == 4
@@ -102,7 +102,7 @@ def test_tokens_decide_whether_a_group_has_ended_early(trained: Scene) -> None:
     scene = trained
     (job,) = running(scene)
     train(scene, 1, 2)
-    assert scene.beat([job], oldest=FIRST).doomed == (job,)
+    assert scene.beat([job], oldest=FIRST).expiring == (job,)
     younger = EndedEarly(tokens=7, unmade_tokens=30, oldest={"l1": 2})
     assert scene.run.jobs.release("w0", job, "expired", "", younger) == "pool"
     assert [gid for gid, _ in scene.pool("aborted")] == [job.gid]
@@ -166,11 +166,11 @@ def test_a_fork_to_an_older_step_ends_groups_too(trained: Scene) -> None:
     scene.submit(resumed, PolicyVersion("l1", 3), status=Status.ABORTED)
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
     train(scene, 4)
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).doomed == ()
+    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == ()
     scene.open_trainer(step=1, lineage="l2", take_over=True)
     assert set(scene.ages().values()) == {1.0}
     # the next step is 5 all the same: its weights of version 3 count as those of the fork
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).doomed == (job,)
+    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == (job,)
     scene.check()
 
 
@@ -178,9 +178,9 @@ def test_a_lower_staleness_ends_groups_too(trained: Scene) -> None:
     scene = trained
     (job,) = running(scene)
     train(scene, 1)
-    assert scene.beat([job], oldest=FIRST).doomed == ()
+    assert scene.beat([job], oldest=FIRST).expiring == ()
     scene.run.set(parse_settings(LiveSettings, ["max_staleness=0"]))
-    assert scene.beat([job], oldest=FIRST).doomed == (job,)
+    assert scene.beat([job], oldest=FIRST).expiring == (job,)
     assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == "dropped"
     scene.check()
 
@@ -191,7 +191,7 @@ def test_groups_of_evaluations_do_not_age(trained: Scene) -> None:
     scene.enqueue(1, task="quiz", target=None)
     (job,) = scene.claim()
     train(scene, 1, 2)
-    assert scene.beat([job], oldest=FIRST).doomed == ()
+    assert scene.beat([job], oldest=FIRST).expiring == ()
     assert scene.ages("quiz") == {}
     assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == "pool"
     scene.check()
@@ -207,7 +207,7 @@ def test_whatever_ends_a_running_group_leaves_no_age_behind(trained: Scene, end:
     (resumed,) = scene.claim()
     train(scene, 1, 2)
     jobs = [resumed, fresh]
-    assert scene.beat(jobs, oldest=FIRST).doomed == (resumed, fresh)
+    assert scene.beat(jobs, oldest=FIRST).expiring == (resumed, fresh)
     for job in jobs:
         match end:
             case "failed" | "handback":
