@@ -1,19 +1,54 @@
-"""The claims of a worker: what the server grants, and why it grants nothing, logged once."""
+"""What a worker claims, and when.
+
+It claims the next group as soon as a member of another is sampled: what is judged or submitted
+needs no room in the engine, so it does not delay the next groups. Such groups are bounded by task:
+a task whose judge is too slow is not claimed any more, the others are.
+
+With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
+increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
+queues in the engine, then add one group at a time; when requests queue, or the KV cache runs short,
+subtract the groups that queue. A group that waits in one engine could have run in another, and
+grows old.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
 
-from buffer.errors import StoreUnavailable
+from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.groups.claim import Claim
+from buffer.groups.job_queue import Serves
 from buffer.model.ids import new_nonce
+from buffer.model.job import Job
+from buffer.model.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from producer_workers.worker.capacity import Vacancy
+from producer_workers.engines.base import EngineLoad
+from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
+
+KV_SHORT = 0.95
+"""Share of the KV cache from which an engine begins to evict requests."""
+
+START = 8
+"""Groups that a worker begins with."""
+
+QUEUED_POLLS = 2
+"""Polls in a row that must find a queue: new requests wait for a moment in every engine."""
+
+FREE_FAILURES = 16
+"""Failures in a row that cause no pause between claims."""
+
+LONGEST_S = 30.0
+"""The longest pause between claims; it takes some 20 more failures to grow to this."""
 
 REFUSALS = {
     "FULL": "the run holds as many payload bytes as it may",
@@ -22,14 +57,115 @@ REFUSALS = {
 }
 
 
-class Claims:
-    """Claims groups for one worker."""
+class AdaptiveConcurrency:
+    """Finds the `limit` of groups at which an engine is full, from `least` to `most`."""
 
-    def __init__(self, run: Run, worker: str, nonce: str) -> None:
+    def __init__(self, start: int = START, least: int = 1, most: int = 1024) -> None:
+        self.limit = start
+        self._least = least
+        self._most = most
+        self._is_searching = True
+        self._queued = 0
+
+    def observe(self, load: EngineLoad, held: int) -> int:
+        """Return the new limit, given the engine's load while `held` groups are sampled."""
+        too_many = held * load.waiting // max(1, load.running + load.waiting)
+        self._queued = self._queued + 1 if too_many or load.kv_usage > KV_SHORT else 0
+        # above the limit, the last decrease has not had its effect yet
+        if self._queued >= QUEUED_POLLS and held <= self.limit:
+            too_many = too_many or ceil(held / 8)
+            self.limit = max(self._least, held // 2, held - max(1, too_many))
+            self._is_searching = False
+            self._queued = 0
+        # a limit that is not used up is not too low
+        elif not self._queued and held >= self.limit:
+            self.limit = min(self._most, 2 * self.limit if self._is_searching else self.limit + 1)
+        return self.limit
+
+
+class FailureBackoff:
+    """Pauses the claims of a worker of which every try fails.
+
+    Its code or its machine may be broken while others work: without a pause, it would use up the
+    tries of all groups. A single success ends the pauses.
+    """
+
+    def __init__(self) -> None:
+        self._in_row = 0
+        self._until_s = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """Count a failed try; `now_s` on the monotonic clock."""
+        self._in_row += 1
+        if (over := self._in_row - FREE_FAILURES) > 0:
+            self._until_s = now_s + min(LONGEST_S, 1.2 ** min(over, 100))
+
+    def succeeded(self) -> None:
+        """Count a try that gave a result."""
+        self._in_row = 0
+        self._until_s = 0.0
+
+    def must_pause(self, now_s: float) -> bool:
+        """Return whether nothing is claimed now."""
+        return now_s < self._until_s
+
+
+Shares = Mapping[Job, float]
+"""The groups that are held, each with the share of its members that may need the engine, 0..1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """Room for `limit` groups of what `serves` names, beside those that are `sampled` now."""
+
+    limit: int
+    serves: Serves
+    sampled: list[Job]
+
+
+class Claims:
+    """Claims groups for one worker, under its run's limits and its own `concurrency`."""
+
+    def __init__(
+        self, run: Run, worker: str, nonce: str, concurrency: Concurrency, serves: Serves
+    ) -> None:
         self._run = run
         self._worker = worker
         self._nonce = nonce
+        self._concurrency = concurrency
+        self._serves = serves
+        self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
         self._problem = LogOnce(log, "claiming nothing")
+        self.failures = FailureBackoff()
+
+    def limit(self) -> int:
+        """Return how many groups may be sampled at once."""
+        wanted = self._run.limits.concurrency or self._concurrency
+        return self._adaptive.limit if wanted == "auto" else wanted
+
+    def vacancy(self, shares: Shares) -> Vacancy | None:
+        """Return what to claim now, None for nothing."""
+        if self.failures.must_pause(time.monotonic()):
+            self._problem.report("every try of this worker fails, so it pauses between claims")
+            return None
+        limit = self.limit()
+        # rounded up: most of the last group waits in the engine at first
+        free = ceil(limit - sum(shares.values()))
+        behind = Counter(job.task for job, share in shares.items() if not share)
+        tasks = frozenset(task for task in self._serves.tasks if behind[task] <= limit)
+        if free <= 0 or not tasks:
+            return None
+        # leaves some jobs for other workers
+        most = min(free, max(1, limit // 4))
+        sampled = [job for job, share in shares.items() if share]
+        return Vacancy(most, replace(self._serves, tasks=tasks), sampled)
+
+    def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
+        """Adapt the limit to the engine's load. Return whether there is more room now."""
+        if load is None:
+            return False
+        before = self._adaptive.limit
+        return self._adaptive.observe(load, int(sum(shares.values()))) > before
 
     async def claim(self, weights: PolicyVersion, vacancy: Vacancy) -> Claim | None:
         """Return what the server grants; None if it is unreachable."""
@@ -45,11 +181,49 @@ class Claims:
                 vacancy.sampled,
             )
         except StoreUnavailable as error:
-            self.report(error.hint)
+            self._problem.report(error.hint)
             return None
-        self.report(REFUSALS.get(claim.refusal or "", ""))
+        self._problem.report(REFUSALS.get(claim.refusal or "", ""))
         return claim
 
-    def report(self, problem: str) -> None:
-        """Log, once, why nothing is claimed; "" where something can be."""
-        self._problem.report(problem)
+
+class WakeUp:
+    """Waits on a thread for a wake-up of the workers, and posts `JobsMayWait` after it.
+
+    A wake-up is for one worker: one that has no vacancy must not wait for it.
+    """
+
+    def __init__(self, run: Run, inbox: Inbox) -> None:
+        self._run = run
+        self._inbox = inbox
+        self._task: asyncio.Task[None] | None = None
+        self._problem = LogOnce(log, "no wake-ups")
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a wait is under way."""
+        return self._task is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Begin to wait; post `JobsMayWait` at the wake-up, or after `timeout_s` without one."""
+        self._task = asyncio.create_task(self._wait(timeout_s))
+
+    def cancel(self) -> None:
+        """End the wait."""
+        if self._task:
+            self._task.cancel()
+
+    async def _wait(self, timeout_s: float) -> None:
+        wake_up = self._run.keys.wake_up("workers")
+        try:
+            await asyncio.to_thread(
+                self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True
+            )
+            self._problem.report("")
+        except StoreUnavailable as error:
+            self._problem.report(error.hint)
+        except RolloutMQError as error:
+            self._inbox.post(PartFailed(error))
+        finally:
+            self._task = None
+            self._inbox.post(JobsMayWait())

@@ -1,57 +1,96 @@
-"""The engine as the groups of a worker see it: they share it, but a last try has it alone.
+"""The engine of a worker: its groups share it, and the worker pauses it.
 
-That is how a prompt that kills engines is found. Everything that was sampled when an engine died is
-a suspect; a group that was sampled alone is guilty.
+A prompt that kills engines is found this way: each group that was sampled when an engine died may
+have killed it, and loses a try; its last try is sampled alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.rollouts.rollout import PolicyVersion, no_logprobs, no_tokens
+from buffer.model.job import EndedEarly
+from buffer.rollouts.rollout import (
+    PolicyVersion,
+    RolloutState,
+    VersionSpan,
+    has_ended,
+    no_logprobs,
+    no_tokens,
+)
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines.base import (
+    AbortsGroups,
     Engine,
     EngineDeadError,
+    EngineLoad,
     Generation,
     GenerationError,
+    ReportsLoad,
     context_length,
     structures,
 )
-from producer_workers.worker.group_tokens import GroupTokens
 from producer_workers.worker.inbox import Inbox, RequestFinished
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What was sampled for a group since its claim, also what its agent loop discards.
+
+    `began`: the weights at its first request; the first token may be of later ones, if the request
+    waited in the engine. `oldest`: the oldest version of each lineage, of requests that ended.
+    """
+
+    began: PolicyVersion
+    tokens: int = 0
+    oldest: dict[str, int] = field(default_factory=dict)
+
+    def add(self, made: Generation) -> None:
+        """Count what a request returned."""
+        self.tokens += len(made.token_ids)
+        _lower(self.oldest, made.spans)
 
 
 class SharedEngine:
     """An engine that posts a RequestFinished after every request, also a failed one.
 
-    `uncut_tasks`: tasks whose tokens must be sampled from the model's whole distribution, also
-    where a row of the data set or an agent asks for something else.
+    `untruncated_tasks`: tasks whose tokens must be sampled from the model's whole distribution,
+    also where a row of the data set or an agent asks for something else.
 
-    `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
-    the engine died. `tokens`: what was sampled for each group. `sampled_with`: the weights of all
-    that the engine returned. Everything but `generate` is the engine's own.
+    `alone`: gids that are sampled beside no other group. `sampled_at_death`: gids that were sampled
+    when the engine died. `sampled`: by gid, what was sampled for each group. `sampled_with`: the
+    weights of all that the engine returned. An attribute that is missing here is the engine's own.
+
+    One caller of the methods that pause; the flags may be read on any thread.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, untruncated_tasks: Collection[str] = ()
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._uncut_tasks = frozenset(uncut_tasks)
+        self._untruncated_tasks = frozenset(untruncated_tasks)
+        self.is_paused = self.is_asleep = False
         self.alone = set[str]()
-        self.suspects = set[str]()
+        self.sampled_at_death = set[str]()
         self.sampled_with = set[PolicyVersion]()
-        self.tokens = GroupTokens()
-        self._sampled = Counter[str]()
+        self.sampled: dict[str, Sampled] = {}
+        self._running = Counter[str]()
         self._waiting_alone = Counter[str]()
         self._changed = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    # -- sampling ------------------------------------------------------------
 
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
@@ -61,57 +100,57 @@ class SharedEngine:
         It ends with "length" at the end of the engine's context, without a token where the prompt
         fills the context.
         """
-        self._check_params(request_id, params)
+        gid = request_id.partition("/")[0]
+        self._check_params(gid, params)
         if (context := context_length(self._engine)) is not None:
             room = context - len(prompt_ids)
             if room < 1:
                 return Generation(no_tokens(), no_logprobs(), (), "length")
             params = params.within(room)
-        gid = request_id.partition("/")[0]
         await self._wait_for_turn(gid)
         try:
-            with self._counted(self._sampled, gid):
+            with self._counted(self._running, gid):
                 # the death of an engine that is dead already is not this group's doing
                 self._engine.check_health()
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
             self._inbox.post(RequestFinished())
 
-    def _check_params(self, request_id: str, params: SampleParams) -> None:
+    def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for what the engine cannot do, or the trainer cannot train on."""
         # an engine that ignored the structure would only look like a bad model
         if params.structured and not structures(self._engine):
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
-        cuts = params.cuts() if self._uncut_tasks else ""
-        if cuts and split_group_id(request_id.partition("/")[0])[0] in self._uncut_tasks:
+        cuts = params.cuts() if self._untruncated_tasks else ""
+        if cuts and split_group_id(gid)[0] in self._untruncated_tasks:
             message = f"sampling with {cuts} gives logprobs of another distribution than training"
-            hint = "do without it, or set [learner] accept_cut_distribution = true"
+            hint = "do without it, or set [learner] allow_truncated_sampling = true"
             raise GenerationError(message, hint=hint)
 
     async def _ask(
         self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        self.tokens.begin(gid, self._engine.version())
+        sampled = self.sampled.setdefault(gid, Sampled(self._engine.version()))
         try:
             made = await self._engine.generate(request_id, prompt_ids, params)
         except EngineDeadError:
-            self.suspects.add(gid)
+            self.sampled_at_death.add(gid)
             raise
         _check_generation(self._engine.name, made, params)
         self.sampled_with.update(PolicyVersion(span.lineage, span.version) for span in made.spans)
-        self.tokens.add(gid, made)
+        sampled.add(made)
         return made
 
     async def _wait_for_turn(self, gid: str) -> None:
         if gid not in self.alone:
             # groups that want to be alone go first
-            while self._waiting_alone or self._sampled.keys() & self.alone:
+            while self._waiting_alone or self._running.keys() & self.alone:
                 await self._next_change()
             return
         with self._counted(self._waiting_alone, gid):
-            while self._sampled.keys() - {gid}:
+            while self._running.keys() - {gid}:
                 await self._next_change()
 
     @contextmanager
@@ -128,8 +167,87 @@ class SharedEngine:
         self._changed.clear()
         await self._changed.wait()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    # -- groups --------------------------------------------------------------
+
+    def ended_early(
+        self, gid: str, known_tokens: int, states: Sequence[RolloutState]
+    ) -> EndedEarly:
+        """Return what a group has that is ended early.
+
+        `known_tokens`: it had when it was claimed. `states`: as its agent loop left them.
+        """
+        sampled = self.sampled.get(gid)
+        tokens = known_tokens + (sampled.tokens if sampled else 0)
+        oldest = dict(sampled.oldest) if sampled else {}
+        _lower(oldest, (span for state in states for span in state.spans))
+        in_ended = sum(len(state.response_ids) for state in states if has_ended(state))
+        most = sum(state.sample_params.max_tokens for state in states if not has_ended(state))
+        return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
+
+    def forget(self, gid: str) -> None:
+        """Drop what is known of a group that has ended."""
+        self.alone.discard(gid)
+        self.sampled.pop(gid, None)
+
+    # -- pauses --------------------------------------------------------------
+
+    def load(self) -> EngineLoad | None:
+        """Return how full the engine is; None if it does not report that."""
+        return self._engine.load() if isinstance(self._engine, ReportsLoad) else None
+
+    async def freeze(self) -> None:
+        """Sample nothing until `thaw`."""
+        if not self.is_paused:
+            await self._engine.pause("keep")
+            self.is_paused = True
+
+    async def thaw(self) -> None:
+        """Sample again what was frozen."""
+        if self.is_paused:
+            await self._engine.resume()
+            self.is_paused = False
+
+    async def sleep(self) -> None:
+        """Leave the device's memory to another process until `wake`. Nothing may be running."""
+        if not self.is_asleep:
+            await self._engine.sleep()
+            self.is_asleep = True
+
+    async def wake(self) -> None:
+        """Take the device's memory back."""
+        if self.is_asleep:
+            await self._engine.wake()
+            self.is_asleep = False
+
+    async def halt(self) -> None:
+        """End all requests, and sample nothing until `thaw`."""
+        await self._engine.pause("abort")
+        self.is_paused = True
+
+    async def abort(self, spared: Collection[str] = ()) -> None:
+        """End all requests but those of the groups `spared`, and sample later requests."""
+        if not spared:
+            await self.halt()
+        await self.thaw()
+        if spared:
+            await self.abort_groups_but(spared)
+
+    async def abort_groups_but(self, spared: Collection[str]) -> bool:
+        """End all requests but those of the groups `spared`, also while nothing is sampled.
+
+        Return False where the engine cannot.
+        """
+        if not isinstance(self._engine, AbortsGroups):
+            return False
+        await self._engine.abort_others(spared)
+        return True
+
+
+def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
+    """Lower the oldest version of each lineage to those of `spans`."""
+    for span in spans:
+        if span.length:
+            oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:

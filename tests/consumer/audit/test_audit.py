@@ -26,7 +26,7 @@ from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable
 from rolloutmq.cli import main
-from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.conftest import Trainers
@@ -225,7 +225,7 @@ def test_groups_and_weights_may_be_gone(yard: Yard, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize(
     "section",
-    [{"learner": {"lora": {}}}, {"learner": {"accept_cut_distribution": True}},
+    [{"learner": {"lora": {}}}, {"learner": {"allow_truncated_sampling": True}},
      {"engine": {"kind": "simulated"}}],
 )  # fmt: skip
 def test_what_would_bar_honest_workers_is_refused(yard: Yard, section: dict[str, Any]) -> None:

@@ -1,0 +1,295 @@
+"""Traces of a group's life across processes, by OpenTelemetry (`pip install '.[otel]'`).
+
+    enqueue ─ wait ─ claim ─ rl.sample ┬ rl.reward ─ submit or release ─ take ─ rl.train ─ commit
+    producer         worker            └ (each)                          trainer
+
+OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
+variables of OpenTelemetry have their usual meaning. Without it, the run has no observer. Spans that
+OpenTelemetry's proposal for `rl.*` knows have its names (semantic-conventions-genai 88).
+
+Every process computes the ids of a group's trace from its gid, so no context travels with the
+group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from buffer.control.observers import Observer
+from buffer.model.job import Job, ReleaseKind, Result
+from buffer.model.manifest import Manifest
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.run import Run
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext
+
+
+log = logging.getLogger("rolloutmq.tracing")
+
+SWITCH = "OTEL_TRACES_EXPORTER"
+Value = str | int
+
+TRACE_BYTES = 16
+SPAN_BYTES = 8
+"""Lengths of ids in OpenTelemetry and W3C Trace Context."""
+
+
+def trace_id(run_nonce: str, gid: str) -> str:
+    """Return the id of a group's trace in hexadecimal, as trace viewers show it."""
+    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=TRACE_BYTES).hexdigest()
+
+
+def root_span_id(run_nonce: str, gid: str) -> str:
+    """Return the id of `enqueue`, the span to which the group's other spans belong."""
+    return blake2b(
+        f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root"
+    ).hexdigest()
+
+
+class Tracer:
+    """Records what one process does with groups.
+
+    Usage:
+        with tracer.during("submit", gid, worker="w0"):
+            submit()
+
+    The process that starts a group records its `root`; all other spans belong to that one.
+    """
+
+    def __init__(
+        self, provider: TracerProvider, run_nonce: str, root: ContextVar[SpanContext | None]
+    ) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("rolloutmq")
+        self._nonce = run_nonce
+        self._root = root
+
+    def root(self, name: str, gid: str, start_ns: int, **attributes: Value) -> None:
+        """Record the first span of a group, which ends now."""
+        from opentelemetry.context import Context
+
+        forced = self._root.set(self._of(gid))
+        try:
+            self._tracer.start_span(
+                name, Context(), attributes={"gid": gid, **attributes}, start_time=start_ns
+            ).end()
+        finally:
+            self._root.reset(forced)
+
+    def past(
+        self, name: str, gid: str, start_ns: int, end_ns: int | None = None, **attributes: Value
+    ) -> None:
+        """Record a span that ends at `end_ns`, by default now (both in ns since 1970)."""
+        context = self._context(gid)
+        self._tracer.start_span(
+            name, context, attributes={"gid": gid, **attributes}, start_time=start_ns
+        ).end(end_ns)
+
+    @contextmanager
+    def during(self, name: str, gid: str, **attributes: Value) -> Iterator[None]:
+        """Record the block as a span; `child` makes parts of it.
+
+        An error in the block is recorded and raised.
+        """
+        context = self._context(gid)
+        with self._tracer.start_as_current_span(
+            name, context, attributes={"gid": gid, **attributes}
+        ):
+            yield
+
+    @contextmanager
+    def child(self, name: str) -> Iterator[None]:
+        """Record the block as a part of the surrounding span."""
+        with self._tracer.start_as_current_span(name):
+            yield
+
+    def flush(self) -> None:
+        """Send all recorded spans; this also happens every few seconds and at the process's end."""
+        self._provider.force_flush()
+
+    def _of(self, gid: str) -> SpanContext:
+        from opentelemetry.trace import SpanContext, TraceFlags
+
+        trace = int(trace_id(self._nonce, gid), 16)
+        span = int(root_span_id(self._nonce, gid), 16)
+        return SpanContext(trace, span, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+    def _context(self, gid: str) -> Context:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import NonRecordingSpan, set_span_in_context
+
+        return set_span_in_context(NonRecordingSpan(self._of(gid)), Context())
+
+
+def trace_run(run: Run, process: str) -> Tracer | None:
+    """Record what `process` does with `run`, if the environment asks for traces."""
+    tracer = open_tracer(run.name, run.nonce, process)
+    if tracer:
+        run.observers.append(Tracing(run, tracer))
+    return tracer
+
+
+class Tracing(Observer):
+    """Makes spans of the moments of one process."""
+
+    def __init__(self, run: Run, tracer: Tracer) -> None:
+        self._run = run
+        self._tracer = tracer
+        self._waiting_since: dict[str, int] = {}
+        self._at_trainer: dict[int, tuple[int, Sequence[str]]] = {}
+
+    def enqueued(self, samples: Mapping[str, int], began_ns: int) -> None:
+        for gid, count in samples.items():
+            self._tracer.root("enqueue", gid, began_ns, samples=count)
+
+    def claiming(self, queues: Sequence[tuple[str, str]], limit: int) -> None:
+        """Read since when the first groups of each queue have waited.
+
+        The id of a stream's entry begins with the milliseconds of its arrival.
+        """
+        keys = self._run.keys
+        heads = [
+            ("XRANGE", keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in queues
+        ]
+        found = self._run.store.each("heads", heads, "control")
+        self._waiting_since = {
+            fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000
+            for head in found
+            for entry, fields in head
+        }
+
+    def claimed(
+        self, worker: str, weights: PolicyVersion, jobs: Sequence[Job], began_ns: int
+    ) -> None:
+        for job in jobs:
+            since = self._waiting_since.get(job.gid)
+            if since is not None:  # else it arrived between the two calls
+                self._tracer.past("wait", job.gid, min(since, began_ns), began_ns, lane=job.lane)
+            self._tracer.past(
+                "claim", job.gid, began_ns, worker=worker, tries=job.tries, weights=str(weights)
+            )
+
+    def generating(
+        self, gid: str, rollouts: int, engine: str, weights: PolicyVersion
+    ) -> AbstractContextManager[object]:
+        return self._tracer.during(
+            "rl.sample", gid, rollouts=rollouts, engine=engine, weights=str(weights)
+        )
+
+    def judging(self) -> AbstractContextManager[object]:
+        return self._tracer.child("rl.reward")
+
+    def submitted(
+        self,
+        worker: str,
+        results: Sequence[Result],
+        outcomes: Sequence[object],
+        began_ns: int,
+    ) -> None:
+        for result, outcome in zip(results, outcomes, strict=True):
+            self._tracer.past(
+                "submit",
+                result.job.gid,
+                began_ns,
+                worker=worker,
+                tokens=result.new_tokens,
+                status=str(result.group.status),
+                error=str(outcome) if isinstance(outcome, Exception) else "",
+            )
+
+    def released(
+        self, worker: str, job: Job, kind: ReleaseKind, reason: str, began_ns: int
+    ) -> None:
+        self._tracer.past(
+            "release", job.gid, began_ns, worker=worker, kind=kind, reason=reason[:200]
+        )
+
+    def taken(self, manifest: Manifest, began_ns: int) -> None:
+        for gid in manifest.gids:
+            self._tracer.past("take", gid, began_ns, step=manifest.step)
+        self._at_trainer[manifest.step] = time.time_ns(), manifest.gids
+
+    def committed(self, step: int, began_ns: int) -> None:
+        for done in sorted(self._at_trainer.keys() & set(range(step + 1))):
+            taken_ns, gids = self._at_trainer.pop(done)
+            for gid in gids:
+                self._tracer.past("rl.train", gid, taken_ns, began_ns, step=done)
+                self._tracer.past("commit", gid, began_ns, step=done)
+
+
+def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
+    """Return the tracer of this process; None if SWITCH asks for none.
+
+    An exporter that is unknown or not installed is logged and ignored: a run must not fail for its
+    traces.
+    """
+    wanted = os.environ.get(SWITCH, "none")
+    if wanted in ("", "none"):
+        return None
+    try:
+        exporter = _exporter(wanted)
+    except ImportError as error:
+        log.warning(
+            "no traces: %s=%s needs a package: %s (pip install '.[otel]')",
+            SWITCH,
+            wanted,
+            error,
+        )
+        return None
+    if exporter is None:
+        log.warning("no traces: %s is %r; use otlp, console or none", SWITCH, wanted)
+        return None
+    return tracer_of(exporter, run, run_nonce, process)
+
+
+def _exporter(wanted: str) -> SpanExporter | None:
+    if wanted == "otlp":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter()
+    if wanted == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        return ConsoleSpanExporter(
+            out=sys.stderr, formatter=lambda span: span.to_json(indent=None) + "\n"
+        )
+    return None
+
+
+def tracer_of(exporter: SpanExporter, run: str, run_nonce: str, process: str) -> Tracer:
+    """Return a tracer that sends spans to `exporter` in the background and at the process's end."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    root: ContextVar[SpanContext | None] = ContextVar("root", default=None)
+
+    class Ids(RandomIdGenerator):
+        """Random ids, except for the first span of a group."""
+
+        def generate_trace_id(self) -> int:
+            forced = root.get()
+            return forced.trace_id if forced else super().generate_trace_id()
+
+        def generate_span_id(self) -> int:
+            forced = root.get()
+            return forced.span_id if forced else super().generate_span_id()
+
+    names = {"service.name": "rolloutmq", "service.instance.id": process, "rolloutmq.run": run}
+    names |= {"rl.system": "rolloutmq", "rl.run.id": run_nonce}
+    provider = TracerProvider(resource=Resource.create(names), id_generator=Ids())
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, run_nonce, root)
