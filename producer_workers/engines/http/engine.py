@@ -1,9 +1,8 @@
 """Use a server of the OpenAI API that returns token ids, such as `vllm serve`, as engine.
 
-Invariant: no part of a response spans two versions. Each part is sampled under the weights that the
-server has then, and an update first ends all parts: running ones get what they have from the
-server, and a connection that sends nothing is closed. Then the request continues behind its tokens.
-So no version label per token is needed.
+Invariant: no part of a response spans two versions, so no version label per token is needed. An
+update first ends all parts: running ones get what they have from the server, and a connection that
+sends nothing is closed. Then each request continues behind its tokens.
 
 One worker uses a server, since it is paused and updated as a whole. What the server must offer is
 checked at the start.
@@ -41,7 +40,7 @@ from producer_workers.engines.http.server import (
     check_logprobs,
     gather_quietly,
 )
-from producer_workers.engines.http.weights import make_weights
+from producer_workers.engines.http.weights import ServerAdapters, ServerWeights
 from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.vllm.api import REASONS, sampling_arguments, structure_arguments
 
@@ -111,7 +110,8 @@ class HttpEngine:
         self._version = version
         self._server = CompletionServer(config.url, config.model, config.api_key)
         self._updates = config.weights != "static"
-        self._weights = make_weights(self._server, config, model_dir)
+        kind = ServerAdapters if config.weights == "adapters" else ServerWeights
+        self._weights = kind(self._server, config, model_dir)
         self.structures_output = False
         self.max_model_len: int | None = None
         self._requests: set[HttpRequest] = set()

@@ -30,8 +30,7 @@ from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
-from producer_workers.image_reader import ImageReader, ReadImage
-from producer_workers.images import png_of
+from producer_workers.images import ImageReader, ReadImage, png_of
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (
