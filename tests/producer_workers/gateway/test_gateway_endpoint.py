@@ -153,6 +153,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (TEXT, {"prompt": ["a", "b"]}, "one prompt at a time"),
         (TEXT, {"prompt": "a", "best_of": 3}, "best_of: "),
         (TEXT, {"prompt": "a", "echo": True}, "echo: "),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix: "),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
@@ -165,11 +166,8 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
         assert (status, engine.said) == (400, [])
         assert said in error["message"]
         assert len(error["message"]) < 5000, "not every fault of a request that has a million"
-        assert (
-            await desk.ask(
-                {"messages": USER, "n": None, "stream": None, "tools": [], "top_logprobs": 0}
-            )
-        )[0] == 200
+        empty: dict[str, Any] = {"n": None, "stream": None, "tools": [], "top_logprobs": 0}
+        assert (await desk.ask({"messages": USER, **empty}))[0] == 200
 
     assert len(at_desk(chat, engine, scene).segments) == 1
 
