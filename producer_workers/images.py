@@ -20,12 +20,12 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
 from buffer.model.byte_size import format_size
 from buffer.model.extras import install_command
 from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.rollouts.rollout import MediaRef
+from producer_workers.config.dataset import ImagesSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.own_copy import own_copy, own_rollout
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from producer_workers.config.strategy import FILTERS
 from producer_workers.user_code.process_function import Call
 
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.process import follow_owner, log_json
+from rolloutmq.config.sources import fetch
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table
 from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
-    from buffer.config.config import TrainingConfig
+    from rolloutmq.config.config import Config
 
 
 TakeOver = Annotated[
@@ -97,7 +97,7 @@ def run(
 
 
 def _detach(
-    settings: TrainingConfig, config: Path, given: list[str], redis_url: str | None, **flags: bool
+    settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
 ) -> NoReturn:
     """Start the run in the background and exit."""
     from rolloutmq.launch.detached import start_detached
@@ -246,7 +246,6 @@ def gpu_check(
     check_gpu(steps, overrides or [])
 
 
-def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
-    from buffer.config.config import TrainingConfig
+def _load(config: Path, overrides: list[str] | None) -> Config:
 
-    return open_config(TrainingConfig, config, overrides)
+    return open_config(config, overrides)

@@ -27,12 +27,11 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     tokens name. `rolloutmq workers` shows the counts, `rolloutmq workers --groups WORKER` what the
     trainer has used of a worker. SIGTERM ends it between two batches.
     """
-    from buffer.config.config import TrainingConfig
-    from buffer.config.sources import fetch
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.audit.auditor import Auditor
+    from rolloutmq.config.sources import fetch
 
-    settings = fetch(open_config(TrainingConfig, config, overrides))
+    settings = fetch(open_config(config, overrides))
     log_json("audit", settings.run.name)
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-audit", patient=True)
