@@ -37,7 +37,7 @@ class ProducingConfig(Protocol):
     @property
     def model_folder(self) -> Path: ...
     @property
-    def uncut_tasks(self) -> list[str]:
+    def untruncated_tasks(self) -> list[str]:
         """Return the tasks whose tokens must be sampled from the model's whole distribution."""
         ...
 
