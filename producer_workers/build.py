@@ -20,7 +20,6 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
-from producer_workers.config.engine import VllmConfig
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
@@ -141,8 +140,8 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     """Return the engine of this worker, started, with the weights that the run began with."""
     section = config.engine
-    if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
-        section = section.model_copy(update={"report_load": True})
+    if config.worker.concurrency == "auto":
+        section = section.reporting_load()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])

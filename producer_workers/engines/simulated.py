@@ -34,7 +34,7 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
-from producer_workers.engines.model_folder import read_shapes
+from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +322,14 @@ class SimulatedEngine:
         for run in self._all():
             if not run.result.done():
                 run.result.set_exception(error)
+
+
+def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> SimulatedEngine:
+    """Build an engine with the token ids of the model in `model_dir`, unless `config` has some."""
+    end = min(eos_ids(model_dir), default=None)
+    of_model = {"vocab_size": vocabulary_size(model_dir), "eos_token_id": end}
+    given = config.model_dump(include=set(of_model), exclude_none=True)
+    return SimulatedEngine(config.model_copy(update=of_model | given), version)
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
