@@ -112,4 +112,4 @@ def encode_chat(
         add_generation_prompt=True,
         return_dict=False,
     )
-    return [int(token) for token in ids]
+    return list(map(int, ids))
