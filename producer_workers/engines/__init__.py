@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
-    """Build the engine of `config` without starting it.
-
-    `version` names the weights that `model_dir` holds.
-    """
+    """Build an engine, without starting it, for the weights `version` in `model_dir`."""
     engine: Engine = load_object(config.built_by, kind="engine")(config, model_dir, version)
     return engine

@@ -69,10 +69,7 @@ class HttpRequest(GrowingResponse):
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of a completion request for the rest of the response.
-
-        Every field is given, since servers have defaults of their own.
-        """
+        """Return all sampling fields for the rest of the response: servers have own defaults."""
         params = self._params.after(len(self.token_ids))
         fields = {**sampling_arguments(params), "min_p": 0.0}
         if params.structured:
@@ -80,10 +77,7 @@ class HttpRequest(GrowingResponse):
         return fields
 
     def end_part(self) -> None:
-        """Drop the tokens where a structured response ended early.
-
-        A structure cannot be continued in its middle, so the next part begins anew.
-        """
+        """Drop the tokens of an interrupted structured response: no structure can be continued."""
         if self._params.structured and not self.finish_reason:
             self.forget()
 

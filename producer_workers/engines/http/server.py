@@ -205,11 +205,7 @@ class CompletionServer:
     async def _send(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> bytes:
-        """Return the body of the answer.
-
-        Raises ServerRefusal where the server answers with an error, ServerGone where it does not
-        answer, or with 503.
-        """
+        """Return the body of the answer. Raises ServerRefusal, or ServerGone (also for 503)."""
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data else {}
         limit = aiohttp.ClientTimeout(total=timeout_s)

@@ -27,10 +27,7 @@ PREFIX = "rolloutmq-"
 
 
 class ServerWeights:
-    """Whole weights.
-
-    All methods raise ServerGone and ServerRefusal; `check` raises WeightsError.
-    """
+    """Whole weights. All methods raise ServerGone, ServerRefusal; `check` raises WeightsError."""
 
     hint = (
         "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
@@ -46,10 +43,7 @@ class ServerWeights:
         self._tied_head = False
 
     async def take_over(self, version: PolicyVersion) -> None:
-        """Load the first weights.
-
-        The server may have others, of an earlier worker or of half an update.
-        """
+        """Load the first weights: the server may have those of an earlier worker."""
         control_s = self._config.control_timeout_s
         self._shapes = await asyncio.to_thread(read_shapes, self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)

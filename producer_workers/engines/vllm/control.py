@@ -31,10 +31,7 @@ Call = Callable[..., Awaitable[list[Any]]]
 
 
 class VllmControl:
-    """Calls into one `llm`, each with a deadline.
-
-    `limit_s` is the deadline of pause, resume and the like, in seconds.
-    """
+    """Calls into one `llm`, with a deadline of `limit_s` seconds for pause, resume and the like."""
 
     def __init__(self, api: VllmApi, llm: Any, limit_s: float) -> None:
         self._api = api
@@ -59,10 +56,7 @@ class VllmControl:
         return EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
 
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
-        """Return the answer to a control call.
-
-        Raises EngineDeadError where there is none, and the errors of vLLM.
-        """
+        """Return the answer to a control call. Raises EngineDeadError, and the errors of vLLM."""
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -156,11 +150,7 @@ class VllmControl:
 
 
 async def receive_weights(call: Call, announced: Announcement, limit_s: float) -> None:
-    """Receive announced weights in every shard, while the model runs.
-
-    Raises WeightsError and discards everything unless all shards have all of it in `limit_s`
-    seconds.
-    """
+    """Receive announced weights in every shard within `limit_s`, or discard all of it."""
     await call("rolloutmq_receive_weights", announced.to_json().decode(), limit_s)
     try:
         async with asyncio.timeout(limit_s):
@@ -197,10 +187,7 @@ async def _wait_for_all(call: Call, label: str) -> None:
 
 
 class VllmStatistics:
-    """The last load that each data-parallel replica reported.
-
-    vLLM calls it like one of its own loggers. It relies only on the few names used here.
-    """
+    """The last load of each replica. vLLM calls it like one of its own loggers."""
 
     def __init__(self) -> None:
         self._replicas: dict[int, EngineLoad] = {}

@@ -55,10 +55,7 @@ class VllmImages:
     async def prompt(
         self, llm: Any, request_id: str, prompt_ids: NDArray[np.int32]
     ) -> dict[str, Any] | None:
-        """Return vLLM's input of a request; None where it shows nothing.
-
-        Raises GenerationError, MediaError.
-        """
+        """Return vLLM's input of a request that shows images, or None. May raise MediaError."""
         gid = request_id.partition("/")[0]
         media = self._shown.get(gid)
         if not media:
