@@ -287,10 +287,7 @@ def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
 def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
     name: str, chat: Any
 ) -> None:
-    """Test the templates that TRL ships.
-
-    Some write a turn differently while it is the last, and Qwen 3 drops its thought.
-    """
+    """Some write a turn differently while it is the last, and Qwen 3 drops its thought."""
     pytest.importorskip("trl")
     chat.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
     chat.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(
