@@ -15,11 +15,11 @@ from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
-from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch
 from rolloutmq.launch.create_run import make_run
 from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
+from rolloutmq.views.setting_view import override_lines
 
 
 @dataclass(frozen=True, slots=True)
