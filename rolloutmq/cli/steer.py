@@ -98,7 +98,7 @@ def resume(
 def _forgive(run: Run, task: str, as_json: bool) -> None:
     require_known("task", task, run.limits.tasks)
     failures = int(run.progress(task).get("failures_in_row", 0))
-    run.jobs.forgive(task)
+    run.jobs.resume_task(task)
     answer(
         {"task": task, "failures": failures},
         f"{task} continues: {plural(failures, 'failure')} in a row reset",
@@ -107,7 +107,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
 
 
 def _admit(run: Run, worker: str, as_json: bool) -> None:
-    bad = run.fleet.admit(worker)
+    bad = run.fleet.unbar(worker)
     if as_json:
         emit({"worker": worker, "bad_groups": bad})
     elif bad:

@@ -60,7 +60,7 @@ class ControlRoutes:
             access.acting("/api/tasks/{task}/resume", self._resume_task),
             access.acting(
                 "/api/workers/{worker}/admit",
-                lambda request: {"bad_groups": fleet.admit(request.path_params["worker"])},
+                lambda request: {"bad_groups": fleet.unbar(request.path_params["worker"])},
             ),
             access.acting("/api/groups/{gid}/requeue", _of_group(jobs.requeue)),
             access.acting("/api/groups/{gid}/drop", _of_group(jobs.drop)),
@@ -103,7 +103,7 @@ class ControlRoutes:
     def _resume_task(self, request: Request) -> Any:
         task = request.path_params["task"]
         require_known("task", task, self._run.limits.tasks)
-        self._run.jobs.forgive(task)
+        self._run.jobs.resume_task(task)
         return {"task": task}
 
     # -- dead letters ----------------------------------------------------------
