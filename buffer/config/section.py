@@ -20,7 +20,7 @@ Count = Annotated[int, Field(le=1_000_000_000)]
 class Section(BaseModel):
     """A section that cannot be changed, refuses unknown keys and checks its defaults, too.
 
-    The string under a field is its meaning in `docs/pages/config_reference.md` and in the JSON
+    The string under a field is its meaning on the page of all keys and in the JSON
     schema.
 
     Usage:
