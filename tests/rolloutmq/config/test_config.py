@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.redis.connection.url import mask_url
 from buffer.rollouts.sampling import SampleParams
-from producer_workers.config.dataset import JsonlDataset
+from producer_workers.config.dataset import JsonlSection
 from producer_workers.config.task import SampleParamsSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
@@ -200,7 +200,7 @@ def test_an_eval_task_may_bring_a_data_set_of_its_own(tmp_path: Path) -> None:
     own = load(
         tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n'
     ).tasks["math_eval"]
-    assert own.dataset == JsonlDataset(kind="jsonl", path=Path("x.jsonl"))
+    assert own.dataset == JsonlSection(kind="jsonl", path=Path("x.jsonl"))
 
 
 def test_an_eval_task_of_no_training_task_is_refused(tmp_path: Path) -> None:
