@@ -55,15 +55,6 @@ def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
         parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
 
 
-def test_config_has_the_documented_defaults_when_only_the_needed_is_given(tmp_path: Path) -> None:
-    config = load(tmp_path, GOOD)
-    assert (config.lease.lease_ms, config.lease.worker_timeout_ms) == (10_000, 30_000)
-    assert config.policy.stale_threshold == 1
-    assert config.strategy.tail_batch_trigger_size == -1
-    assert config.run.folder == Path("runs/demo")
-    assert config.policy.weights_folder(config.run) == Path("runs/demo/weights")
-
-
 def test_every_field_of_every_section_is_described() -> None:
     schema = Config.model_json_schema()
     bare = [
