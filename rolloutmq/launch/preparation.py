@@ -14,7 +14,6 @@ from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.redis.server.process import OWNER
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.models.model_folder import check_model_folder
@@ -24,6 +23,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.create_run import make_again
 from rolloutmq.launch.machine import machine_errors
+from rolloutmq.process_log import OWNER
 from rolloutmq.views.run_view import read_run_view
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
-from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
@@ -38,6 +37,7 @@ from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.process_log import follow_owner, log_json
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
 from tests.chaos.mutations import MEMORY, MUTATIONS, lend_twice, scripts_of

@@ -16,7 +16,6 @@ import pytest
 
 from buffer.errors import ConfigError, WireError
 from buffer.ledger.audits import Position, Verdict
-from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan

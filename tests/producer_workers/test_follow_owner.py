@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from buffer.redis.server.process import OWNER
+from rolloutmq.process_log import OWNER
 
 PROGRAM = """
 import signal, sys
