@@ -39,11 +39,11 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
+from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.token_columns import columns_of
 from producer_workers.user_code.process_limits import limit_memory, lower
-from rolloutmq.process_log import OWNER, follow_owner
 
 log = logging.getLogger("rolloutmq.judge")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from producer_workers.follow_owner import follow_owner
 from rolloutmq.check.finding import findings_of, units_of
 from rolloutmq.config.load import inspect_config
-from rolloutmq.process_log import follow_owner
 
 
 def main() -> None:

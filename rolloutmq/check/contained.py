@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import orjson
 
+from producer_workers.follow_owner import OWNER
 from rolloutmq.check.finding import Finding
-from rolloutmq.process_log import OWNER
 
 START_S = 120.0
 """Seconds in which a process must have imported what its stage needs."""

@@ -19,11 +19,11 @@ from buffer.run import Run
 from consumer.models.model_folder import check_model_folder
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.step_log import read_evaluations
+from producer_workers.follow_owner import OWNER
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.create_run import make_again
 from rolloutmq.launch.machine import machine_errors
-from rolloutmq.process_log import OWNER
 from rolloutmq.views.run_view import read_run_view
 
 

@@ -18,8 +18,8 @@ from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.replies import role_held
+from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create_run import make_again, make_run
-from rolloutmq.process_log import OWNER
 from rolloutmq.tracing import trace_run
 from rolloutmq.views.setting_view import override_lines
 

@@ -295,7 +295,7 @@ def command(
 ) -> Iterator[Callable[..., str]]:
     """Run `rolloutmq ARGS…` in this process, and return what it prints."""
     monkeypatch.setenv("REDIS_URL", yard.run.store.url)
-    monkeypatch.setattr(process, "log_json", lambda *_: None)
+    monkeypatch.setattr("rolloutmq.cli.processes.log_json", lambda *_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def run(*args: str) -> str:
