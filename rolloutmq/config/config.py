@@ -1,4 +1,4 @@
-"""A whole config file: every section, what they demand of each other, and the limits of the run."""
+"""A whole config file: every section, the rules between them, and the limits of the run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from producer_workers.config.worker import JudgesSection, ProducerSection, Worke
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,
-    disagreements,
     memory_problem,
+    rule_violations,
     too_many_problems,
     training,
 )
 from rolloutmq.config.launch import LaunchSection
-from rolloutmq.config.warnings import doubts
+from rolloutmq.config.warnings import config_warnings
 
 
 class Config(Section):
@@ -100,13 +100,13 @@ class Config(Section):
         return self.engine.has_model
 
     def problems(self) -> Iterator[str]:
-        """Yield what the sections demand of each other and do not get."""
-        return disagreements(dict(self))
+        """Yield violations of cross-section rules."""
+        return rule_violations(dict(self))
 
     def warnings(self) -> list[str]:
-        """Return what is allowed, but hardly meant."""
+        """Return warnings about settings that have no effect, or waste work."""
         strategies = {name: self.strategy_of(name) for name in self.tasks}
-        return list(doubts({**dict(self), "strategies": strategies}))
+        return list(config_warnings({**dict(self), "strategies": strategies}))
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
