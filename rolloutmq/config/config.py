@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from buffer.config.memory_budget import MemorySection, RetentionSection
@@ -35,6 +36,7 @@ from rolloutmq.config.cross_section_rules import (
     context_problems,
     memory_problem,
     rule_violations,
+    run_checks,
     too_many_problems,
     training,
 )
@@ -120,19 +122,8 @@ class Config(Section):
         """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
         if not budget:
             return ""
-        return "; ".join(
-            memory_problem(
-                self.tasks,
-                self.producer,
-                self.trainer,
-                self.retention,
-                self.policy,
-                self.strategy,
-                self.plan,
-                self.memory,
-                budget,
-            )
-        )
+        check = partial(memory_problem, budget=budget)
+        return "; ".join(run_checks([check], dict(self)))
 
     # -- what is derived from it ---------------------------------------------
 
@@ -167,12 +158,8 @@ class Config(Section):
         budget = self.memory.budget(maxmemory_bytes)
         return RunLimits(
             **self.strategy.model_dump(include=set(TaskSettings.model_fields)),
-            lease_ms=self.lease.lease_ms,
-            heartbeat_ms=self.lease.heartbeat_ms,
-            worker_timeout_ms=self.lease.worker_timeout_ms,
+            **self.lease.model_dump(),
             role_timeout_ms=self.lease.lease_ms,
-            max_tries=self.lease.max_tries,
-            pause_timeout_s=self.lease.pause_timeout_s,
             stale_threshold=self.policy.stale_threshold,
             token_threshold=self.policy.token_threshold,
             sync_weights_interval=self.policy.sync_weights_interval,
