@@ -19,12 +19,13 @@ from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.rollouts.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.reporting import SamplesSection, WandbSection
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     AuditSection,
     EvaluationSection,
+    SamplesSection,
     TrainerSection,
+    WandbSection,
 )
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
