@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine

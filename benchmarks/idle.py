@@ -24,9 +24,9 @@ from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
 from buffer.config.distributions import Bimodal, Distribution, LogNormal
 from buffer.model.ids import group_id
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths

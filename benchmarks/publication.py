@@ -25,9 +25,9 @@ from benchmarks.figure import Figure
 from benchmarks.report import print_table
 from buffer.config.sections.engine import TransformersConfig
 from buffer.config.sections.warm_start import TinyModelConfig
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from consumer.ranks import ALONE

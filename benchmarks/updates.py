@@ -29,9 +29,9 @@ from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.model.ids import group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.tiny_model import build_tiny_model

@@ -25,12 +25,12 @@ from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine

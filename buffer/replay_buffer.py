@@ -23,11 +23,11 @@ from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
 from buffer.query.scan import GroupScan
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unknown_reply
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 
 class ReplayBuffer(Pools):
@@ -110,7 +110,7 @@ class ReplayBuffer(Pools):
                 f"group {gid} is {group.status}",
                 hint="only completed or aborted groups can replace it",
             )
-        data = wire.encode_checked(group)
+        data = group_bytes.encode_checked(group)
         seen = replaces or self._payload_token(gid)
         match self._update(group, self._payloads.write(gid, new_nonce(), data), seen):
             case ["OK"]:

@@ -41,7 +41,6 @@ from buffer.model.settings_record import SettingsRecord
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
     read_hash,
     read_settings,
@@ -61,6 +60,7 @@ from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
 from buffer.store.signing import Key, Keyring, Signer
 from buffer.store.store import Store
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 
 class Run:

@@ -36,10 +36,10 @@ from typing import NamedTuple
 
 from buffer.config.config import TrainingConfig
 from buffer.errors import PublicationFailed, RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 from consumer.rollout_consumer import PauseMode, RolloutConsumer, Stopped
 
 log = logging.getLogger("rolloutmq.trainer")

@@ -88,7 +88,7 @@ STRANGER = """
 import pathlib, buffer, consumer, producer_workers, rolloutmq
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -131,7 +131,7 @@ CONSUMER = """
 import pathlib, sys
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.server.embedded import EmbeddedServer
 from rolloutmq import RolloutConsumer, Run, Store
 

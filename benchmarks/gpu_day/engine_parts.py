@@ -23,10 +23,10 @@ from benchmarks.updates import Update, WatchedUpdates, figures_of
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.model.ids import group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams
 from consumer.learner.learner import Learner
 from consumer.models.model_folder import load_model
 from consumer.weights.weights_snapshot import HostBuffers

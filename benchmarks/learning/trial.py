@@ -17,10 +17,10 @@ from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.rollout import PolicyVersion
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer

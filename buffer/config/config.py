@@ -38,7 +38,7 @@ from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.sections.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 
 
 class Config(Section):

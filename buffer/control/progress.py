@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.model.ids import LANES, POOLS
-from buffer.rollouts.staleness import next_step
 from buffer.store.connection.bulk_io import Command
 from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+from buffer.wire.staleness import next_step
 
 NO_SUMS = (
     "target",

@@ -21,10 +21,10 @@ from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.staleness import staleness
 from buffer.store.keys import Keys
 from buffer.store.replies import Advance, no_advance
 from buffer.store.store import Store
+from buffer.wire.staleness import staleness
 
 _MAX_READS = 3
 """How often a group is read whose bytes are freed between the reads of record and payload."""

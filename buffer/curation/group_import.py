@@ -17,11 +17,11 @@ from buffer.groups.intake import Intake
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
-from buffer.rollouts.group import RolloutGroup
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.replies import Advance, no_advance
 from buffer.store.store import Store
+from buffer.wire.group import RolloutGroup
 
 
 @dataclass(slots=True)

@@ -17,14 +17,14 @@ from buffer.groups.claim import fenced
 from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
-from buffer.rollouts import wire
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import Status
 from buffer.store.keys import Keys, SlotKeys
 from buffer.store.payloads import PayloadStore, pin_listed
 from buffer.store.replies import unknown_reply
 from buffer.store.script_calls import ScriptCall, Upload
 from buffer.store.store import Store
+from buffer.wire import group_bytes
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32
 """Bounds what is sent again after a lost connection."""
@@ -119,7 +119,7 @@ class Submission:
         """
         try:
             _require_result(result.group)
-            data = wire.pieces_checked(result.group)
+            data = group_bytes.pieces_checked(result.group)
             ref, commands = self._payloads.commands(
                 result.job.gid, result.job.token, data, result.group.signatures
             )

@@ -10,7 +10,7 @@ from typing import Literal
 
 from buffer.errors import RunDamaged
 from buffer.model.ids import split_group_id
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
 

@@ -11,8 +11,8 @@ from buffer.model.job import PayloadRef
 from buffer.monitoring.json_views import group_json
 from buffer.monitoring.sample_log import Sample, SampleLog
 from buffer.monitoring.tracing import trace_id
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 
 _WHY_GONE = {
     "archived": "trained and committed",

@@ -9,8 +9,8 @@ from msgspec import to_builtins
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from buffer.monitoring.run_view import Snapshot, TaskView
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:

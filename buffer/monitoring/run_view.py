@@ -18,9 +18,9 @@ from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from buffer.model.ids import LANES
 from buffer.model.trainer_report import TrainerReport
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.key_fields import read_counts, require_fields, text_fields
+from buffer.wire.rollout import PolicyVersion
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""

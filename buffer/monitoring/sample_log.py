@@ -27,7 +27,7 @@ import orjson
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.json_views import group_json
 from buffer.monitoring.token_texts import TokenTexts
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 log = logging.getLogger("rolloutmq.samples")
 

@@ -15,11 +15,11 @@ from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.tracing import Tracer, now_ns, open_tracer
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
 from buffer.store.store import Store
+from buffer.wire.rollout import PolicyVersion
 
 
 def trace_run(run: Run, process: str) -> Tracer | None:

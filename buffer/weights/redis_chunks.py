@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.store.store import Store
@@ -24,6 +23,7 @@ from buffer.weights.checksums import Algorithm
 from buffer.weights.host_folders import HostFolders
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.wire.rollout import PolicyVersion
 
 SCHEME = "redis:"
 """What an address begins with; the version's label follows."""

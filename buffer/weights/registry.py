@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
@@ -20,6 +19,7 @@ from buffer.weights.exchange.transfer import TransferReceiver, TransferSender
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 """Values of [policy] weights_transport."""

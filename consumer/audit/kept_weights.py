@@ -7,9 +7,9 @@ from pathlib import Path
 from buffer.config.config import TrainingConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ModelError
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.learner.learner import Learner
 from consumer.ranks import ALONE, select_device
 

@@ -37,9 +37,9 @@ from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
 from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.store.connection.retry import OutageClock
+from buffer.wire.staleness import staleness
 from consumer.batches.batch import Stopped
 from consumer.batches.refused_weights import RefusalWatch
 

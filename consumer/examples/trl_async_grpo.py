@@ -31,8 +31,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.batches.batch import Batch
 from consumer.examples.plain_loop import check_temperature
 from consumer.learner.advantages import session_advantages

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import WireError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.int32]]

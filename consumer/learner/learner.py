@@ -27,10 +27,10 @@ from torch import Tensor
 
 from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
 from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
+from buffer.wire.group import RolloutGroup
+from consumer.batches.batch_table import BatchTable
 from consumer.learner.importance import Samples
 from consumer.learner.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.models.device_choices import choose_bf16

@@ -28,7 +28,7 @@ from torch import Tensor
 from buffer.config.config import TrainingConfig
 from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.learner.advantages import session_advantages, shaped_scores
 from consumer.learner.batch_filter import BatchFilter
 from consumer.learner.critic import Critic, packed_gae

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from buffer.config.config import TrainingConfig
 from buffer.model.manifest import NotReady
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.reporter import Reporter

@@ -17,9 +17,9 @@ from buffer.model.manifest import ManifestEntry
 from buffer.monitoring.sample_log import Sample, describe_sample
 from buffer.monitoring.token_texts import TokenTexts
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.staleness import staleness
 from buffer.store.connection.retry import LogOnce
+from buffer.wire.group import RolloutGroup
+from buffer.wire.staleness import staleness
 from consumer.training.metric_writers import MetricWriter
 
 log = logging.getLogger("rolloutmq.trainer")

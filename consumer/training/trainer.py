@@ -19,9 +19,9 @@ from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.model.manifest import Manifest
 from buffer.monitoring.token_texts import TokenTexts
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
+from buffer.wire.staleness import staleness
 from consumer.batches.batch import Batch, Stopped
 from consumer.publication import Publisher, open_sender, published
 from consumer.ranks import ALONE, Ranks

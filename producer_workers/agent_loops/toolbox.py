@@ -25,7 +25,7 @@ from buffer.errors import (
     UserCodeError,
 )
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import ToolCall
+from buffer.wire.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.agent_loops.tool_border import LONGEST_RESULT
 from producer_workers.user_code.process_function import ProcessFunction, call_of

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ModelError
-from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import MediaFolder
+from buffer.wire.rollout import MediaRef
 from producer_workers.datasets.dataset import Problem
 from producer_workers.images.image_file import ImageFile, load_image
 from producer_workers.images.image_reader import find_runs

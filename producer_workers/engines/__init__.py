@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from buffer.config.sections.engine import EngineConfig
-    from buffer.rollouts.rollout import PolicyVersion
+    from buffer.wire.rollout import PolicyVersion
     from producer_workers.engines.base import Engine
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.own_copy import own_copy, own_rollout
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.own_copy import own_copy, own_rollout
+from buffer.wire.rollout import RolloutState, Status
 
 FIELDS = (
     "messages",

@@ -13,8 +13,8 @@ import time
 from collections.abc import Collection
 
 from buffer.control.control import ControlState
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.connection.retry import Backoff
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buffer.rollouts.rollout import RolloutState, Status
 from buffer.store.media_folder import MediaFolder
+from buffer.wire.rollout import RolloutState, Status
 
 INLINE_BYTES = 64 << 10
 """Routed experts of at most this size stay in their column: a file costs more than it saves."""

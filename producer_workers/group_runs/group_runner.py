@@ -32,10 +32,10 @@ from buffer.errors import (
     describe,
 )
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.group_runs.drawn import Drawn

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from buffer.model.job import EndedEarly
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, VersionSpan, has_ended
+from buffer.wire.rollout import PolicyVersion, RolloutState, VersionSpan, has_ended
 from producer_workers.engines.base import Generation
 
 

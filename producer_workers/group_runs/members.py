@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
 
 T = TypeVar("T")
 

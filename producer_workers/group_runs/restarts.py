@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
-from buffer.rollouts.staleness import AgeLimit
+from buffer.wire.rollout import RolloutState, Status, has_ended
+from buffer.wire.staleness import AgeLimit
 
 
 def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:

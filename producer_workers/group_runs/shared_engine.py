@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.ids import split_group_id
-from buffer.rollouts.rollout import PolicyVersion, no_logprobs, no_tokens
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion, no_logprobs, no_tokens
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import SCHEME, MediaFolder
+from buffer.wire.rollout import MediaRef
 from producer_workers.images.image_file import load_image
 
 if TYPE_CHECKING:

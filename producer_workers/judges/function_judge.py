@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS, JudgingSection
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.border import load_border
 from producer_workers.user_code.process_function import Call, ProcessFunction

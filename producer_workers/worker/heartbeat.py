@@ -17,9 +17,9 @@ from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner
 from producer_workers.group_runs.inbox import HeartbeatAnswered, Inbox, PartFailed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from buffer.monitoring.tracing import Tracer
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge_times import JudgeTimes

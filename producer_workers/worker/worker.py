@@ -46,8 +46,8 @@ from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_runs.doomed_groups import DoomedGroups
 from producer_workers.group_runs.engine_control import ControlledEngine

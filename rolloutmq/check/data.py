@@ -15,7 +15,7 @@ from typing import Any
 from buffer.config.config import Config
 from buffer.config.sections.task import NO_JUDGE, TaskSection
 from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.datasets.dataset import Dataset

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.model.limits import RunLimits, TaskSettings
-from buffer.rollouts.staleness import max_staleness
+from buffer.wire.staleness import max_staleness
 
 
 @dataclass(frozen=True, slots=True)

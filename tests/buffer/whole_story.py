@@ -17,8 +17,8 @@ from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 

@@ -21,11 +21,11 @@ from buffer.config.sections.engine import SimulatedConfig
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.server.process import follow_owner, log_json
 from buffer.store.store import Store
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated.engine import SimulatedEngine

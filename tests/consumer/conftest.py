@@ -9,9 +9,9 @@ import pytest
 
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
+from buffer.wire.rollout import PolicyVersion
 from consumer.batches import taker
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.models.tiny import build_model

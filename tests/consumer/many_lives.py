@@ -33,11 +33,11 @@ from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 from consumer.batches.batch import Batch
 from consumer.learner.advantages import estimate_advantages
 from consumer.learner.learner import Learner
@@ -210,7 +210,7 @@ class Lives:
 
         def noted(controller: TrainController, groups: Sequence[RolloutGroup]) -> dict[str, float]:
             for group in groups:
-                self.note(group.gid, wire.encode(group))
+                self.note(group.gid, group_bytes.encode(group))
             return fit(controller, groups)
 
         TrainController.fit = noted  # type: ignore[method-assign,assignment]
@@ -284,7 +284,7 @@ class Lives:
         learner = Learner(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
         first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         for step in log.steps:
-            groups = [wire.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
+            groups = [group_bytes.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
             scores = [group.scores for group in groups]
             lengths = [group.lengths for group in groups]
             train_step(learner, groups, estimate_advantages("grpo", scores, lengths))

@@ -19,13 +19,13 @@ from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.replies import unfenced
 from buffer.store.script_calls import Upload
 from buffer.store.store import Store
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 TASK = "t"
 
@@ -172,7 +172,7 @@ def _group(gid: str, made_by: tuple[PolicyVersion, ...], status: str) -> Rollout
 
 @cache
 def _prompt(gid: str) -> bytes:
-    return wire.encode(RolloutGroup(gid, TASK, [RolloutState(index=0, prompt_ids=[1])]))
+    return group_bytes.encode(RolloutGroup(gid, TASK, [RolloutState(index=0, prompt_ids=[1])]))
 
 
 def made_by(run: Run, job: Job) -> tuple[PolicyVersion, ...]:

@@ -15,7 +15,7 @@ from buffer.groups.claim import Claim
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending
 
 FIRST = PolicyVersion("initial", 0)

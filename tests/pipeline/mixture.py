@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from consumer.batches.batch import Batch
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem

@@ -14,7 +14,7 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.model.ids import new_nonce
 from buffer.monitoring.run_view import take_snapshot
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
 from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.pipeline.mixture import TASKS, Mixture

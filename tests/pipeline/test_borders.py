@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, ToolCall
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, ToolCall
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop

@@ -23,7 +23,7 @@ from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.run_view import take_snapshot
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

@@ -14,8 +14,8 @@ from buffer.errors import Fenced, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job, Result
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from producer_workers.group_runs.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 

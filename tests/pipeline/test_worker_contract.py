@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import pytest
 
 from buffer.control.control import Mode
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.signed_bytes import signers
 from buffer.store.signing import PRODUCER, Key, write_keys
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.signed_bytes import signers
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights import checksums, delta, tensor_file
@@ -27,6 +26,7 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_receiver, open_sender
 from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights, Save
+from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.handover import say
 
 LINEAGE = "l1"

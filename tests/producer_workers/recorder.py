@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import RolloutState, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.engines.base import EngineDeadError, Generation
 from tests.producer_workers.letter_engine import LetterEngine

@@ -25,7 +25,7 @@ from buffer.config.sections.strategy import StrategySection
 from buffer.config.sections.task import TaskSection
 from buffer.config.sections.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
 from buffer.config.sections.worker import ProducerSection, WorkerSection
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 
 TaskSections = Mapping[str, TaskSection]
 

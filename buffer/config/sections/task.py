@@ -15,9 +15,9 @@ from buffer.config.sections.section import YEAR_S, Count, Section
 from buffer.config.sections.strategy import StrategySection
 from buffer.model.byte_size import format_size
 from buffer.model.dotted_path import is_dotted_path
-from buffer.rollouts.compression import MAX_BYTES
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
-from buffer.rollouts.wire_schema import MAX_MEMBERS
+from buffer.wire.compression import MAX_BYTES
+from buffer.wire.document import MAX_MEMBERS
+from buffer.wire.sampling import SampleParams, StructuredOutput
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""

@@ -23,9 +23,9 @@ from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import LANES
 from buffer.model.limits import RunLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.store.key_fields import are_settings
 from buffer.store.keys import TABLE
+from buffer.wire.rollout import FIRST_WEIGHTS
 
 _FORK = re.compile(r"[^:\s]+:\d+")
 ROLE = re.compile(r"(trainer|producer)(_(seen_ms|name|turns|doing|doing_ms|closed))?|repaired")

@@ -18,7 +18,6 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
@@ -29,6 +28,7 @@ from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
 from buffer.model.dotted_path import load_object
-from buffer.rollouts.own_copy import own_copy
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.wire.own_copy import own_copy
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.agents import (
     AgentError,

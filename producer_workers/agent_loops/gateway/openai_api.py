@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.rollouts.sampling import StructuredOutput
+from buffer.wire.sampling import StructuredOutput
 from producer_workers.agent_loops.gateway.sampling_overrides import (
     SamplingOverrides,
     structure_of,

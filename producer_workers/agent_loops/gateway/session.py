@@ -21,8 +21,8 @@ import numpy as np
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.rollouts.rollout import ToolCall
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import ToolCall
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.sampling_overrides import SamplingOverrides
 from producer_workers.agent_loops.gateway.segment import Messages, Segment

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.gateway.segment import Segment
 
 

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.config.sections.engine import TransformersConfig
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.model_loading import MODEL_LOADING
 from buffer.weights.safetensors_files import is_adapter
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.engine import HttpConfig
 from buffer.errors import RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

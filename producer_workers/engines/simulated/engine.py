@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.config.sections.engine import SimulatedConfig
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.engine import VllmConfig
 from buffer.errors import RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import MediaRef
+from buffer.wire.rollout import MediaRef
 from producer_workers.engines.base import GenerationError
 from producer_workers.images.image_reader import ImageReader, collapse, find_runs
 

@@ -15,8 +15,8 @@ from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
 from buffer.monitoring.console import console
 from buffer.monitoring.sample_log import Sample
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from buffer.wire.staleness import staleness
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, table
 

@@ -14,7 +14,7 @@ from buffer.errors import ConfigError
 from buffer.model.ids import split_group_id
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import FoundGroup, find_group
-from buffer.rollouts.rollout import VersionSpan
+from buffer.wire.rollout import VersionSpan
 from rolloutmq.options import (
     AsJson,
     GroupId,

@@ -8,7 +8,7 @@ import pytest
 
 from buffer.batches.account import Audit
 from buffer.model.ids import group_id
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
 WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (

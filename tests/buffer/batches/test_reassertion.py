@@ -16,8 +16,8 @@ from buffer.batches.reassertion import Reassertion
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import Status
 from buffer.store.store import Store
+from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import FIRST, Scene, extend

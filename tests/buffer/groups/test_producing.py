@@ -10,7 +10,7 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced, PayloadMissing, RoleHeld, WireError
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, prompt
 
 

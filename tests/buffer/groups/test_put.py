@@ -12,9 +12,9 @@ from buffer.groups.intake import Intake
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.job import PayloadRef
 from buffer.model.order_policy import Finished
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.store.store import Store
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene, rollout
 

@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import GroupHeld, MemoryFull
 from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TASKS, Group
 from tests.buffer.machine.world import World
 from tests.buffer.scene import prompt, rollout

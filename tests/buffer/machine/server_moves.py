@@ -13,7 +13,7 @@ from buffer.batches.trainer_opening import Opening
 from buffer.model.ids import IMPORTED_FROM, group_id, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from tests.buffer.machine.control_moves import ControlMoves
 from tests.buffer.machine.model import TASKS, Group
 from tests.buffer.machine.producer_moves import ProducerMoves

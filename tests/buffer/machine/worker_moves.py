@@ -9,7 +9,7 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.machine.world import World
 from tests.buffer.scene import FIRST, extend

@@ -15,8 +15,8 @@ from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.ids import new_nonce
 from buffer.model.limits import REGENERATING
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
+from buffer.wire.rollout import Status
 from tests.buffer.damage import every_harm
 from tests.buffer.keyspace import exact, run_keys
 from tests.buffer.scene import FIRST, Scene, extend

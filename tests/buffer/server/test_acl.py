@@ -19,11 +19,11 @@ from buffer.control.live_settings import LiveSettings
 from buffer.errors import StoreError, StoreUnavailable
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import can_wait_for_disk
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.run import Run
 from buffer.server.acl import ROLES, acl_line, user_name
 from buffer.server.check import require_all_safe
 from buffer.store.store import Store
+from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from tests.buffer.scene import Scene

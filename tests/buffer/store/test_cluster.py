@@ -12,12 +12,12 @@ from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
 from buffer.model.job import PayloadRef
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
 from buffer.server.check import check_all, require_all_safe
 from buffer.server.embedded import valkey_binary
 from buffer.store.keys import Keys
 from buffer.store.store import Store
+from buffer.wire.rollout import Status
 from tests.buffer.groups.test_put import rollouts
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene

@@ -18,11 +18,11 @@ from buffer.batches.audits import Position, Verdict
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, WireError
 from buffer.monitoring.run_view import take_snapshot
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.server import process
 from buffer.store.signing import Key, write_keys
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from buffer.config.config import TrainingConfig
 from buffer.model.ids import new_nonce, split_group_id
 from buffer.model.job import Job
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.audit.auditor import Auditor
 from consumer.publication import open_sender
 from consumer.rollout_consumer import RolloutConsumer

@@ -11,8 +11,8 @@ import torch
 
 from buffer.batches.ledger import BatchLedger
 from buffer.config.config import TrainingConfig
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer import crew
 from tests.consumer.crew import at_work

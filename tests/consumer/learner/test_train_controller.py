@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import BatchTable
+from consumer.batches.batch_table import BatchTable
 from consumer.learner.critic import Critic, packed_gae, value_loss
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController

@@ -25,7 +25,7 @@ from transformers import (
 
 from buffer.config.sections.learner import Attention, LearnerConfig
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import BatchTable
+from consumer.batches.batch_table import BatchTable
 from consumer.learner.learner import Learner
 from consumer.models import device_choices
 from consumer.models.device_choices import Place, choose_attention, choose_bf16

@@ -16,8 +16,8 @@ from buffer.model.job import PayloadRef
 from buffer.model.manifest import ManifestEntry
 from buffer.monitoring.sample_log import SampleLog, describe_sample, sample_files
 from buffer.monitoring.token_texts import TokenTexts
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.training import sample_writer
 from consumer.training.metric_writers import MetricWriter
 from consumer.training.reporter import MOST_WAITING, ChosenGroup, Reporter

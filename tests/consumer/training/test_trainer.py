@@ -20,9 +20,9 @@ from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.sample_log import SampleLog
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.group import RolloutGroup
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.rollout_consumer import RolloutConsumer

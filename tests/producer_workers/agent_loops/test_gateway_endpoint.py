@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway import server, session
 from producer_workers.agent_loops.gateway.agents import AgentTask

@@ -24,7 +24,7 @@ from buffer.config.sections.dataset import (
 )
 from buffer.config.sections.dataset import JsonlDataset as JsonlSection
 from buffer.errors import ConfigError, DatasetError
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.records import RecordsDataset, load_to_problem

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 from buffer.config.config import TrainingConfig
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.learner.learner import Learner
 from consumer.training.trainer import Trainer
 from consumer.weights.weights_snapshot import WeightsSnapshot

@@ -17,10 +17,10 @@ import pytest
 
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import HttpConfig, SimulatedConfig, VllmConfig
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
 from buffer.weights.exchange.tensor_exchange import TensorServer
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from tests.pipeline.handover import announce

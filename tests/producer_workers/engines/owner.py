@@ -14,8 +14,8 @@ import orjson
 import psutil
 
 from buffer.config.sections.engine import VllmConfig
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines import build_engine
 
 

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from buffer.config.sections.engine import HttpConfig
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

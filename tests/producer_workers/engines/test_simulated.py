@@ -11,7 +11,7 @@ import pytest
 
 from buffer.config.distributions import Bimodal, Distribution, Fixed, LogNormal
 from buffer.config.sections.engine import SimulatedConfig
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

@@ -14,10 +14,10 @@ import pytest
 
 from buffer.config.sections.engine import VllmConfig
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.tensor_exchange import TensorServer
+from buffer.wire.rollout import PolicyVersion, RolloutState
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of

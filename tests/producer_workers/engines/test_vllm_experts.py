@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from buffer.config.sections.engine import VllmConfig
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build, prepare_environment

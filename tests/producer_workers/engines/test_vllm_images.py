@@ -20,11 +20,11 @@ from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
-from buffer.rollouts.rollout import MediaRef, PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store
+from buffer.wire.rollout import MediaRef, PolicyVersion
+from buffer.wire.sampling import SampleParams
 from consumer.examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine

@@ -25,13 +25,13 @@ from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation

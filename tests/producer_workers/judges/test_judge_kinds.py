@@ -18,7 +18,7 @@ import pytest
 
 from buffer.config.sections.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify

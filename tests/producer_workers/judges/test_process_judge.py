@@ -16,7 +16,7 @@ import pytest
 
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.judges.function_judge import (
     FunctionJudge,
     GroupProcessJudge,

@@ -15,7 +15,7 @@ from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
+from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.group_runs.loop_result import load_sample_filter, not_all_equal
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,

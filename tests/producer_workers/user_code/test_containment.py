@@ -16,7 +16,7 @@ from buffer.config.sections.task import JudgingSection
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.errors import RolloutMQError
 from buffer.model.order_policy import Finished
-from buffer.rollouts.rollout import RolloutState, Status, ToolCall
+from buffer.wire.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
 from producer_workers.agent_loops.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.agent_loops.toolbox import Toolbox

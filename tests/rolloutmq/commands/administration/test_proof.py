@@ -13,9 +13,9 @@ from buffer.control.task_status import TaskStop
 from buffer.model.ids import group_id
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.run_view import take_snapshot
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from buffer.wire.rollout import PolicyVersion
 from rolloutmq.commands.administration.diagnosis import diagnose
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps

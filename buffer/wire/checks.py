@@ -14,9 +14,9 @@ import msgpack
 from msgspec import UNSET
 
 from buffer.errors import WireError
-from buffer.rollouts.column_checks import Bounds, check_columns
-from buffer.rollouts.table import Table
-from buffer.rollouts.wire_schema import Own, Shared
+from buffer.wire.column_checks import Bounds, check_columns
+from buffer.wire.document import Own, Shared
+from buffer.wire.table import Table
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""

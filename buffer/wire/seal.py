@@ -16,7 +16,7 @@ from typing import Any
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from buffer.rollouts.wire_columns import Columns
+from buffer.wire.columns import Columns
 
 _REPLACED = frozenset(("mask", "statuses"))
 """Columns that a group may get anew (`RolloutGroup.mask`, `set_status`)."""

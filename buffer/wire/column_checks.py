@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import expert_rows
-from buffer.rollouts.table import NO_FINISH, STATUSES, Table
-from buffer.rollouts.wire_columns import Columns
+from buffer.wire.columns import Columns
+from buffer.wire.rollout import expert_rows
+from buffer.wire.table import NO_FINISH, STATUSES, Table
 
 BIGGEST = 2**53 - 1
 """The largest integer that is exact in every language."""

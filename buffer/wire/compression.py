@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.signed_bytes import split_signed
+from buffer.wire.signed_bytes import split_signed
 
 Compression = Literal["none", "zstd"]
 
