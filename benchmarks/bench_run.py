@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks import sample
 from benchmarks.server import BenchServer
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, Result
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.keys import Keys

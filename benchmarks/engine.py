@@ -24,7 +24,7 @@ from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.warm_start import TinyModelConfig
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.wire import group_bytes

@@ -23,7 +23,7 @@ from benchmarks.fleet import Meter, read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
 from buffer.config.distributions import Bimodal, Distribution, LogNormal
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.store import Store

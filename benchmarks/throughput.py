@@ -9,7 +9,7 @@ from benchmarks import naive, sample
 from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, per_second, ratio
 from benchmarks.server import BenchServer
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from consumer.rollout_consumer import RolloutConsumer

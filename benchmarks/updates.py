@@ -28,7 +28,7 @@ from benchmarks.report import print_table
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams

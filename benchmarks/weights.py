@@ -23,7 +23,7 @@ from benchmarks.server import BenchServer
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.weights.exchange.transfer import TransferSender

@@ -17,8 +17,8 @@ from buffer.config.fingerprint import origin_of
 from buffer.control.continuation import Start
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
+from buffer.ids import new_nonce
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
 from buffer.run import Run
 from buffer.server.check import Finding, fsync_policy, require_all_safe
 from buffer.server.embedded import EmbeddedServer

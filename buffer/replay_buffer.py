@@ -18,8 +18,8 @@ from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
-from buffer.model.job import Job, PayloadRef, Result
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
+from buffer.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
 from buffer.query.scan import GroupScan

@@ -25,9 +25,9 @@ from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
+from buffer.ids import new_nonce
 from buffer.maintenance.janitor import Janitor
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
 from buffer.model.limits import (
     REGENERATING,
     SCHEMA,

@@ -14,7 +14,7 @@ from buffer.config.config import ProducingConfig
 from buffer.config.sections.sandbox import BUBBLEWRAP, is_url
 from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError, raise_together
-from buffer.model.dotted_path import check_module, is_dotted_path, load_object
+from buffer.imports import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.group_runs.loop_result import load_sample_filter

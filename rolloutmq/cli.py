@@ -20,8 +20,8 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
-from buffer.model.json_text import visible
 from buffer.monitoring.console import plain
+from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.hang_up import follow_terminal
 

@@ -19,7 +19,7 @@ import redis
 import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
-from buffer.model.ids import valid_name
+from buffer.ids import valid_name
 from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer

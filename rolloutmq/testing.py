@@ -18,7 +18,7 @@ from typing import Any
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import RolloutMQError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.run import Run

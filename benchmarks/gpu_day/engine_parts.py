@@ -22,7 +22,7 @@ from benchmarks.server import memory_server
 from benchmarks.updates import Update, WatchedUpdates, figures_of
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 

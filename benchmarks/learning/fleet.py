@@ -15,7 +15,7 @@ import torch
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.open_run import wait_for_run
 from buffer.run import Run
 from buffer.store.store import Store

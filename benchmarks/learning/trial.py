@@ -15,7 +15,7 @@ from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
 from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.store import Store

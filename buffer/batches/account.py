@@ -20,8 +20,8 @@ from buffer.batches.ledger import BatchLedger
 from buffer.batches.memory import ByteCount, Memory
 from buffer.batches.record_check import RecordCheck
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
+from buffer.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.damage import Damage, DamageKind
-from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.store.key_fields import text_fields, wrong_fields
 from buffer.store.keys import Keys, SlotKeys

@@ -11,7 +11,7 @@ import numpy as np
 
 from buffer.batches.position import Bools, DrawSet, Position
 from buffer.errors import LedgerError
-from buffer.model.ids import IMPORTED_FROM, split_group_id
+from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.replies import unfenced

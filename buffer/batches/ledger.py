@@ -16,7 +16,7 @@ import orjson
 from buffer.batches.archive import Archive, parse_manifest
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.order_index import expire_all, fill_index
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.store.key_fields import HINT, read_counts

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from buffer.batches.draw_assertion import DrawAssertion, expect_ok, numbers_of
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.store.keys import Keys

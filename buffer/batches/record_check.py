@@ -15,9 +15,9 @@ import orjson
 
 from buffer.batches.archive import Archive
 from buffer.groups.record_walk import PAGE, Record, RecordWalk
+from buffer.ids import GID
+from buffer.job import PayloadRef
 from buffer.model.damage import Damage, DamageKind
-from buffer.model.ids import GID
-from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.store.key_fields import text_fields, wrong_fields
 from buffer.store.keys import Keys

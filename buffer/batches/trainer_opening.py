@@ -13,7 +13,7 @@ from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion, Recovery
 from buffer.errors import ConfigError, LedgerError, LostRun
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore

@@ -20,7 +20,7 @@ from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
 from buffer.control.work import Work
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
-from buffer.model.ids import LANES, new_nonce
+from buffer.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.store.eviction import EvictionWatch

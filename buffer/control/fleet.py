@@ -10,8 +10,8 @@ from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.control_line import ControlConnection
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
-from buffer.model.ids import valid_name
-from buffer.model.job import Job, digest_of
+from buffer.ids import valid_name
+from buffer.job import Job, digest_of
 from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.store.keys import Keys
 from buffer.store.store import Store

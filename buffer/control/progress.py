@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from buffer.model.ids import LANES, POOLS
+from buffer.ids import LANES, POOLS
 from buffer.store.connection.bulk_io import Command
 from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys

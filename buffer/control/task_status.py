@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Literal, cast
 
 from buffer.control.control import ControlState, Mode, shorten_reason
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.replies import unfenced

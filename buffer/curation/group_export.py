@@ -16,7 +16,7 @@ from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
 from buffer.groups.record_walk import Record, RecordWalk
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of

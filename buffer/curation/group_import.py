@@ -14,7 +14,7 @@ from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
 from buffer.groups.intake import Intake
-from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.ids import IMPORTED_FROM, group_id
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
 from buffer.store.keys import Keys

@@ -16,9 +16,9 @@ import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
 from buffer.groups.submit import order_argument
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.model.byte_size import format_size
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
-from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
 from buffer.store.keys import Keys

@@ -15,8 +15,8 @@ from itertools import zip_longest
 import orjson
 
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
-from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
-from buffer.model.job import EndedEarly, Job, ReleaseKind
+from buffer.ids import LANES, group_id, new_nonce, split_group_id
+from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
 from buffer.store.connection.retry import SYSTEM_RANDOM
 from buffer.store.key_fields import read_counts

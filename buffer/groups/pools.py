@@ -13,8 +13,8 @@ from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.order_index import expire_all
-from buffer.model.ids import POOLS, split_group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import POOLS, split_group_id
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.store.keys import Keys

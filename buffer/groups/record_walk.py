@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
+from buffer.ids import ENDS, IMPORTED_FROM, group_id
 from buffer.store.key_fields import read_counts, require_fields, text_fields
 from buffer.store.keys import Keys
 from buffer.store.store import Store

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
-from buffer.model.job import PayloadRef, Result
+from buffer.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.store.keys import Keys, SlotKeys

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from buffer.batches.ledger import BatchLedger
-from buffer.model.ids import ENDS, split_group_id
+from buffer.ids import ENDS, split_group_id
 from buffer.store.keys import Keys
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import AccountError, ConfigError
-from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import ENDS, IMPORTED_FROM, split_group_id
+from buffer.job import PayloadRef
 from buffer.monitoring.json_views import group_json
 from buffer.monitoring.sample_log import Sample, SampleLog
 from buffer.monitoring.tracing import trace_id

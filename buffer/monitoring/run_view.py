@@ -16,7 +16,7 @@ from buffer.control.event_log import Event, parse_event
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
-from buffer.model.ids import LANES
+from buffer.ids import LANES
 from buffer.model.trainer_report import TrainerReport
 from buffer.run import Run
 from buffer.store.key_fields import read_counts, require_fields, text_fields

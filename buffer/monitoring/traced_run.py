@@ -9,8 +9,8 @@ from buffer.batches.ledger import BatchLedger
 from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import JobQueue, Serves, serving_order
 from buffer.groups.submit import SubmitOutcome
-from buffer.model.ids import group_id
-from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.ids import group_id
+from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.tracing import Tracer, now_ns, open_tracer

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer.errors import ConfigError, SignatureError
-from buffer.model.ids import NAME, valid_name
-from buffer.model.job import PayloadRef
+from buffer.ids import NAME, valid_name
+from buffer.job import PayloadRef
 from buffer.wire.signed_bytes import Data, Line, signed_block, split_signed
 
 PRODUCER = "producer"

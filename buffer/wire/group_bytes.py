@@ -56,8 +56,8 @@ import msgspec
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_table
 from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
-from buffer.wire.compression import MAX_BYTES, expand
 from buffer.wire.document import SCHEMA, Document, Head, read
+from buffer.wire.framing import MAX_BYTES, expand
 from buffer.wire.group import RolloutGroup
 from buffer.wire.seal import Seal
 from buffer.wire.table import Table

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from buffer.batches.audits import Finding, Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
-from buffer.model.ids import NAME
+from buffer.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.ids import NAME
+from buffer.ids import NAME
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.table import spans_of

@@ -35,7 +35,7 @@ from buffer.control.fleet import Refusals
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
-from buffer.model.ids import LANES
+from buffer.ids import LANES
 from buffer.model.manifest import NotReady
 from buffer.run import Run
 from buffer.store.connection.retry import OutageClock

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 
 from buffer.errors import RolloutMQError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup

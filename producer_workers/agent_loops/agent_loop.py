@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine

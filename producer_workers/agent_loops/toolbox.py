@@ -24,7 +24,7 @@ from buffer.errors import (
     SandboxUnavailable,
     UserCodeError,
 )
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.wire.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.agent_loops.tool_border import LONGEST_RESULT

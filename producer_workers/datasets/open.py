@@ -18,7 +18,7 @@ from buffer.config.sections.dataset import (
 )
 from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.model.extras import install_command
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterable
 
-from buffer.model.job import Job
+from buffer.job import Job
 from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.group_runner import GroupRunner
 from producer_workers.group_runs.pending_groups import PendingGroups

@@ -31,7 +31,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
-from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
 from buffer.wire.group import GROUP_TIME, RolloutGroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from buffer.model.job import EndedEarly
+from buffer.job import EndedEarly
 from buffer.wire.rollout import PolicyVersion, RolloutState, VersionSpan, has_ended
 from producer_workers.engines.base import Generation
 

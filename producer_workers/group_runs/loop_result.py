@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from producer_workers.group_runs.drawn import Drawn
 from producer_workers.user_code.process_function import Call

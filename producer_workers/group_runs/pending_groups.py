@@ -12,7 +12,7 @@ from collections.abc import Container, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import RunLimits
 from producer_workers.group_runs.inbox import GroupFinished, Inbox
 

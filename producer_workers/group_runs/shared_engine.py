@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.wire.rollout import PolicyVersion, no_logprobs, no_tokens
 from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import DatasetError, MediaError, WireError, describe
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
 from buffer.wire.rollout import RolloutState

@@ -15,7 +15,7 @@ from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
 from buffer.errors import ConfigError, PayloadMissing
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.run import Run
 from buffer.store.payloads import CHUNK_BYTES
 from buffer.wire.rollout import RolloutState

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from buffer.groups.job_queue import Serves
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import Concurrency, RunLimits
 from producer_workers.engines.base import EngineLoad
 

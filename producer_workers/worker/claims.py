@@ -7,7 +7,7 @@ import logging
 
 from buffer.errors import StoreUnavailable
 from buffer.groups.claim import Claim
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
 from buffer.wire.rollout import PolicyVersion

@@ -16,7 +16,7 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.run import Run
 from buffer.store.connection.retry import LogOnce
 from buffer.wire.rollout import PolicyVersion

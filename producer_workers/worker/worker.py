@@ -43,8 +43,8 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
-from buffer.model.ids import LANES, new_nonce
-from buffer.model.job import Job
+from buffer.ids import LANES, new_nonce
+from buffer.job import Job
 from buffer.model.limits import Concurrency
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.monitoring.found_group import find_group
 from buffer.run import Run
 from rolloutmq.commands.look.show import print_group

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.run import Run

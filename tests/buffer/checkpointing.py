@@ -6,7 +6,7 @@ from typing import Any
 
 from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import Manifest
 from tests.buffer.scene import Scene
 from tests.buffer.time_machine import Moment, put_back, remember

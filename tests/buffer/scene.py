@@ -13,8 +13,8 @@ from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.run import Run

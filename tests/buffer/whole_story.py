@@ -13,9 +13,9 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
+from buffer.ids import new_nonce
+from buffer.job import EndedEarly
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
-from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status

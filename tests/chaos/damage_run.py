@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import RunError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.run import Run
 from buffer.store.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.store import Store

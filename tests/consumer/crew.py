@@ -14,8 +14,8 @@ import numpy as np
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce, split_group_id
-from buffer.model.job import Job
+from buffer.ids import group_id, new_nonce, split_group_id
+from buffer.job import Job
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

@@ -11,8 +11,8 @@ import time
 
 from buffer.errors import Fenced
 from buffer.groups.submit import Submission
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, Result
+from buffer.ids import new_nonce
+from buffer.job import Job, Result
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.wire.rollout import Status

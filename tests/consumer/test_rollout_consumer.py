@@ -24,7 +24,7 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.run import Run
 from buffer.store.store import Store

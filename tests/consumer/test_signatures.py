@@ -10,8 +10,8 @@ import pytest
 
 from buffer.errors import SignatureError
 from buffer.groups.submit import Submission
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, PayloadRef, Result
+from buffer.ids import new_nonce
+from buffer.job import Job, PayloadRef, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.payloads import checksum

@@ -24,7 +24,7 @@ from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer

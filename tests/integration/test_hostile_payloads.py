@@ -11,7 +11,7 @@ import pytest
 from buffer.config.sections.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
-from buffer.model.job import Job, Result
+from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.store.keys import Keys
 from buffer.store.store import Store

@@ -22,7 +22,7 @@ import pytest
 from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
 from buffer.errors import LedgerError, LostRun
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.run import Run

@@ -16,8 +16,8 @@ from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
-from buffer.model.ids import group_id
-from buffer.model.job import Job
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.run import Run
 from buffer.store.replies import unfenced

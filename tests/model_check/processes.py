@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from buffer.batches.position import Position
 from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
-from buffer.model.ids import group_id
-from buffer.model.job import Job
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.model.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from buffer.groups.claim import Claim
-from buffer.model.job import Job, PayloadRef
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.connection import in_memory

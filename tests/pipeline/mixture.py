@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job
+from buffer.ids import new_nonce
+from buffer.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams

@@ -12,7 +12,7 @@ from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.monitoring.run_view import take_snapshot
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager

@@ -11,7 +11,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import JudgeError
 from buffer.groups.claim import Claim
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import TaskLimits
 from buffer.model.manifest import NotReady
 from buffer.wire.group import RolloutGroup

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from buffer.control.control import Mode
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion

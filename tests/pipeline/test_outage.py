@@ -10,7 +10,7 @@ import pytest
 
 from buffer.control.roles import HeldRole
 from buffer.errors import ProducerGone
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection import retry as outage_clock

@@ -20,7 +20,7 @@ import pytest
 from buffer.control import roles, work
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.run_view import take_snapshot
 from buffer.wire.sampling import SampleParams

@@ -13,7 +13,7 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import allocate
 from buffer.wire.rollout import Status

@@ -21,7 +21,7 @@ from buffer.config.distributions import Fixed
 from buffer.config.load import load_config
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan

@@ -12,8 +12,8 @@ import pytest
 
 from buffer.errors import Fenced, ScriptError
 from buffer.groups.submit import SubmitOutcome
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, Result
+from buffer.ids import new_nonce
+from buffer.job import Job, Result
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from producer_workers.group_runs.submitter import Submitter

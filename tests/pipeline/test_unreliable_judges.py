@@ -15,7 +15,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.groups.job_queue import Serves
-from buffer.model.ids import LANES
+from buffer.ids import LANES
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

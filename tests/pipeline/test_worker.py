@@ -16,7 +16,7 @@ from buffer.config.sections.engine import TransformersConfig
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.monitoring.history import WORKERS, History
 from buffer.monitoring.prometheus import RunCollector
 from buffer.monitoring.run_view import take_snapshot

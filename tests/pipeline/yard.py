@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.store import Store

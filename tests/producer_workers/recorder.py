@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState, VersionSpan
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.monitoring.sample_log import describe_sample

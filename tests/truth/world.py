@@ -14,8 +14,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
-from buffer.model.ids import new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.payloads import checksum

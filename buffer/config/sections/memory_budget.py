@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from buffer.config.sections.section import Section
 from buffer.errors import ConfigError
 from buffer.model.byte_size import Bytes, format_size
-from buffer.wire.compression import MAX_BYTES, Compression, zstandard
+from buffer.wire.framing import MAX_BYTES, Compression, zstandard
 
 SHARE_OF_SERVER = 0.75
 """Share of maxmemory that is the budget where none is given.

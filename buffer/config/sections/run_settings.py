@@ -18,8 +18,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
 from buffer.hub import Repository, is_id, repository
+from buffer.imports import is_dotted_path
 from buffer.model.byte_size import Bytes
-from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.store.connection.url import SCHEMES, mask_url

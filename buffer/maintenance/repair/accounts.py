@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import count as numbers
 
+from buffer.ids import ENDS, IMPORTED_FROM
 from buffer.maintenance.repair.batches import LEDGERS
 from buffer.maintenance.repair.image import Hash, Value
 from buffer.maintenance.repair.records import count, is_count, is_number
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import ENDS, IMPORTED_FROM
 
 _TEXTS = {
     "enqueue_op", "order_by", "stopped", "error", "failing_worker", "halt", "halt_ops",

@@ -12,10 +12,10 @@ import re
 from collections import defaultdict
 
 from buffer.batches.position import Position
+from buffer.ids import split_group_id
 from buffer.maintenance.repair.image import Hash
 from buffer.maintenance.repair.records import count, is_count, is_group, is_stored
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import split_group_id
 from buffer.model.manifest import ManifestEntry
 
 LEDGERS = ("train", "eval")

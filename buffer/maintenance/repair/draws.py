@@ -8,10 +8,10 @@ of the missing was trained, none of them is drawn again.
 
 from __future__ import annotations
 
+from buffer.ids import ENDS, IMPORTED_FROM, group_id, split_group_id
 from buffer.maintenance.repair.batches import LEDGERS
 from buffer.maintenance.repair.records import count, has_bytes, is_count
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import ENDS, IMPORTED_FROM, group_id, split_group_id
 
 
 def settle_ends(state: Rebuilt) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.maintenance.repair.accounts import archived_lines
 from buffer.maintenance.repair.records import is_group
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import IMPORTED_FROM, split_group_id
 
 _ENTRY = re.compile(r"\S+ \S+ \d+")
 

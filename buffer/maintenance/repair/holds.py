@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from buffer.ids import NAME
+from buffer.job import digest_of_pairs
 from buffer.maintenance.repair.image import Hash, Value
 from buffer.maintenance.repair.records import queue_of
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import NAME
-from buffer.model.job import digest_of_pairs
 
 
 def rest(state: Rebuilt) -> None:

@@ -6,10 +6,10 @@ import math
 
 import orjson
 
+from buffer.ids import LANES, POOLS
 from buffer.maintenance.repair.image import Entry, Hash, Value, ZSet
 from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import LANES, POOLS
 
 LETTER = orjson.dumps({"reason": "the reason was lost"})
 """A dead letter whose reason is gone."""

@@ -12,6 +12,7 @@ import re
 
 from buffer.batches.position import Position
 from buffer.control.control import Mode
+from buffer.ids import LANES
 from buffer.maintenance.repair.accounts import accounts, byte_count
 from buffer.maintenance.repair.batches import LEDGERS, LedgerRepair, dissolve
 from buffer.maintenance.repair.draws import close_what_cannot_return, lose_unusable, settle_ends
@@ -21,7 +22,6 @@ from buffer.maintenance.repair.image import Hash, Image, Value
 from buffer.maintenance.repair.queues import letters, pools, queues
 from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
-from buffer.model.ids import LANES
 from buffer.model.limits import RunLimits
 from buffer.store.key_fields import are_settings
 from buffer.store.keys import TABLE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from buffer.errors import ConfigError
+from buffer.ids import LANES, POOLS, split_group_id
 from buffer.maintenance.repair.image import Hash, Payloads
-from buffer.model.ids import LANES, POOLS, split_group_id
 from buffer.model.limits import RunLimits
 
 STAGES = ("waiting", "running", "pool", "taken", "dead")

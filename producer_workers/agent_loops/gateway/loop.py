@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
+from buffer.ids import new_nonce
 from buffer.maintenance.repair.repair import Plan, Repair
-from buffer.model.ids import new_nonce
 from buffer.monitoring.console import console
 from consumer.training.checkpoint import CheckpointFolder
 from rolloutmq.options import Target

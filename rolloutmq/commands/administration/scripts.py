@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from buffer.errors import ConfigError
-from buffer.model.ids import valid_name
+from buffer.ids import valid_name
 from buffer.model.limits import SCHEMA
 from buffer.monitoring.console import console, plain
 from buffer.server.acl import ROLES, acl_line, user_name

@@ -9,7 +9,7 @@ import typer
 
 from buffer.curation.group_export import Exported
 from buffer.errors import ConfigError
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.monitoring.console import console
 from buffer.query.language import parse

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError
+from buffer.ids import split_group_id
 from buffer.model.byte_size import format_size
-from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
 from buffer.monitoring.console import console
 from buffer.monitoring.sample_log import Sample

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError, QueryError
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.monitoring.console import console
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord

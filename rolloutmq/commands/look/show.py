@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.errors import ConfigError
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.found_group import FoundGroup, find_group
 from buffer.wire.rollout import VersionSpan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.batches.account import Audit
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.model.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene

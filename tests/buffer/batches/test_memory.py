@@ -15,8 +15,8 @@ import pytest
 from buffer.batches.record_check import RecordCheck
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
+from buffer.ids import group_id, new_nonce
 from buffer.model.damage import Damage
-from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
 from buffer.run import Run
 from buffer.wire import group_bytes

@@ -14,7 +14,7 @@ import pytest
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.store.store import Store
 from buffer.wire.rollout import Status

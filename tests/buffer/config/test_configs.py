@@ -15,7 +15,7 @@ from buffer.config.load import load_config
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.task import JUDGES
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from producer_workers.judges.load import load_judge, make_judge
 
 CONFIGS = Path(__file__).parents[3] / "configs"

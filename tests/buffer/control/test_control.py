@@ -17,7 +17,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.run import Run
 from buffer.store.store import Store

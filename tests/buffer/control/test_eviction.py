@@ -11,7 +11,7 @@ import pytest
 
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.monitoring.run_view import take_snapshot
 from buffer.server.check import check_server
 from buffer.store import eviction

@@ -14,7 +14,7 @@ from buffer.batches.account import TaskAccount
 from buffer.batches.position import TrainedDraws
 from buffer.errors import ConfigError, DatasetError, StoreError
 from buffer.groups.intake import Intake
-from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.ids import IMPORTED_FROM, group_id
 from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.rollout import PolicyVersion, Status

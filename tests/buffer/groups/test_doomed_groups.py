@@ -7,7 +7,7 @@ import pytest
 from buffer.config.load import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced
-from buffer.model.job import EndedEarly, Job
+from buffer.job import EndedEarly, Job
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout

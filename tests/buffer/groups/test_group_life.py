@@ -9,8 +9,8 @@ import pytest
 
 from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import ReleaseKind, Result
+from buffer.ids import group_id, new_nonce
+from buffer.job import ReleaseKind, Result
 from buffer.monitoring.run_view import take_snapshot
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

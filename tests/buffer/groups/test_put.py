@@ -9,8 +9,8 @@ import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.intake import Intake
-from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import IMPORTED_FROM, group_id
+from buffer.job import PayloadRef
 from buffer.model.order_policy import Finished
 from buffer.store.store import Store
 from buffer.wire.group import RolloutGroup

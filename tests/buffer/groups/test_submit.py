@@ -6,7 +6,7 @@ import pytest
 
 from buffer.errors import Fenced, WireError
 from buffer.groups.submit import Stored
-from buffer.model.job import Result
+from buffer.job import Result
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status

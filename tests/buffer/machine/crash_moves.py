@@ -4,7 +4,7 @@ I8, I12, I13).
 
 from __future__ import annotations
 
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
 from buffer.wire import group_bytes
 from buffer.wire.rollout import Status

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from buffer.control.control import Mode
-from buffer.model.ids import LANES
+from buffer.ids import LANES
 from buffer.model.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import GroupHeld, MemoryFull
-from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.ids import IMPORTED_FROM, group_id
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TASKS, Group
 from tests.buffer.machine.world import World

@@ -10,8 +10,8 @@ from typing import Any
 
 from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
-from buffer.model.ids import IMPORTED_FROM, group_id, split_group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import IMPORTED_FROM, group_id, split_group_id
+from buffer.job import PayloadRef
 from buffer.model.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.machine.control_moves import ControlMoves

@@ -7,8 +7,8 @@ from typing import Any
 
 from buffer.control.control import Mode
 from buffer.errors import Fenced
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job
+from buffer.ids import new_nonce
+from buffer.job import Job
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.machine.world import World

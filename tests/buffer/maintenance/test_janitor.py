@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 
 from buffer.errors import LostRun
+from buffer.ids import group_id
 from buffer.maintenance.janitor import Swept
-from buffer.model.ids import group_id
 from buffer.run import Run
 from buffer.store.store import Store
 from tests.buffer.scene import Scene

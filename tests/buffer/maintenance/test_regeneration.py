@@ -10,10 +10,10 @@ import pytest
 
 from buffer.batches.position import Position
 from buffer.errors import Fenced, LostRun, RoleHeld, RunExists, RunNotFound
+from buffer.ids import new_nonce
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.ids import new_nonce
 from buffer.model.limits import REGENERATING
 from buffer.run import Run
 from buffer.wire.rollout import Status

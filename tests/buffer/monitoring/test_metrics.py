@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.monitoring.process_metrics import serve_process
 from buffer.monitoring.prometheus import RunCollector

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from buffer.model.ids import ENDS
+from buffer.ids import ENDS
 from buffer.server.acl import ROLES, acl_line, user_name
 from buffer.store.keys import TABLE
 from buffer.store.scripts import Arg, Script, library

@@ -21,8 +21,8 @@ from buffer.errors import (
     SchemaVersionError,
     SnapshotError,
 )
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, SnapshotError, WireError
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.manifest import Manifest
 from buffer.model.order_policy import BUILT_IN, Finished
 from buffer.run import Run

@@ -11,7 +11,7 @@ import pytest
 from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.run import Run
 from buffer.server.check import check_all, require_all_safe
 from buffer.server.embedded import valkey_binary

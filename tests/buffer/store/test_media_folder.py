@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, SnapshotError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.run import Run
 from buffer.snapshot import folder as in_snapshot
 from buffer.store.media_folder import MediaFolder

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.store.payloads import Upload
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, RolloutMQError, SignatureError, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.store.signing import PRODUCER, Key, Keyring, Signer, read_keys, write_keys
 from buffer.wire.signed_bytes import signed_block, signers, split_signed
 

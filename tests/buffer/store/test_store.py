@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.run import Run
 from buffer.server.embedded import valkey_binary
 from buffer.store.connection.retry import is_transient

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from buffer.errors import GroupChanged
 from buffer.wire import group_bytes
 from buffer.wire.columns import LAYOUT
-from buffer.wire.compression import compress
+from buffer.wire.framing import compress
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status, VersionSpan
 from tests.buffer.wire.test_group_bytes import full

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from buffer.config.config import TrainingConfig
-from buffer.model.ids import new_nonce, split_group_id
-from buffer.model.job import Job
+from buffer.ids import new_nonce, split_group_id
+from buffer.job import Job
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan

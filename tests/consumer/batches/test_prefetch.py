@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.run import Run
 from buffer.wire import group_bytes
 from consumer.batches.prefetch import Prefetcher

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from buffer.batches.position import Position, TrainedDraws
 from buffer.errors import AccountError, ModelError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.model.manifest import Manifest
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.weights.saved_state import Rows, write_state

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.manifest import ManifestEntry
 from buffer.monitoring.sample_log import SampleLog, describe_sample, sample_files
 from buffer.monitoring.token_texts import TokenTexts

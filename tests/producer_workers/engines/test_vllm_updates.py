@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.store.store import Store

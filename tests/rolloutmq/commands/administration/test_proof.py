@@ -10,7 +10,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.monitoring.history import StepLog
 from buffer.monitoring.run_view import take_snapshot
 from buffer.server.embedded import EmbeddedServer

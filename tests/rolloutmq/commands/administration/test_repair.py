@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
 from tests.buffer.keyspace import dump

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from buffer.batches.position import Position
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.monitoring.tracing import trace_id
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from buffer.config.sections.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
 from buffer.wire import group_bytes
-from buffer.wire.compression import MAGIC, MAX_BYTES, compress, expand
+from buffer.wire.framing import MAGIC, MAX_BYTES, compress, expand
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 
