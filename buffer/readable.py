@@ -1,6 +1,11 @@
-"""JSON for a terminal: no character of it may control one, or turn its lines around."""
+"""Text for people: JSON that is safe on a terminal, and numbers of bytes with units."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ByteSize, GetPydanticSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 
 def visible(text: str) -> str:
@@ -17,3 +22,18 @@ def visible(text: str) -> str:
 def _escape(character: str) -> str:
     units = character.encode("utf-16-be", errors="surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+Bytes = Annotated[
+    int,
+    # a plain int, because a Redis client sends no ByteSize
+    GetPydanticSchema(
+        lambda _, schema_of: no_info_after_validator_function(int, schema_of(ByteSize))
+    ),
+]
+"""A field that is read from a number, or from text like "8GiB" or "500MB"."""
+
+
+def format_size(number: float) -> str:
+    """Return a number of bytes with a unit: 512 B, 1.5 MiB."""
+    return ByteSize(number).human_readable(separator=" ")

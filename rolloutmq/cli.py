@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
-from buffer.model.extras import missing_extra
+from buffer.imports import missing_extra
 from buffer.monitoring.console import plain
 from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup

@@ -179,5 +179,5 @@ def test_the_wheel_installs_into_an_empty_environment_and_does_what_readme_says(
     assert run("-c", CONSUMER) == "0 False\n"
     assert "Usage" in run("-m", "rolloutmq", "worker", "--help")
     assert run("-c", REHEARSAL) == "[0.5, 0.5]\n"
-    missing = "from buffer.model.extras import install_command as c; print(c('http'))"
+    missing = "from buffer.imports import install_command as c; print(c('http'))"
     assert "aiohttp" in run("-c", missing)

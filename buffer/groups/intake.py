@@ -18,9 +18,9 @@ from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQErro
 from buffer.groups.submit import order_argument
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.byte_size import format_size
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
+from buffer.readable import format_size
 from buffer.store.keys import Keys
 from buffer.store.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.store.replies import unknown_reply

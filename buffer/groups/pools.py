@@ -22,8 +22,8 @@ from buffer.store.payloads import PayloadStore
 from buffer.store.replies import unknown_reply
 from buffer.store.store import Store
 from buffer.wire import group_bytes
+from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
-from buffer.wire.signed_bytes import split_signed
 from buffer.wire.staleness import AgeLimit, next_step
 
 PoolStatus = Literal["completed", "aborted", "expired"]

@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.model.byte_size import Bytes
 from buffer.model.task_mix import Reweighting, TaskMix, allocate
+from buffer.readable import Bytes
 from buffer.wire.framing import Compression
 
 SCHEMA = "2"

@@ -17,10 +17,10 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
-from buffer.wire.column_checks import Bounds, bounds_of
+from buffer.wire.checks import Bounds, bounds_of
+from buffer.wire.columns import Seal
 from buffer.wire.document import Sample, Shared
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
-from buffer.wire.seal import Seal
 from buffer.wire.staleness import last_trained, living_version, token_mask
 from buffer.wire.table import (
     STATUSES,
@@ -75,7 +75,7 @@ class RolloutGroup:
     """
 
     signatures: Sequence[str] = ()
-    """Who signed what this group is made of: the lines of `buffer.wire.signed_bytes`."""
+    """Who signed what this group is made of: the lines of `buffer.wire.framing`."""
 
     seal: Seal | None = None
     """Of the columns that were received, of which this group consists or is made."""

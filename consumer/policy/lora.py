@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from buffer.config.sections.learner import LoraConfig
 from buffer.errors import ConfigError, ModelError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from buffer.weights.safetensors_files import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,

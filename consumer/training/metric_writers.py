@@ -26,7 +26,7 @@ from rich.progress import (
 
 from buffer.config.config import Config
 from buffer.errors import ConfigError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.sample_log import Sample
 from consumer.training.sample_text import (

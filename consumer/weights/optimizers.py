@@ -13,7 +13,7 @@ from torch import nn
 
 from buffer.config.sections.learner import OptimizerKind
 from buffer.errors import ConfigError
-from buffer.model.extras import missing_extra
+from buffer.imports import missing_extra
 
 STATES: dict[OptimizerKind, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, ProcessUnavailable, UserCodeError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from producer_workers.agent_loops.loopback import keep_loopback_direct
 
 log = logging.getLogger("rolloutmq.worker")

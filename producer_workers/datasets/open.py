@@ -18,8 +18,7 @@ from buffer.config.sections.dataset import (
 )
 from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
-from buffer.imports import load_object
-from buffer.model.extras import install_command
+from buffer.imports import install_command, load_object
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows

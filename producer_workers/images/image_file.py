@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
-from buffer.model.byte_size import format_size
-from buffer.model.extras import install_command
+from buffer.imports import install_command
+from buffer.readable import format_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

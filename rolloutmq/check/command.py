@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.config.config import Config
 from buffer.config.load import inspect_config
 from buffer.errors import ConfigError, HubError, ModelError
-from buffer.model.byte_size import Bytes
 from buffer.monitoring.console import console as open_console
+from buffer.readable import Bytes
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import SECTIONS, Finding, failure
 from rolloutmq.check.memory import memory_findings

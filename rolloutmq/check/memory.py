@@ -12,7 +12,7 @@ from buffer.config.config import Config
 from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.learner import LearnerConfig
 from buffer.config.sections.memory_budget import PROMPT_TOKENS
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 

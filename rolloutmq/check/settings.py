@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from buffer.config.config import Config
 from buffer.config.sections.engine import SimulatedConfig, VllmConfig
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.launch.machine import machine_errors

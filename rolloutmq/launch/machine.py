@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from buffer.config.config import Config
 from buffer.config.sections.engine import HttpConfig, VllmConfig
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.extras import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command
 from rolloutmq.launch.placement import Placement, count_gpus, place
 
 

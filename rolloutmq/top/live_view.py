@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
-from buffer.model.byte_size import format_size
 from buffer.monitoring.console import plain
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
+from buffer.readable import format_size
 from buffer.run import Run
 from rolloutmq.commands.look.status import (
     account_text,

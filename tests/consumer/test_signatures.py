@@ -18,9 +18,9 @@ from buffer.store.payloads import checksum
 from buffer.store.signing import PRODUCER, Key, Signer, read_keys, write_keys
 from buffer.store.store import Store
 from buffer.wire import group_bytes
+from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
-from buffer.wire.signed_bytes import split_signed
 from consumer.rollout_consumer import RolloutConsumer
 from tests.buffer.scene import FIRST, Scene, extend
 from tests.consumer.conftest import Trainers, die

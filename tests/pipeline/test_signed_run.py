@@ -11,7 +11,7 @@ from buffer.control.control import Mode
 from buffer.run import Run
 from buffer.store.signing import PRODUCER, Key, write_keys
 from buffer.store.store import Store
-from buffer.wire.signed_bytes import signers
+from buffer.wire.framing import signers
 from tests.pipeline.site import Site
 from tests.pipeline.yard import FAST_S, LONG, SLOW_S, Yard
 

@@ -24,8 +24,8 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.store.signing import PRODUCER, Key, write_keys
+from buffer.wire.framing import signers
 from buffer.wire.rollout import PolicyVersion
-from buffer.wire.signed_bytes import signers
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
 from buffer.errors import ConfigError
 from buffer.hub import Repository, is_id, repository
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 
 
 class ImagesSection(Section):

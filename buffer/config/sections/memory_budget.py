@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from buffer.config.sections.section import Section
 from buffer.errors import ConfigError
-from buffer.model.byte_size import Bytes, format_size
+from buffer.readable import Bytes, format_size
 from buffer.wire.framing import MAX_BYTES, Compression, zstandard
 
 SHARE_OF_SERVER = 0.75

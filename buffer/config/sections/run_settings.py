@@ -19,9 +19,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from buffer.config.sections.section import YEAR_S, Count, DottedPath, Section
 from buffer.hub import Repository, is_id, repository
 from buffer.imports import is_dotted_path
-from buffer.model.byte_size import Bytes
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
+from buffer.readable import Bytes
 from buffer.store.connection.url import SCHEMES, mask_url
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName

@@ -14,7 +14,7 @@ from buffer.config.sections.sandbox import BUBBLEWRAP, Sandbox, is_url
 from buffer.config.sections.section import YEAR_S, Count, Section
 from buffer.config.sections.strategy import StrategySection
 from buffer.imports import is_dotted_path
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from buffer.wire.document import MAX_MEMBERS
 from buffer.wire.framing import MAX_BYTES
 from buffer.wire.sampling import SampleParams, StructuredOutput

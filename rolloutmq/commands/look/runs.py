@@ -11,9 +11,9 @@ import typer
 
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
-from buffer.model.byte_size import format_size
 from buffer.monitoring.console import console
 from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.readable import format_size
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store

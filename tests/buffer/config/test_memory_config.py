@@ -12,7 +12,7 @@ from buffer.config.config import Config
 from buffer.config.load import load_config
 from buffer.config.sections.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 
 TEXT = """
 [run]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from buffer.config.sections.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
 from buffer.wire import group_bytes
-from buffer.wire.framing import MAGIC, MAX_BYTES, compress, expand
+from buffer.wire.framing import MAX_BYTES, ZSTD_MAGIC, compress, expand
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 
@@ -29,7 +29,7 @@ def group() -> RolloutGroup:
 @given(st.binary(max_size=5000))
 def test_what_was_compressed_comes_back(data: bytes) -> None:
     frame = compress(data, "zstd")
-    assert frame[:4] == MAGIC
+    assert frame[:4] == ZSTD_MAGIC
     assert expand(frame) == expand(memoryview(frame)) == data
 
 
@@ -48,7 +48,7 @@ def test_wire_reads_a_document_in_a_frame_of_any_writer() -> None:
 
 def bomb(size: int) -> bytes:
     """A frame of a few bytes that says it holds `size` bytes, and has blocks for 1 MiB of them."""
-    header = MAGIC + bytes([0b1110_0000]) + size.to_bytes(8, "little")
+    header = ZSTD_MAGIC + bytes([0b1110_0000]) + size.to_bytes(8, "little")
     block = (128 * 1024 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
     return header + block * 8
 
@@ -83,7 +83,7 @@ FRAME = compress(group_bytes.encode(group()), "zstd")
         FRAME[:20] + bytes([FRAME[20] ^ 255]) + FRAME[21:],
         compress(b"no document", "zstd"),
         compress(FRAME, "zstd"),
-        MAGIC,
+        ZSTD_MAGIC,
     ],
     ids=[
         "no size",
@@ -106,7 +106,7 @@ def test_damaged_or_dishonest_frames_are_wire_errors(data: bytes) -> None:
 @given(st.binary(max_size=200))
 def test_random_frames_are_wire_errors(tail: bytes) -> None:
     with pytest.raises(WireError):
-        group_bytes.decode(MAGIC + tail)
+        group_bytes.decode(ZSTD_MAGIC + tail)
 
 
 def test_missing_package_is_a_config_error_and_no_bad_payload(
