@@ -31,7 +31,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from consumer.ranks import ALONE
-from consumer.weights.weights_folder import take_snapshot
+from consumer.weights.weights_folder import read_run_view
 from consumer.weights.weights_snapshot import HostBuffers
 from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
@@ -57,7 +57,7 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
     model = load_model(first, dtype=torch.bfloat16)
     copy_tokenizer(first, folder)
     buffers = HostBuffers()
-    snapshot = take_snapshot(model, ALONE, buffers)
+    snapshot = read_run_view(model, ALONE, buffers)
     shutil.rmtree(first)
     first.mkdir()
     snapshot.write(first)
@@ -94,7 +94,7 @@ async def update(
         sender.prune()
     seconds: dict[str, float] = {}
     clock = _clock(seconds)
-    snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
+    snapshot = clock("snapshot", read_run_view, model, ALONE, buffers)
     published = clock("write", sender.write, version, snapshot.write)
     path = clock("fetch", FolderReceiver().fetch, published)
     began = time.perf_counter()

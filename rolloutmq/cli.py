@@ -20,9 +20,9 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
-from buffer.monitoring.console import plain
 from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.console import plain
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.monitoring.console import plain
 from buffer.readable import visible
+from rolloutmq.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"
 

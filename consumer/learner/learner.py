@@ -49,7 +49,7 @@ from consumer.weights.learner_state import capture, restore, shard_rows
 from consumer.weights.optimizers import make_optimizer
 from consumer.weights.saved_state import Rows
 from consumer.weights.sharding import average_gradients, set_gradient_sync
-from consumer.weights.weights_folder import take_snapshot
+from consumer.weights.weights_folder import read_run_view
 from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -263,7 +263,7 @@ class Learner:
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
-            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype)
+            return read_run_view(self.model, self.ranks, self._host, dtype=dtype)
         return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
 
     def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:

@@ -14,13 +14,13 @@ from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
 from buffer.model.manifest import ManifestEntry
-from buffer.monitoring.sample_log import Sample, describe_sample
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.replay_buffer import ReplayBuffer
 from buffer.store.connection.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.training.metric_writers import MetricWriter
+from consumer.training.sample_log import Sample, describe_sample
+from consumer.training.token_texts import TokenTexts
 
 log = logging.getLogger("rolloutmq.trainer")
 

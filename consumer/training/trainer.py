@@ -18,7 +18,6 @@ from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.model.manifest import Manifest
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.run import Run
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
@@ -39,6 +38,7 @@ from consumer.training.metrics import (
 from consumer.training.reporter import ChosenGroup, Reporter
 from consumer.training.sample_writer import SampleWriter, choose
 from consumer.training.step_log import StepWriter
+from consumer.training.token_texts import TokenTexts
 from consumer.training.trainer_rank import TrainerRank
 
 log = logging.getLogger("rolloutmq.trainer")

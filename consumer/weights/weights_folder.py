@@ -24,7 +24,7 @@ from consumer.weights.weights_snapshot import HostBuffers, WeightsSnapshot
 INDEX = "model.safetensors.index.json"
 
 
-def take_snapshot(
+def read_run_view(
     model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, *, dtype: torch.dtype | None = None
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.

@@ -24,7 +24,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.weights.announcement import Announcement
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
-from producer_workers.images.image_reader import ImageReader
+from producer_workers.image_reader import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "keep"]

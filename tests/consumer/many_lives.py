@@ -31,7 +31,6 @@ import torch
 import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
@@ -44,6 +43,7 @@ from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.ranks import join
 from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.training.trainer_rank import TrainerRank
 from consumer.weights.saved_state import SavedState

@@ -28,7 +28,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter
 from producer_workers.judges.function_judge import FunctionJudge, call_here

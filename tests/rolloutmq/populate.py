@@ -14,14 +14,14 @@ from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
-from buffer.monitoring.sample_log import describe_sample
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from consumer.training.sample_log import describe_sample
 from consumer.training.sample_writer import SampleWriter
+from consumer.training.token_texts import TokenTexts
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"

@@ -12,11 +12,11 @@ from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError
 from buffer.ids import split_group_id
 from buffer.model.manifest import Manifest
-from buffer.monitoring.console import console
-from buffer.monitoring.sample_log import Sample
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
+from consumer.training.sample_log import Sample
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, table
 

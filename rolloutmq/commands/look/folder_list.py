@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from buffer.monitoring.console import plain
-from buffer.monitoring.history import StepLog
 from buffer.readable import format_size
+from consumer.training.step_log import StepLog
+from rolloutmq.console import plain
 from rolloutmq.output import age, state, table
 from rolloutmq.run_owner import known_folders, last_change, read_record
 

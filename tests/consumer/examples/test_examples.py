@@ -22,13 +22,12 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.store.store import Store
 from consumer.examples import low_level_loop, plain_loop
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.step_log import read_evaluations
+from consumer.training.step_log import StepLog, read_evaluations
 from tests.consumer.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command

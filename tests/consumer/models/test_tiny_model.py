@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.errors import DatasetError, ModelError
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.weights.new_folder import new_folder
 from consumer.models.model_folder import load_model, load_tokenizer
 from consumer.models.tiny_model import build_tiny_model
 from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from consumer.training.token_texts import TokenTexts
 from tests.consumer.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="

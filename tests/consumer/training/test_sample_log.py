@@ -14,14 +14,14 @@ import pytest
 
 from buffer.job import PayloadRef
 from buffer.model.manifest import ManifestEntry
-from buffer.monitoring.sample_log import SampleLog, describe_sample, sample_files
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.training import sample_writer
 from consumer.training.metric_writers import MetricWriter
 from consumer.training.reporter import MOST_WAITING, ChosenGroup, Reporter
+from consumer.training.sample_log import SampleLog, describe_sample, sample_files
 from consumer.training.sample_writer import SampleWriter, choose
+from consumer.training.token_texts import TokenTexts
 
 LARGE = 2**30
 

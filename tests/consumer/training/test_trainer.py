@@ -18,8 +18,6 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
@@ -29,7 +27,8 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.export import export_model
-from consumer.training.step_log import StepWriter, read_evaluations
+from consumer.training.sample_log import SampleLog
+from consumer.training.step_log import StepLog, StepWriter, read_evaluations
 from consumer.training.trainer import Trainer
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work

@@ -21,7 +21,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.run import Run
 from buffer.store.store import Store
@@ -30,6 +29,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.learner.learner import Learner
+from consumer.training.step_log import StepLog
 from consumer.training.trainer import Trainer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
