@@ -9,8 +9,8 @@ from benchmarks.server import BenchServer
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.keys import Keys
 from buffer.run import Run
-from buffer.store.keys import Keys
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 

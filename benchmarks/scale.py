@@ -19,8 +19,8 @@ from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
+from buffer.janitor import IN_TURN
 from buffer.job import Job
-from buffer.maintenance.janitor import IN_TURN
 
 HELD = 32
 """Groups that a worker holds."""

@@ -15,8 +15,8 @@ from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.rollout_consumer import RolloutConsumer

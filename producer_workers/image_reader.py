@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.store.media_folder import SCHEME, MediaFolder
+from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.wire.rollout import MediaRef
 from producer_workers.images import load_image
 

@@ -17,8 +17,8 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
 from buffer.open_run import wait_for_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.strategy import contexts

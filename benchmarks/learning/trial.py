@@ -17,8 +17,8 @@ from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
 from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import PolicyVersion
 from consumer.learner.learner import Learner

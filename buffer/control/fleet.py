@@ -13,8 +13,8 @@ from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
 from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 
 LOST_SLICE = 200

@@ -22,9 +22,9 @@ from typing import Literal, cast
 from buffer.control.control import ControlState, Mode, shorten_reason
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.replies import unfenced
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced
+from buffer.redis.store import Store
 from buffer.wire.staleness import staleness
 
 HaltKind = Literal["", "enough", "broken", "failing"]

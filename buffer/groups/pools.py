@@ -17,10 +17,10 @@ from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.replies import unknown_reply
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import unknown_reply
+from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup

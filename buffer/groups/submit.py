@@ -17,11 +17,11 @@ from buffer.groups.claim import fenced
 from buffer.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
-from buffer.store.keys import Keys, SlotKeys
-from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.replies import unknown_reply
-from buffer.store.script_calls import ScriptCall, Upload
-from buffer.store.store import Store
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import ScriptCall, Upload
+from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import Status

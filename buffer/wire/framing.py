@@ -9,7 +9,7 @@
 A reader inspects the bytes, not the settings of the run, which may change: no msgpack map begins
 like one of the two. The process that adds a line has read the payload that ends with the line
 before, and has checked that this line has its token and SHA-256. So a trainer can check who made
-each part without the earlier bytes. `buffer.store.signing` makes and checks MACs.
+each part without the earlier bytes. `buffer.redis.signing` makes and checks MACs.
 
 A zstd frame (`[memory] compression`) is not trusted: it must state the size of its content, which
 is checked before memory is allocated.

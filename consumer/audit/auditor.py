@@ -27,10 +27,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from buffer.batches.audits import Finding, Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.ids import NAME
+from buffer.ledger.audits import Finding, Position
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.run import Run
 from buffer.wire.framing import signers

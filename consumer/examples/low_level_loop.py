@@ -13,8 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
+from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.learner.learner import Learner

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
-from buffer.store.media_folder import MediaFolder
+from buffer.redis.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
 from consumer.batches.batch_table import BatchTable

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, MediaError, WireError
-from buffer.store.media_folder import MediaFolder
+from buffer.redis.media_folder import MediaFolder
 from buffer.wire.expert_gates import expert_gates, layers_of
 
 Ints = NDArray[np.int64]

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
 from buffer.model.manifest import ManifestEntry
+from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
-from buffer.store.connection.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.training.metric_writers import MetricWriter

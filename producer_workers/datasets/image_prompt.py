@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ModelError
-from buffer.store.media_folder import MediaFolder
+from buffer.redis.media_folder import MediaFolder
 from buffer.wire.rollout import MediaRef
 from producer_workers.datasets.dataset import Problem
 from producer_workers.image_reader import find_runs

@@ -25,8 +25,8 @@ from rq.results import Result
 
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields

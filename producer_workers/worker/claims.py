@@ -8,8 +8,8 @@ import logging
 from buffer.errors import StoreUnavailable
 from buffer.groups.claim import Claim
 from buffer.ids import new_nonce
+from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.capacity import Vacancy
 

@@ -24,8 +24,8 @@ from benchmarks.learning.trial import (
     train,
     train_in_process,
 )
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from consumer.learner.train_controller import TrainController
 

@@ -10,8 +10,8 @@ from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import LIMITS, Scene, extend, prompt, rollout
 

@@ -17,8 +17,8 @@ from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan

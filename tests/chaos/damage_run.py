@@ -21,8 +21,8 @@ import orjson
 from buffer.errors import RunError
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import FIRST_WEIGHTS
 from tests.chaos.checker import Checker
 from tests.chaos.crew import ROOT, until

@@ -17,7 +17,7 @@ import torch
 
 from buffer.errors import GroupChanged
 from buffer.open_run import wait_for_run
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from consumer.learner.train_controller import TrainController
 from consumer.ranks import join

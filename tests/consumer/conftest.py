@@ -9,8 +9,8 @@ import pytest
 
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import PolicyVersion
 from consumer.batches import taker
 from consumer.rollout_consumer import RolloutConsumer

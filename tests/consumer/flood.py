@@ -13,8 +13,8 @@ from buffer.errors import Fenced
 from buffer.groups.submit import Submission
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import Status
 from tests.buffer.scene import extend
 

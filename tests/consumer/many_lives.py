@@ -32,9 +32,9 @@ import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
 from buffer.open_run import create_run, wait_for_run
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from consumer.batches.batch import Batch
@@ -89,10 +89,10 @@ FILES = {
         "buffer/weights/exchange/transfer.py",
         "buffer/weights/exchange/memory_snapshot.py",
         "buffer/weights/exchange/tensor_exchange.py",
-        "buffer/batches/ledger.py",
-        "buffer/batches/trainer_opening.py",
-        "buffer/batches/reassertion.py",
-        "buffer/batches/position.py",
+        "buffer/ledger/ledger.py",
+        "buffer/ledger/trainer_opening.py",
+        "buffer/ledger/from_checkpoint.py",
+        "buffer/ledger/position.py",
     )
 }
 

@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 import torch.distributed as dist
 
-from buffer.batches.position import Position
 from buffer.errors import GroupChanged
+from buffer.ledger.position import Position
+from buffer.redis.payloads import checksum
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.store import Store
 from buffer.wire import group_bytes
 from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset

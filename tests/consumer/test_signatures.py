@@ -13,10 +13,10 @@ from buffer.groups.submit import Submission
 from buffer.ids import new_nonce
 from buffer.job import Job, PayloadRef, Result
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.payloads import checksum
+from buffer.redis.signing import PRODUCER, Key, Signer, read_keys, write_keys
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.signing import PRODUCER, Key, Signer, read_keys, write_keys
-from buffer.store.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup

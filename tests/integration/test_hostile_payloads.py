@@ -13,8 +13,8 @@ from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
 from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from buffer.batches.position import Position
 from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
 from buffer.ids import group_id
 from buffer.job import Job
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending

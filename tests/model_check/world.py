@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from buffer.groups.claim import Claim
 from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.connection import in_memory
+from buffer.redis.scripts import Script
 from buffer.run import Run
-from buffer.store.connection import in_memory
-from buffer.store.scripts import Script
 from buffer.wire.rollout import PolicyVersion
 from tests.model_check import operations
 from tests.model_check.call_invariants import STALE, check_call, check_caller

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import AgentLoopManager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer.control.progress import ProduceProgress
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout

@@ -22,8 +22,8 @@ from buffer.config.load import load_config
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.ids import new_nonce
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of

@@ -22,8 +22,8 @@ import rq
 
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
-from buffer.store.connection.nodes import Servers
-from buffer.store.store import Store
+from buffer.redis.connection.nodes import Servers
+from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges import rq_judge
 from producer_workers.judges.judge import judge_all

@@ -18,7 +18,7 @@ from buffer.config.load import load_config
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from consumer.rollout_consumer import RolloutConsumer
 from tests.pipeline.site import Process, Site

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import pytest
 
 from buffer.control.control import Mode
-from buffer.store.signing import PRODUCER, Key, write_keys
+from buffer.redis.signing import PRODUCER, Key, write_keys
 from buffer.wire.framing import signers
 from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.site import ROOT

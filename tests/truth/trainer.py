@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.wire.group import RolloutGroup
 from consumer.async_consumer import AsyncRolloutConsumer
 from consumer.batches.batch import Batch

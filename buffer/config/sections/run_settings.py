@@ -22,7 +22,7 @@ from buffer.imports import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.readable import Bytes
-from buffer.store.connection.url import SCHEMES, mask_url
+from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
 from buffer.wire.staleness import stale_threshold

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
 from buffer.ids import new_nonce
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.repair import Plan, Repair
 from consumer.training.checkpoint import CheckpointFolder
 from rolloutmq.console import console

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError
 from buffer.ids import split_group_id
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run

@@ -13,7 +13,7 @@ from buffer.config.sections.task import SampleParamsSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 from buffer.wire.sampling import SampleParams
 
 GOOD = """

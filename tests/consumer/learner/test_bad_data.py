@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.batches.ledger import BatchLedger
 from buffer.config.config import TrainingConfig
+from buffer.ledger.ledger import BatchLedger
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.rollout_consumer import RolloutConsumer

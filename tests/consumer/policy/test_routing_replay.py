@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from buffer.config.sections.engine import TransformersConfig
 from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
-from buffer.store.media_folder import MediaFolder
+from buffer.redis.media_folder import MediaFolder
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams

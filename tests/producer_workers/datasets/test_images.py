@@ -31,7 +31,7 @@ from buffer.config.sections.engine import (
     TransformersConfig,
 )
 from buffer.errors import ConfigError, DatasetError, MediaError
-from buffer.store.media_folder import MediaFolder
+from buffer.redis.media_folder import MediaFolder
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.build import check_images

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.weights.safetensors_files import BASE_CHECKSUM
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, Generation, WeightsError

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
@@ -35,11 +35,11 @@ from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

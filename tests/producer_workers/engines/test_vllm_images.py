@@ -19,9 +19,9 @@ from buffer.config.load import load_config
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.open_run import create_run
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.store import Store
 from buffer.run import Run as RunHandle
-from buffer.store.media_folder import MediaFolder
-from buffer.store.store import Store
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
 from consumer.examples.image_loop import train

@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue

@@ -11,8 +11,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.ids import group_id
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from consumer.training.step_log import StepLog
 from rolloutmq.commands.administration.diagnosis import diagnose
