@@ -18,7 +18,6 @@ from buffer.config.sections.strategy import FILTERS
 from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.monitoring.tracing import Tracer
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
@@ -53,7 +52,6 @@ from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.loop_border import GroupFilter, load_sample_filter
-from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 
 
@@ -166,13 +164,11 @@ def make_worker(
     worker_id: str,
     *,
     restarts: int = 0,
-    tracer: Tracer | None = None,
 ) -> Worker:
     """Return a worker with an agent loop per task.
 
-    `restarts`: of its engine, before this one. `tracer`: receives a span for each group. Raises
-    ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine
-    cannot do.
+    `restarts`: of its engine, before this one. Raises ConfigError for a loop, a judge or a filter
+    that cannot be loaded, and for what the engine cannot do.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
@@ -186,10 +182,8 @@ def make_worker(
     ends = eos_ids(config.model_folder)
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
-    judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
-    runners = {
-        name: _make_runner(config, run, name, tokenizer, ends, judges, tracer) for name in names
-    }
+    judges = WatchedJudges(JudgeTimes(run.observers))
+    runners = {name: _make_runner(config, run, name, tokenizer, ends, judges) for name in names}
     return Worker(
         run,
         engine,
@@ -262,7 +256,6 @@ def _make_runner(
     tokenizer: Tokenizer,
     eos_ids: set[int],
     judges: WatchedJudges,
-    tracer: Tracer | None,
 ) -> TaskRunner:
     task = config.tasks[name]
     strategy = config.strategy_of(name)
@@ -278,11 +271,12 @@ def _make_runner(
     # an evaluation counts every problem, also those that are not worth training on
     spec = None if task.eval_of else strategy.is_valid_sample_fn
     return TaskRunner(
-        TracedLoop(loop, tracer) if tracer else loop,
+        loop,
         is_partial,
         _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
+        run.observers,
     )
 
 

@@ -14,11 +14,12 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+from buffer.control.observers import Observer, all_of
 from buffer.errors import (
     Fenced,
     GroupChanged,
@@ -76,6 +77,17 @@ class TaskRunner:
     is_valid_sample: GroupFilter | None = None
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
+    observers: Sequence[Observer] = ()
+
+    async def _run_loop(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
+        weights = engine.version()
+        with all_of(
+            observer.generating(gid, len(states), engine.name, weights)
+            for observer in self.observers
+        ):
+            return await self.agent_loop.generate_group(states, engine, gid)
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, drawn: Drawn
@@ -90,7 +102,7 @@ class TaskRunner:
         states[:] = drawn.lend(given, makes_prompts=makes_prompts)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
+                made = await Contained(self._run_loop(list(states), engine, gid))
             return check_result(drawn, given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors

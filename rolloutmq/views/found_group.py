@@ -8,11 +8,11 @@ from typing import Any
 from buffer.errors import AccountError, ConfigError
 from buffer.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.job import PayloadRef
-from buffer.monitoring.tracing import trace_id
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from consumer.training.sample_log import Sample, SampleLog
+from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
     "archived": "trained and committed",
