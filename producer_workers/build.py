@@ -41,7 +41,7 @@ from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.load import load_judge, load_worker_judge, make_judge, runs_inline
+from producer_workers.judges.load import is_called_inline, load_judge, load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
@@ -194,7 +194,7 @@ def make_worker(
         sleeps=config.worker.sleep_when_paused,
         judges=judges,
         lanes=config.worker.lanes,
-        uncut_tasks=config.uncut_tasks,
+        untruncated_tasks=config.untruncated_tasks,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
@@ -284,7 +284,7 @@ def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> G
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
     within = partial(judges.run, judging.grace_s)
-    if runs_inline(function, judging, is_safe=spec in FILTERS):
+    if is_called_inline(function, judging, is_safe=spec in FILTERS):
         here = call_here(what, what, function, "filter", judging.timeout_s)
         return GroupFilter(what, here, within)
     is_coroutine = inspect.iscoroutinefunction(function)
