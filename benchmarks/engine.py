@@ -38,7 +38,7 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
 from producer_workers.judges.load import load_judge
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "math"

@@ -31,7 +31,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -35,8 +35,7 @@ from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import ControlledEngine
-from producer_workers.worker.weight_updates import WeightSource
+from producer_workers.worker.weight_updates import WeightUpdates
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),
@@ -87,7 +86,7 @@ async def _compare(
             for name, way in ways.items():
                 inbox = Inbox()
                 inbox.open()
-                controlled = ControlledEngine(engine, WeightSource(run), inbox)
+                controlled = WeightUpdates(run, engine, inbox)
                 seconds = await _update(
                     controlled, inbox, way, PolicyVersion(name.lower(), number), save
                 )
@@ -103,7 +102,7 @@ async def _compare(
 
 
 async def _update(
-    controlled: ControlledEngine,
+    controlled: WeightUpdates,
     inbox: Inbox,
     way: WeightsSender,
     version: PolicyVersion,

@@ -50,8 +50,7 @@ from producer_workers.producer.strategy import load_should_continue, strategies_
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_border import GroupFilter, load_sample_filter
+from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
 
@@ -276,7 +275,6 @@ def _make_runner(
         _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
-        run.observers,
     )
 
 

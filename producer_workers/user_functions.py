@@ -21,7 +21,7 @@ from producer_workers.judges.load import load_judge
 from producer_workers.producer.curriculum import load_weight_function
 from producer_workers.producer.strategy import load_should_continue
 from producer_workers.user_code.sandbox import check_sandbox
-from producer_workers.worker.loop_border import load_sample_filter
+from producer_workers.worker.task_runner import load_sample_filter
 
 _NAMED_OPTIONS = ("agent", "environment", "tools")
 """The options of agent loops that name functions and classes."""

@@ -35,7 +35,7 @@ from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"

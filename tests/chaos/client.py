@@ -36,7 +36,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal

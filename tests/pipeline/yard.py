@@ -31,8 +31,7 @@ from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_border import GroupFilter
+from producer_workers.worker.task_runner import GroupFilter, TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 

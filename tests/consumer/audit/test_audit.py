@@ -26,7 +26,7 @@ from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable
 from rolloutmq.cli import main
-from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.conftest import Trainers

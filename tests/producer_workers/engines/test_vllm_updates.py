@@ -37,8 +37,7 @@ from consumer.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import ControlledEngine
-from producer_workers.worker.weight_updates import WeightSource
+from producer_workers.worker.weight_updates import WeightUpdates
 from tests.producer_workers.engines.conformance import NEXT, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import FIRST, Folders
 from tests.producer_workers.engines.conftest import Run as RunOnLoop
@@ -122,7 +121,7 @@ async def sample_through_updates(
     """Return a group whose responses span all versions, which a worker gets by each transport."""
     inbox = Inbox()
     inbox.open()
-    controlled = ControlledEngine(engine, WeightSource(run), inbox)
+    controlled = WeightUpdates(run, engine, inbox)
     for wait_s in WAITS_S:
         await engine.load_weights(history[0], named(0))
         running = [

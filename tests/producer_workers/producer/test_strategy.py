@@ -23,7 +23,7 @@ from producer_workers.producer.strategy import (
     contexts,
     strategies_of,
 )
-from producer_workers.worker.loop_border import load_sample_filter, not_all_equal
+from producer_workers.worker.task_runner import load_sample_filter, not_all_equal
 
 CONFIG = """
 [run]
