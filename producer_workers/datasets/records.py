@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import orjson
 from pydantic import ValidationError
 
-from buffer.config.sections.dataset import FieldName
 from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
 from buffer.imports import load_object
 from buffer.wire.checks import check_nesting
 from buffer.wire.own_copy import own_copy
 from buffer.wire.sampling import StructuredOutput
+from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.errors import RolloutMQError
 from buffer.weights.announcement import Announcement
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.wire import group_bytes
 from buffer.wire.document import Media
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from buffer.wire.table import STATUSES
+from consumer.config.learner import LearnerConfig
 from consumer.learner.batch_filter import BatchFilter
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController

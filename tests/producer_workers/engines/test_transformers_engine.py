@@ -16,11 +16,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
-from buffer.config.sections.engine import EngineConfig, TransformersConfig
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
+from producer_workers.config.engine import EngineConfig, TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError
 from producer_workers.engines.hf.sampling import sample

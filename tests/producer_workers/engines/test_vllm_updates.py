@@ -20,8 +20,6 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -32,8 +30,10 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from consumer.config.learner import LearnerConfig
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.worker.inbox import Inbox
