@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.ids import split_group_id
 from buffer.job import EndedEarly
-from buffer.control.control import ControlState
-from buffer.redis.connection.retry import Backoff
+from buffer.wire.rollout import (
     PolicyVersion,
     RolloutState,
     VersionSpan,

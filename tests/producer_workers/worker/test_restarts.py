@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
-from producer_workers.worker.group_runner import restart_too_old
 from producer_workers.worker.task_runner import restart_too_old
 
 
