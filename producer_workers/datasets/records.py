@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import orjson
-from buffer.model.user_frames import user_frames
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
@@ -25,6 +24,7 @@ from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record
+from producer_workers.user_code.user_frames import user_frames
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer.model.user_frames import user_frames
-
 from buffer.errors import RolloutMQError, UserCodeError, describe
 from producer_workers.user_code.border import Border
+from producer_workers.user_code.user_frames import user_frames
 
 Mode = Literal["plain", "coroutines", "threads"]
 """How a process makes calls: one after the other; many in its event loop; many in threads."""
