@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 from consumer.config.learner import AdvantageEstimator
 
 
