@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.errors import ConfigError, LedgerError, LostRun
+from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
@@ -162,7 +162,7 @@ class TrainerOpening:
         keys = self._keys
         tasks = self._limits.training_tasks
         # an age index has no lag: the tokens of what waits or runs are not judged one by one
-        lags = [self._limits.token_lag(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
+        lags = [self._limits.token_lead(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
         done = False
         while not done:
             reply = self._store.call(

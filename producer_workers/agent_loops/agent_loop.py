@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState
+from buffer.imports import load_object
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
@@ -54,10 +54,7 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """Make an agent loop from a name of BUILT_IN, a class, or "module:Class".
-
-    Raises ConfigError.
-    """
+    """Make the loop of a name in BUILT_IN, a class, or "module:Class". Raises ConfigError."""
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
     factory: Any = spec
     if isinstance(spec, str):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from buffer.errors import UserCodeError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState, ToolCall
+from buffer.imports import load_object
+from buffer.wire.rollout import RolloutState, ToolCall
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_numbers
 from producer_workers.user_code.process_function import call_of
@@ -97,10 +97,7 @@ ENVIRONMENT = EnvironmentBorder()
 
 
 class ContainedEnvironment:
-    """Asks an environment of a user: an object, or "module:factory" of one.
-
-    `limit_s` limits one answer. Raises ConfigError for a factory that cannot be loaded.
-    """
+    """Asks a user's environment: an object, or "module:factory". `limit_s` limits one answer."""
 
     def __init__(
         self, environment: Environment | str, limit_s: float, *, processes: int, memory_mb: int

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import ToolCall
-from buffer.rollouts.sampling import StructuredOutput
-from buffer.rollouts.wire_checks import check_nesting
+from buffer.wire.checks import check_nesting
+from buffer.wire.rollout import ToolCall
+from buffer.wire.sampling import StructuredOutput
 
 Tools = Sequence[dict[str, Any]] | None
 """Functions that a model may call, as JSON schemas in OpenAI's form."""
@@ -106,10 +106,7 @@ def calls_in(text: str, parser: str) -> list[ToolCall]:
 
 
 def split_thought(text: str, parser: str) -> tuple[str, str]:
-    """Split a turn into its thought, with the mark that ends it, and its answer.
-
-    A mark within a call's JSON ends no thought.
-    """
+    """Split a turn into its thought, up to a mark outside of a call's JSON, and its answer."""
     position = 0
     while mark := _THOUGHT_ENDS.search(text, position):
         call_end = _end_of_call_around(text, position, mark.start(), parser)

@@ -18,16 +18,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.user_code.checked_result import check_reward
 
 
 class VerifiersEnvironment:
-    """Wraps `environment`, an object of verifiers.
-
-    Use it with judge = "environment": its rubric gives the reward.
-    """
+    """Wraps an environment of verifiers. With judge = "environment" its rubric pays."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

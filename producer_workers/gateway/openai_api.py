@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.rollouts.sampling import StructuredOutput
+from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.sampling_limits import SamplingOverrides, structure_of
 from producer_workers.gateway.session import SampledTurn, Session
 
@@ -98,10 +98,7 @@ class Request(BaseModel):
         return fields
 
     def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
-        """Return the response with the id `name`.
-
-        `pieces` are the texts of its tokens, where logprobs are wanted.
-        """
+        """Return the response `name`; `pieces`: the texts of its tokens, for logprobs."""
         frame = self._frame(name, self.kind)
         return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, structures
 
@@ -70,10 +70,7 @@ class SamplingOverrides:
 
 
 def structure_of(response_format: Any) -> StructuredOutput | None:
-    """Return OpenAI's `response_format` as a structure; None for plain text.
-
-    Raises ValueError for anything else.
-    """
+    """Return OpenAI's `response_format` as a structure, None for plain text; or ValueError."""
     match response_format:
         case None | {"type": "text"}:
             return None

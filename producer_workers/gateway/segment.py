@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
+from buffer.wire.group import OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
 Messages = Sequence[dict[str, Any]]
@@ -72,10 +72,7 @@ class Segment:
     def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
     ) -> Segment:
-        """Return this context with the model's turn behind it.
-
-        `messages` are the conversation with that turn.
-        """
+        """Return this context and the model's turn, with which `messages` end."""
         start = len(self.ids)
         return replace(
             self,

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from buffer.errors import ConfigError, ModelError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -257,7 +257,7 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
     sample = 'sample = { structured = { choice = ["yes", "no"] } }\n'
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "r"\ndir = "{tmp_path}"\n[engine]\nkind = "transformers"\n'
-        + "[learner]\naccept_cut_distribution = true\n"
+        + "[learner]\nallow_truncated_sampling = true\n"
         + task.format("plain")
         + task.format("asked").replace("dataset", sample + "dataset")
     )

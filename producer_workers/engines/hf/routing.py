@@ -15,15 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.rollouts.expert_gates import expert_gates, layers_of
+from buffer.wire.expert_gates import expert_gates, layers_of
 from producer_workers.engines.base import EngineError
 
 
 class RoutingRecorder:
-    """Hooks on the gates of `model`.
-
-    Raises EngineError where it has none, or they do not report what they choose.
-    """
+    """Hooks on the gates of `model`. Raises EngineError without gates that report choices."""
 
     def __init__(self, model: Any) -> None:
         self._layers = layers_of(model)

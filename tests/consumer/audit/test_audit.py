@@ -18,9 +18,9 @@ from buffer.errors import ConfigError, WireError
 from buffer.ledger.audits import Position, Verdict
 from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.audit.audit_log import FILE, groups_of
 from consumer.audit.auditor import Auditor
 from consumer.audit.difference import check_auditable
@@ -134,7 +134,7 @@ def test_a_worker_is_admitted_and_barred_again(yard: Yard) -> None:
         yard.nonces.clear()
         assert yard.claim("w1") == []
         assert list(yard.run.audits.read().failed) == ["w1"]
-        assert yard.run.fleet.admit("w1") == BATCH
+        assert yard.run.fleet.unbar("w1") == BATCH
         assert yard.run.audits.read().failed == {}
     # another name is another worker: only a key or an ACL proves who it is
     for _ in range(BATCH):
