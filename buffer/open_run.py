@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 from buffer.config.config import ConfigFile
 from buffer.config.fingerprint import origin_of
 from buffer.control.continuation import Start
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from buffer.control.control import ControlState, Mode, RunControl
 from buffer.control.histogram import Histogram
-from buffer.control.role_holder import Role
-from buffer.control.work import Work
+from buffer.control.role_holder import Role, Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.redis.connection.retry import LogOnce, OutageClock

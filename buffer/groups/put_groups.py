@@ -23,7 +23,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import unknown_reply
 from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup, prompt_of

@@ -19,8 +19,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.payloads import PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
-from buffer.redis.script_calls import ScriptCall, Upload
+from buffer.redis.script_calls import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup

@@ -25,20 +25,19 @@ from buffer.errors import (
 )
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
-from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
+from buffer.redis.connection.retry import Backoff, OutageLog, WrongType, is_transient
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, mask_url
-from buffer.redis.connection.wrong_type import WrongType
 from buffer.redis.connection_errors import (
     describe_connection_error,
     is_acl_failure,
     is_missing_command,
 )
-from buffer.redis.durability import Durability
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import SlotKeys
 from buffer.redis.script_calls import (
     FIRST_KEY,
+    Durability,
     ScriptCall,
     ScriptRunner,
     Upload,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from buffer.config.config import ConfigFile, TrainingConfig
 from buffer.config.sources import fetch, names_any
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer

@@ -19,8 +19,7 @@ from buffer.ledger.position import Position
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.redis.replies import unfenced
-from buffer.redis.script_calls import Upload
+from buffer.redis.script_calls import Upload, unfenced
 from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup

@@ -21,7 +21,7 @@ import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
-from buffer.redis.connection.wrong_type import named
+from buffer.redis.connection.retry import named
 
 log = logging.getLogger("rolloutmq.buffer")
 

@@ -15,9 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from buffer.config.config import Config
 from buffer.config.load import load_config, parse_settings
-from buffer.control.kept_settings import FILE, KeptSettings
-from buffer.control.live_settings import LiveSettings
-from buffer.control.setting_change import parse_change
+from buffer.control.live_settings import FILE, KeptSettings, LiveSettings, parse_change
 from buffer.errors import ConfigError, RunDamaged
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
