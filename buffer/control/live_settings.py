@@ -17,9 +17,9 @@ from typing import Any, Self
 import orjson
 from pydantic import ConfigDict, Field, ValidationError
 
-from buffer.config.checks.problems import FIXED
-from buffer.config.load import key_path, parse_settings
-from buffer.config.sections.section import Section
+from buffer.config.assignments import key_path, parse_settings
+from buffer.config.problems import FIXED
+from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings

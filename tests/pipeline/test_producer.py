@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control import roles
+from buffer.control import role_holder, roles
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.model.ids import group_id, new_nonce

@@ -70,6 +70,7 @@ A judge or a trainer may seed the generator of the process. Two workers with one
 pause and retry in step.
 """
 
+
 class NotDurable(TimeoutError):
     """A write is done, but not yet where it must be before it is answered."""
 
