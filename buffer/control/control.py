@@ -1,4 +1,4 @@
-"""Read and change the control state of a run: pauses, weights, and the roles (I7, I10).
+"""Read and change the control state of a run: pauses, weights, roles (I7, I10); read its events.
 
 The `control` hash and its epoch decide. The message on the channel of the same name is only a hint
 that saves time: a worker that misses it learns of the change with its next claim or heartbeat. The

@@ -2,7 +2,8 @@
 
 A change is checked like a config file, stored under a new version of the run's limits by one
 script, and adopted by every process at its next heartbeat, round or batch. It belongs to the run
-(buffer/model/settings_record.py).
+(buffer/model/settings_record.py). The run's folder keeps a copy of what was set (`KeptSettings`),
+since a server may lose everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds a role of a run, as the server knows it (I7)."""
+"""Who holds a role of a run, as the server knows it (I7), and what its loop does at the moment."""
 
 from __future__ import annotations
 

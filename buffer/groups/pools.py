@@ -3,6 +3,10 @@
 A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
 arrival. The groups that are too stale are a range of scores, never a scan, and no answer relies on
 expiry having run (I8): what the next train step may not use is neither counted nor returned.
+
+Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or
+the order index lacks ready groups (its policy was changed), they change nothing and report it; the
+caller then calls `expire_all` or `fill_index`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Calls of scripts on one server: one, several in one round trip, or behind payloads.
 
-Nothing is retried here: `buffer.redis.store` does that.
+Nothing is retried here: `buffer.redis.store` does that. A reply is a list: a status word, which is
+OK or names a refusal, and then fields; the module that calls a script makes a typed result of it.
+
+A durable call waits for the server's disk and for replicas (I6). WAIT and WAITAOF count the writes
+of their own connection, and a repeated call may have made none, so they follow a write of their own.
 """
 
 from __future__ import annotations
