@@ -4,7 +4,7 @@ Nothing is retried here: `buffer.redis.store` does that. A reply is a list: a st
 OK or names a refusal, and then fields; the module that calls a script makes a typed result of it.
 
 A durable call waits for the server's disk and for replicas (I6). WAIT and WAITAOF count the writes
-of their own connection, and a repeated call may have made none, so they follow a write of their own.
+of their own connection, and a repeated call may have made none: they follow a write of their own.
 """
 
 from __future__ import annotations
