@@ -37,11 +37,7 @@ START = "0"
 
 
 class EventLog:
-    """Reads the events of one run; the id of an event is the position from which to continue.
-
-    Usage:
-        for position, (ms, name, fields) in run.events.read(block_ms=1000): ...
-    """
+    """Reads the events of one run; the id of an event is the position from which to continue."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
@@ -182,13 +178,7 @@ def shorten_reason(reason: str) -> str:
 
 
 class RunControl:
-    """Reads and changes the control state of one run.
-
-    Usage:
-        state = run.control.set_mode("operator", Mode.DRAIN)
-        run.receipts.wait(state)
-        run.control.set_mode("operator", Mode.RUN)
-    """
+    """Reads and changes the control state of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store

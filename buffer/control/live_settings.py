@@ -127,11 +127,6 @@ class KeptSettings:
 
     Each process of the run that has the folder writes what it read last from the server; the
     trainer does before each step.
-
-    Usage:
-        kept = KeptSettings(config.run.folder, run.nonce)
-        kept.keep(run.settings)    # writes only what is new
-        kept.read()
     """
 
     def __init__(self, folder: Path, nonce: str) -> None:
@@ -200,12 +195,7 @@ class LiveTaskSettings(Section, TaskSettings):
 
 
 class LiveSettings(Section, LiveLimits):
-    """A change: only what was given is set.
-
-    Usage:
-
-        run.set(LiveSettings(max_tries=5, tasks={"math": LiveTaskSettings(weight=2.0)}))
-    """
+    """A change: only what was given is set."""
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 

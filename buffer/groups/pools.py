@@ -117,12 +117,7 @@ class PoolSizes:
 
 
 class Pools:
-    """Counts and reads the groups in the pools of one run.
-
-    Usage:
-        sizes = run.buffer.count_statuses()["math"]
-        groups = run.buffer.get(sizes.completed, "math")
-    """
+    """Counts and reads the groups in the pools of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
         self._store = store

@@ -82,13 +82,7 @@ def described(
 
 
 class GroupPut:
-    """Puts groups one after the other, as one operation.
-
-    Usage:
-        intake = GroupPut(store, keys, limits, payloads, "put")
-        gid, pool = intake.put("math", make_group, retryable=True)
-        intake.close()  # so that no trace of the operation stays on the server
-    """
+    """Puts groups one after the other, as one operation."""
 
     def __init__(
         self,
