@@ -155,6 +155,9 @@ class Submission:
         status = _final_status(result)
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
+        order = ""
+        if status is not Status.FILTERED:
+            order = order_argument(group, self._limits, self._order_function)
         return {
             "gid": group.gid,
             "token": ref.token,
@@ -167,13 +170,10 @@ class Submission:
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "unparsed": group.unparsed,
-            "order": "" if status is Status.FILTERED else self._order(group),
+            "order": order,
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "chunks": ref.chunks,
         }
-
-    def _order(self, group: RolloutGroup) -> str:
-        return order_argument(group, self._limits, self._order_function)
 
 
 def order_argument(

@@ -235,7 +235,10 @@ class Keys:
         return self.ages + task
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
-        return self.named(payload_name(gid, token, chunk))
+        suffix = f":{chunk}" if chunk else ""
+        if self.spread:
+            return f"{self.spread_prefix}{gid}}}:payload:{token}{suffix}"
+        return f"{self.prefix}payload:{gid}:{token}{suffix}"
 
     def named(self, name: str) -> str:
         """Return the key of a name without prefix, as snapshots store it."""

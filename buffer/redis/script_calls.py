@@ -318,8 +318,8 @@ def _keys(calls: Sequence[Command]) -> list[str]:
 
 
 def _is_large(command: Command) -> bool:
-    values = [part for part in command if isinstance(part, list)]
-    return any(sum(map(len, pieces)) >= _LARGE_BYTES for pieces in values)
+    value = command[2]  # of SET
+    return isinstance(value, list) and sum(map(len, value)) >= _LARGE_BYTES
 
 
 def _decoded(reply: Sequence[Any]) -> list[Any]:
