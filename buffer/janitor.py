@@ -16,8 +16,8 @@ from typing import Any
 from buffer.errors import LostRun
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.pools import expire
+from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.ids import ENDS, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder, Work
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
-from buffer.model.ids import LANES, new_nonce
+from buffer.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.redis.eviction import EvictionWatch
@@ -27,7 +27,7 @@ from buffer.redis.key_fields import HINT, key_gone, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.script_calls import opened, unfenced
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 Event = tuple[int, str, dict[str, str]]
 """Milliseconds since 1970, name, fields."""

@@ -22,11 +22,11 @@ from buffer.config.assignments import key_path, parse_settings
 from buffer.config.problems import FIXED
 from buffer.config.section import Section
 from buffer.errors import ConfigError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting, newest_parts
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"
 """In place of a value: that of the config."""

@@ -16,7 +16,7 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.reporting import SamplesSection, WandbSection
 from consumer.config.trainer import (
@@ -43,12 +43,7 @@ from rolloutmq.config.warnings import doubts
 
 
 class Config(Section):
-    """Every section of a config file, read and checked as a whole by every process of a run.
-
-    Usage:
-
-        config = load_config(Path("configs/demo.toml"), ["run.name=mine"])
-    """
+    """Every section of a config file, read and checked as a whole by every process of a run."""
 
     run: RunSection
     redis: RedisSection = RedisSection()
