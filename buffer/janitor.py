@@ -166,11 +166,7 @@ class Swept:
 
 
 class Janitor:
-    """Sweeps one run.
-
-    Usage:
-        while run.janitor.sweep().has_more: ...
-    """
+    """Sweeps one run."""
 
     def __init__(
         self,

@@ -50,15 +50,7 @@ class LedgerSteps(NamedTuple):
 
 
 class BatchLedger:
-    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter.
-
-    Usage:
-        answer = ledger.take(nonce, step, {"math": 16})
-        if isinstance(answer, Manifest):
-            groups = buffer.load(answer)
-            ...
-            ledger.commit(nonce, step, keep=oldest_checkpoint)
-    """
+    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter."""
 
     def __init__(
         self,

@@ -43,11 +43,7 @@ BATCH_BYTES = 4 * 2**20
 
 
 class SnapshotLoader:
-    """Loads one run from a folder.
-
-    Usage:
-        SnapshotLoader(store, folder, name="demo2").load(no_advance)
-    """
+    """Loads one run from a folder."""
 
     def __init__(
         self, store: Store, folder: Path, name: str | None = None, media: Path | None = None
