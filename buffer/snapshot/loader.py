@@ -24,7 +24,7 @@ from buffer.ledger.account import Account
 from buffer.model.limits import LOADING, SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
-from buffer.redis.replies import Advance
+from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.folder import (
     Item,
