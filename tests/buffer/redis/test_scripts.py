@@ -13,7 +13,7 @@ import pytest
 import buffer.redis.keys
 from buffer.errors import ScriptError
 from buffer.redis.keys import SLOTS, TABLE, Keys
-from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
+from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
 from buffer.redis.scripts import Arg, Script, assemble, includes, library, sources
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
@@ -281,7 +281,7 @@ def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
         "-- ARGV role  trainer|producer",
         "-- ARGV step  0..",
     ]
-    script = Script("demo", "", Header.parse("\n".join(lines)))
+    script = Script("demo", "", ScriptHeader.parse("\n".join(lines)))
     args: dict[str, Arg] = {"role": "trainer", "step": 7}
     assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", 7])
     with pytest.raises(ScriptError, match=r"demo.*missing \['step'\]"):
@@ -303,7 +303,7 @@ def test_header_is_read_with_types_and_bounds() -> None:
         "-- KEYS c, d  LIST, ZSET x1..9",
     ]
     lines += ["-- ARGV e  ''|0..  steps", "-- ARGV f  0|1", "-- ARGV g, h  name, 1..9 xKEYS"]
-    header = Header.parse("\n".join(lines))
+    header = ScriptHeader.parse("\n".join(lines))
     assert header.fixed("KEYS") == ("a", "b")
     assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
     assert header.fixed("ARGV") == ("e", "f")
@@ -336,7 +336,7 @@ def test_header_is_read_with_types_and_bounds() -> None:
 )
 def test_header_line_without_a_contract_is_refused(line: str) -> None:
     with pytest.raises(ScriptError, match=r"header|nothing follows a tail"):
-        Header.parse(f"#!lua\n{line}")
+        ScriptHeader.parse(f"#!lua\n{line}")
 
 
 def test_every_named_type_is_known_and_used() -> None:
