@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from buffer.redis.server.embedded import EmbeddedServer
     from buffer.redis.store import Store
     from buffer.replay_buffer import ReplayBuffer
-    from buffer.rollouts.group import RolloutGroup
-    from buffer.rollouts.rollout import (
+    from buffer.run import Run
+    from buffer.weights.shared_folder import FolderSender
+    from buffer.wire.group import RolloutGroup
+    from buffer.wire.rollout import (
         MediaRef,
         PolicyVersion,
         RolloutState,
@@ -34,9 +36,7 @@ if TYPE_CHECKING:
         ToolCall,
         VersionSpan,
     )
-    from buffer.rollouts.sampling import SampleParams
-    from buffer.run import Run
-    from buffer.weights.shared_folder import FolderSender
+    from buffer.wire.sampling import SampleParams
     from consumer.async_consumer import AsyncRolloutConsumer
     from consumer.batches.batch import Batch
     from consumer.batches.torch_dataset import BatchDataset, padded_tensors
@@ -65,9 +65,9 @@ _NAMES = {
     "buffer.redis.server.embedded": "EmbeddedServer",
     "buffer.redis.store": "Store",
     "buffer.replay_buffer": "ReplayBuffer",
-    "buffer.rollouts.group": "RolloutGroup",
-    "buffer.rollouts.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
-    "buffer.rollouts.sampling": "SampleParams",
+    "buffer.wire.group": "RolloutGroup",
+    "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
+    "buffer.wire.sampling": "SampleParams",
     "buffer.run": "Run",
     "buffer.weights.shared_folder": "FolderSender",
     "consumer.async_consumer": "AsyncRolloutConsumer",

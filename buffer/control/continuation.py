@@ -21,14 +21,14 @@ from typing import Any
 
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.errors import ConfigError, RunNotFound
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
 from buffer.model.settings_record import FIELD as RECORD
 from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting
 from buffer.redis.keys import Keys
-from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.errors import ConfigError
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 from producer_workers.hub import Repository, is_id, repository
 
 
@@ -136,7 +136,7 @@ class ReasoningGymSection(_DatasetKind):
     """problems reserved for evaluation"""
 
     def problems(self) -> Iterator[str]:
-        """Yield that the splits take everything."""
+        """Yield a problem if the splits leave nothing to train on."""
         if self.warm_start_size + self.held_out_size >= self.size:
             yield (
                 f"warm_start_size = {self.warm_start_size} and "
@@ -189,7 +189,7 @@ class HuggingFaceSection(_Files):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield what a folder does not have."""
+        """Yield settings of the Hub that a folder does not have."""
         for key in ("revision", "subset"):
             if getattr(self, key) and not is_id(self.path):
                 yield f"{key} is for a data set on the Hub: {self.path} is none"

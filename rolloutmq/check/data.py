@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.config.task import NO_JUDGE, TaskSection
@@ -203,7 +203,7 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
 def _without_text(
     name: str, tokenizer: Tokenizer, first: Sequence[RolloutState]
 ) -> Iterator[Finding]:
-    """Yield that the chat template drops what the user says: another text is the same prompt."""
+    """Yield an error if the chat template drops the text of the user."""
     for state in first[:1]:
         messages = state.messages or []
         other = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.extras import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command
 from rolloutmq.config.config import Config
 from rolloutmq.config.launch import LaunchSection
 
