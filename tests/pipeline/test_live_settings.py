@@ -16,7 +16,7 @@ from buffer.model.limits import TaskLimits
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
@@ -48,7 +48,7 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     samplers = {
         name: Sampler(name, dataset, Letters(), SampleParams()) for name in run.limits.tasks
     }
-    producer = AgentLoopManager(run, samplers, strategies_of(run.limits))
+    producer = Producer(run, samplers, strategies_of(run.limits))
     stop = threading.Event()
     thread = threading.Thread(
         target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}

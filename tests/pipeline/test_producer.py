@@ -24,7 +24,7 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.commands.administration.diagnosis import diagnose
@@ -46,11 +46,11 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def take_the_role(producer: AgentLoopManager, yard: Yard) -> None:
+def take_the_role(producer: Producer, yard: Yard) -> None:
     yard.run.control.open_producer(producer.nonce, take_over=True)
 
 
-def play(producer: AgentLoopManager, yard: Yard) -> None:
+def play(producer: Producer, yard: Yard) -> None:
     """Produce rounds until nothing more is started."""
     while producer.round(yard.run.control.state()):
         pass
@@ -302,7 +302,7 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     data = SlowRow()
     sampler = Sampler(TASK, data, Letters(), SampleParams())
     strategies = {TASK: AsyncProduceStrategy(TASK, yard.run.limits)}
-    producer = AgentLoopManager(yard.run, {TASK: sampler}, strategies)
+    producer = Producer(yard.run, {TASK: sampler}, strategies)
     ended: list[BaseException] = []
 
     def produce() -> None:

@@ -284,7 +284,7 @@ def test_nothing_is_started_while_weights_are_updated(make_mixture: Make) -> Non
         assert mixture.round() == 4
 
 
-# -- AgentLoopManager --------------------------------------------------------
+# -- Producer --------------------------------------------------------
 
 
 def test_shares_are_by_largest_remainder_and_ties_by_order() -> None:
