@@ -17,6 +17,7 @@ from buffer.config.sections.engine import VllmConfig
 from buffer.config.sections.strategy import FILTERS
 from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
+from buffer.model.dotted_path import load_function
 from buffer.model.order_policy import load_order
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
@@ -43,10 +44,10 @@ from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import is_called_inline, load_judge, load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.producer.curriculum import Curriculum, load_weight_function
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.curriculum import Curriculum
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.strategy import load_should_continue, strategies_of
+from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
@@ -59,7 +60,7 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
+def make_producer(config: ProducingConfig, run: Run) -> Producer:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
@@ -69,14 +70,15 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         rule = config.strategy_of(name).should_continue_fn
-        function = load_should_continue(rule)
-        should_continue[name] = continue_call(rule, function) if rule and function else None
+        if rule:
+            function = load_function(rule, kind="should_continue_fn")
+            should_continue[name] = continue_call(rule, function)
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
         images = _image_prompts(config, run, name)
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
-    return AgentLoopManager(
+    return Producer(
         run,
         samplers,
         strategies_of(run.limits, should_continue),
@@ -88,8 +90,9 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
 
 def _curriculum(config: ProducingConfig, run: Run) -> Curriculum | None:
     spec = config.plan.curriculum
-    function = load_weight_function(spec)
-    return Curriculum(run, curriculum_call(spec, function)) if spec and function else None
+    if spec is None:
+        return None
+    return Curriculum(run, curriculum_call(spec, load_function(spec, kind="curriculum")))
 
 
 def task_sampler(

@@ -18,7 +18,6 @@ from typing import Protocol
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
 from buffer.model.limits import RunLimits
 from buffer.rollouts.staleness import last_step_for
 
@@ -39,11 +38,6 @@ class ProduceContext:
     leftovers: Leftovers
     awaited: int
     """groups that the trainer waits for to complete a batch that it has taken"""
-
-    @property
-    def version(self) -> int:
-        """Return the newest policy version."""
-        return self.state.weights.version
 
     @property
     def available(self) -> int:
@@ -134,19 +128,6 @@ more is started for the next train step, and its batch is what there is.
 """
 
 
-def load_should_continue(spec: str | None) -> ShouldContinue | None:
-    """Return the function at "module:function"; None, for the target alone, for None."""
-    if spec is None:
-        return None
-    function = load_object(spec, kind="should_continue_fn")
-    if not callable(function):
-        raise ConfigError(
-            f"should_continue_fn {spec!r} is not a function", hint='give "module:function"'
-        )
-    chosen: ShouldContinue = function
-    return chosen
-
-
 @dataclass(frozen=True, slots=True)
 class SyncProduceStrategy:
     """Produces exactly the batches that the newest weights serve: T <= M + sync_weights_interval.
@@ -165,7 +146,7 @@ class SyncProduceStrategy:
 
     def plan(self, context: ProduceContext) -> ProducePlan:
         """Return what to start now."""
-        target = self.target(context.version) - context.shortfall
+        target = self.target(context.state.weights.version) - context.shortfall
         # only what was interrupted too often is among the expired: others are dropped
         has_tail = self.limits.tail_tries(self.task)
         pools = (("expired", 1), ("aborted", 1)) if has_tail else (("aborted", 1),)
@@ -196,9 +177,9 @@ class AsyncProduceStrategy:
     def plan(self, context: ProduceContext) -> ProducePlan:
         """Return what to start now."""
         trigger = self.limits.of(self.task).tail_batch_trigger_size
-        last = self._last_step(context.version)
+        last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
-        needed = self.target(context.version) - surplus - context.shortfall
+        needed = self.target(context.state.weights.version) - surplus - context.shortfall
         begins = 0 < trigger <= context.leftovers.expired
         continues = self._is_in_tail_batch(context, last)
         target = needed if begins or continues else needed + surplus

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Literal
 
 from buffer.config.sections.strategy import FILTERS
-from buffer.errors import ConfigError, GroupTimeout
-from buffer.model.dotted_path import load_object
+from buffer.errors import GroupTimeout
+from buffer.model.dotted_path import load_function
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from buffer.rollouts.staleness import AgeLimit
@@ -198,14 +198,5 @@ def not_all_equal(states: Sequence[RolloutState]) -> bool:
 
 
 def load_sample_filter(spec: str) -> SampleFilter:
-    """Return the built-in filter of that name, or the function at "module:function".
-
-    Raises ConfigError.
-    """
-    function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
-    if not callable(function):
-        raise ConfigError(
-            f"sample filter {spec!r} is not a function", hint='give "module:function"'
-        )
-    chosen: SampleFilter = function
-    return chosen
+    """Return the built-in filter of that name, or the function at "module:function"."""
+    return load_function(spec, kind="sample filter", built_in=FILTERS)

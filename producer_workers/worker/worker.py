@@ -18,17 +18,15 @@ weights are not the newest (I10), and a result is refused if its lease was lost 
 
 Its parts, each of which posts events to the worker's inbox and never calls it:
 
-    part              owns                                  if it ends unexpectedly
-    Worker            every decision, on the event loop     leases run out, others take the groups
-    a step            the engine's state, one claim         the worker leaves
-    HeldGroups        the asyncio task of each group        the group fails, and is released
-    Submitter         finished results until submitted      the groups fail, and are released
-    Heartbeat         leases and receipts, on a thread      the worker leaves: it was replaced, or
-                                                            the run is gone
-    ControlClient     the control line                      heartbeats do the same until it is back
-    engine            tokens and device memory              groups release themselves, the worker
-                                                            leaves, another engine is started
-    server            the truth                             everything waits; results are kept
+    part           owns                                if it ends unexpectedly
+    Worker         every decision, on the event loop   leases run out, others take the groups
+    a step         the engine's state, one claim       the worker leaves
+    HeldGroups     the asyncio task of each group      the group fails, and is released
+    Submitter      finished results until submitted    the groups fail, and are released
+    Heartbeat      leases and receipts, on a thread    the worker leaves: replaced, or run gone
+    ControlClient  the control line                    heartbeats do the same until it is back
+    engine         tokens and device memory            groups release themselves; a new engine
+    server         the truth                           everything waits; results are kept
 """
 
 from __future__ import annotations
@@ -95,10 +93,7 @@ class Worker:
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
     `untruncated_tasks`: see `SharedEngine`.
 
-    Usage:
-        worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
-        await engine.start()
-        await worker.run()  # until worker.stop(), or until the run is finished
+    Start the engine, then await `run()`: it ends after `stop()`, or with the run.
     """
 
     def __init__(
@@ -176,20 +171,18 @@ class Worker:
                 await self._leave()
 
     async def _work(self) -> None:
-        while not (self._is_stopping or self._is_finished()):
+        control = self._control
+        while not (self._is_stopping or (control.mode is Mode.FINISH and not self._groups)):
             if self._step is None:
                 self._is_step_due = False
                 self._step = asyncio.create_task(self._take_step())
-            aborting = self._control.mode is Mode.ABORT and not self._control.is_carried_out
+            aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
                 ABORT_S if aborting or self._expiring else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
                 raise self._failure
-
-    def _is_finished(self) -> bool:
-        return self._control.mode is Mode.FINISH and not self._groups
 
     # -- events --------------------------------------------------------------
 

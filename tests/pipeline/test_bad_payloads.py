@@ -37,7 +37,7 @@ def dead(yard: Yard) -> dict[str, str]:
     return {letter.gid: letter.reason for letter in yard.run.dead_letters.newest()}
 
 
-def test_prompts(yard: Yard) -> None:
+async def test_prompts(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
     # in turns: a worker of which every try fails pauses between its claims
     gids = yard.enqueue(2 * len(KINDS))
@@ -45,12 +45,8 @@ def test_prompts(yard: Yard) -> None:
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
         yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
-
-    async def work() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until_places(dead=len(bad), completed=len(good))
-
-    asyncio.run(work())
+    async with yard.working(yard.worker()):
+        await yard.until_places(dead=len(bad), completed=len(good))
     letters = dead(yard)
     assert set(letters) == set(bad)
     untyped = {
@@ -69,27 +65,23 @@ def _is_told(reason: str) -> bool:
     return reason.startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
 
 
-def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
+async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
     gids = yard.enqueue(len(KINDS), tokens=(5000, 5000))
-
-    async def work() -> None:
-        async with yard.working(
-            yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
-        ) as engine:
-            await yard.until_generating(engine, 2 * len(gids))
-            yard.control(Mode.ABORT)
-            await yard.until_places(aborted=len(gids))
-        for gid, kind in zip(gids, KINDS, strict=True):
-            key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-            yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
-        yard.control(Mode.RUN)
-        assert yard.reissue() == len(gids)
-        async with yard.working(
-            yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
-        ):
-            await yard.until_places(completed=len(gids))
-
-    asyncio.run(work())
+    async with yard.working(
+        yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
+    ) as engine:
+        await yard.until_generating(engine, 2 * len(gids))
+        yard.control(Mode.ABORT)
+        await yard.until_places(aborted=len(gids))
+    for gid, kind in zip(gids, KINDS, strict=True):
+        key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
+        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+    yard.control(Mode.RUN)
+    assert yard.reissue() == len(gids)
+    async with yard.working(
+        yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
+    ):
+        await yard.until_places(completed=len(gids))
     yard.check()
 
 
@@ -186,7 +178,7 @@ def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
     yard.check()
 
 
-def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     """They are ignored, and the next good one is still received."""
     hint = "\0".join(["99", "finish", "eval resume fresh", str(FIRST), "/w", "sum"]).encode()
     gids = yard.enqueue(2)
@@ -198,26 +190,23 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             if client["name"].endswith("-line")
         ]
 
-    async def work() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until_places(completed=len(gids))
-            await yard.until(lambda: len(lines()) == 1)
-            heard_on = [line["id"] for line in lines()]
-            for kind in KINDS:
-                yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
-            await yard.until(
-                lambda: (
-                    caplog.text.count("ignoring an invalid message of the control channel")
-                    == len(KINDS)
-                )
+    async with yard.working(yard.worker()):
+        await yard.until_places(completed=len(gids))
+        await yard.until(lambda: len(lines()) == 1)
+        heard_on = [line["id"] for line in lines()]
+        for kind in KINDS:
+            yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
+        await yard.until(
+            lambda: (
+                caplog.text.count("ignoring an invalid message of the control channel")
+                == len(KINDS)
             )
-            await yard.receipts(yard.control(Mode.DRAIN))
-            await yard.receipts(yard.control(Mode.RUN))
-            more = await asyncio.to_thread(yard.enqueue, 2)
-            await yard.until_places(completed=len(gids) + len(more))
-            assert [line["id"] for line in lines()] == heard_on
-
-    asyncio.run(work())
+        )
+        await yard.receipts(yard.control(Mode.DRAIN))
+        await yard.receipts(yard.control(Mode.RUN))
+        more = await asyncio.to_thread(yard.enqueue, 2)
+        await yard.until_places(completed=len(gids) + len(more))
+        assert [line["id"] for line in lines()] == heard_on
     yard.check()
 
 

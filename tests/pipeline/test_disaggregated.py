@@ -23,7 +23,7 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import TaskLimits
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard
 
@@ -49,7 +49,7 @@ def consumer_of(yard: Yard) -> RolloutConsumer:
 
 
 @contextmanager
-def producing(producer: AgentLoopManager) -> Iterator[None]:
+def producing(producer: Producer) -> Iterator[None]:
     stop = threading.Event()
     thread = threading.Thread(
         target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}

@@ -24,27 +24,23 @@ def train(yard: Yard, step: int) -> None:
 
 @pytest.mark.parametrize("partial_rollout", [False, True])
 @pytest.mark.parametrize("mode", [Mode.RUN, Mode.KEEP])
-def test_expiring_groups_end_in_the_engine_and_others_start(
+async def test_expiring_groups_end_in_the_engine_and_others_start(
     yard: Yard, mode: Mode, partial_rollout: bool
 ) -> None:
     yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-            if mode is Mode.KEEP:
-                await yard.receipts(yard.control(mode))
-            train(yard, 1)
-            await yard.until_places(dropped=2, taken=1)
-            assert engine.unfinished() == 0
-            yard.control(Mode.RUN)
-            weights = yard.publish(1)
-            await yard.until(lambda: engine.version() == weights)
-            yard.enqueue(1)  # under the old weights it would be expiring, too
-            await yard.until_places(dropped=2, taken=1, completed=1)
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
+        if mode is Mode.KEEP:
+            await yard.receipts(yard.control(mode))
+        train(yard, 1)
+        await yard.until_places(dropped=2, taken=1)
+        assert engine.unfinished() == 0
+        yard.control(Mode.RUN)
+        weights = yard.publish(1)
+        await yard.until(lambda: engine.version() == weights)
+        yard.enqueue(1)  # under the old weights it would be expiring, too
+        await yard.until_places(dropped=2, taken=1, completed=1)
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.expirations) == (2, 2)
     assert 0 < counts.discarded_tokens < 4 * LONG[0]
@@ -80,25 +76,21 @@ def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
     yard.check()
 
 
-def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) -> None:
+async def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) -> None:
     """This worker has sampled it under the new weights only."""
     yard.run.set(parse_settings(LiveSettings, ["max_staleness=1"]))
     yard.enqueue(1, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S, partial_rollout=True)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 2)
-            yard.control(Mode.ABORT)
-            await yard.until_places(aborted=1)
-            train(yard, 1)
-            yard.publish(1)
-            yard.control(Mode.RUN)
-            yard.reissue()
-            await yard.until_generating(engine, 2)
-            train(yard, 2)
-            await yard.until_places(dropped=1, taken=2)
-            assert engine.unfinished() == 0
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S, partial_rollout=True)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 2)
+        yard.control(Mode.ABORT)
+        await yard.until_places(aborted=1)
+        train(yard, 1)
+        yard.publish(1)
+        yard.control(Mode.RUN)
+        yard.reissue()
+        await yard.until_generating(engine, 2)
+        train(yard, 2)
+        await yard.until_places(dropped=1, taken=2)
+        assert engine.unfinished() == 0
     yard.check()

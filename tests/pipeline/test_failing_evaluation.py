@@ -9,7 +9,7 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import EvaluationStrategy
 from tests.buffer.scene import Scene
@@ -18,7 +18,7 @@ from tests.pipeline.yard import Letters
 TASKS = {"math": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
 
 
-def fail_most(scene: Scene, producer: AgentLoopManager) -> int:
+def fail_most(scene: Scene, producer: Producer) -> int:
     """Produce and claim until nothing is started any more; every third group is completed.
 
     Returns the number of claimed groups.
@@ -44,7 +44,7 @@ def test_an_evaluation_of_which_most_fails_ends_and_is_continued(tmp_path: Path)
     scene = Scene(store, store.control, "demo", RunLimits(max_tries=1, tasks=TASKS))
     scene.open_trainer()
     sampler = Sampler("quiz", JsonlDataset(rows), Letters(), SampleParams())
-    producer = AgentLoopManager(scene.run, {"quiz": sampler}, {"quiz": EvaluationStrategy()})
+    producer = Producer(scene.run, {"quiz": sampler}, {"quiz": EvaluationStrategy()})
     scene.run.evaluations.set_target(scene.trainer, "quiz", 6)
     with producer.opened():
         assert fail_most(scene, producer) == 12

@@ -16,7 +16,7 @@ from buffer.model.limits import TaskLimits
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
@@ -48,7 +48,7 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     samplers = {
         name: Sampler(name, dataset, Letters(), SampleParams()) for name in run.limits.tasks
     }
-    producer = AgentLoopManager(run, samplers, strategies_of(run.limits))
+    producer = Producer(run, samplers, strategies_of(run.limits))
     stop = threading.Event()
     thread = threading.Thread(
         target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}
@@ -81,26 +81,22 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     assert yard.store.control.hget(yard.run.keys.meta, "limits_version") == b"3"
 
 
-def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:
+async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:
     """Groups that never end: what is held is what it may hold, and nothing else."""
     yard.enqueue(10, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=6, drain_timeout_s=0.0)):
-            await yard.until(lambda: yard.leases() == 6)
-            change(yard, "concurrency=8")
-            await yard.until(lambda: yard.leases() == 8)
-            change(yard, "concurrency=2")
-            await yard.until(lambda: yard.run.limits.concurrency == 2)
-            # what it holds is not taken away; from now on there is room for two
-            assert yard.leases() == 8
-            await yard.receipts(yard.control(Mode.ABORT))
-            yard.control(Mode.RUN)
-            assert yard.reissue() == 8
-            await yard.until(lambda: yard.leases() == 2)
-            await asyncio.sleep(0.3)
-            assert yard.leases() == 2
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=6, drain_timeout_s=0.0)):
+        await yard.until(lambda: yard.leases() == 6)
+        change(yard, "concurrency=8")
+        await yard.until(lambda: yard.leases() == 8)
+        change(yard, "concurrency=2")
+        await yard.until(lambda: yard.run.limits.concurrency == 2)
+        # what it holds is not taken away; from now on there is room for two
+        assert yard.leases() == 8
+        await yard.receipts(yard.control(Mode.ABORT))
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 8
+        await yard.until(lambda: yard.leases() == 2)
+        await asyncio.sleep(0.3)
+        assert yard.leases() == 2
     assert set_events(yard) == ["concurrency=8", "concurrency=2"]
     yard.check()

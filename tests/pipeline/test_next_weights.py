@@ -86,37 +86,33 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
 
 
 @pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
-def test_a_pause_waits_for_no_fetch(
+async def test_a_pause_waits_for_no_fetch(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     """While announced weights are fetched, workers claim and sample; the pause holds the switch."""
     gate = threading.Event()
     fetched = gated_fetches(monkeypatch, gate)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            announced = yard.announce(1)
-            await yard.until(lambda: fetched == ["weights-1"])
-            yard.enqueue(2)
-            await yard.until_places(completed=2)
-            assert yard.run.receipts.silent(announced.epoch) == ["w0"]
-            gate.set()
-            await yard.receipts(announced)
-            assert engine.version() == FIRST
-            gate.clear()  # from here on, a fetch would not end
-            await yard.receipts(yard.control(mode))
-            yard.name(1, *yard.located(1))
-            yard.control(Mode.RUN)
-            yard.enqueue(1)
-            await yard.until_places(completed=3)
-            assert engine.version() == PolicyVersion(LINEAGE, 1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        announced = yard.announce(1)
+        await yard.until(lambda: fetched == ["weights-1"])
+        yard.enqueue(2)
+        await yard.until_places(completed=2)
+        assert yard.run.receipts.silent(announced.epoch) == ["w0"]
+        gate.set()
+        await yard.receipts(announced)
+        assert engine.version() == FIRST
+        gate.clear()  # from here on, a fetch would not end
+        await yard.receipts(yard.control(mode))
+        yard.name(1, *yard.located(1))
+        yard.control(Mode.RUN)
+        yard.enqueue(1)
+        await yard.until_places(completed=3)
+        assert engine.version() == PolicyVersion(LINEAGE, 1)
     assert fetched == ["weights-1"]
     yard.check()
 
 
-def test_announced_weights_that_are_replaced_altered_or_never_published(
+async def test_announced_weights_that_are_replaced_altered_or_never_published(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 1 is replaced while it is fetched, 2 is altered, 4 announced by a trainer that dies.
@@ -158,14 +154,11 @@ def test_announced_weights_that_are_replaced_altered_or_never_published(
         yard.run.trainers.open(new_nonce(), step=0, lineage="l2", take_over=True)
         assert yard.run.control.state().announced is None
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            await asyncio.to_thread(train)
-            yard.enqueue(1)
-            await yard.until_places(completed=1)
-            assert engine.version() == PolicyVersion(LINEAGE, 3)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        await asyncio.to_thread(train)
+        yard.enqueue(1)
+        await yard.until_places(completed=1)
+        assert engine.version() == PolicyVersion(LINEAGE, 3)
     assert fetched[:2] == ["weights-1", "weights-2"]
     assert fetched.count("weights-3") == 1
     yard.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -25,21 +24,17 @@ def enqueue_tail(yard: Yard, tokens: tuple[int, int]) -> str:
     return gid
 
 
-def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_tokens(
+async def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_tokens(
     make_yard: Callable[..., Yard],
 ) -> None:
     yard = make_yard(tail_batch_max_tries=1)
     protected = enqueue_tail(yard, (250, 250))
     (other,) = yard.enqueue(1, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.ABORT))
-            assert yard.leases() == 0
-            assert yard.places() == {"completed": 1, "aborted": 1}
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.leases() == 0
+        assert yard.places() == {"completed": 1, "aborted": 1}
     assert yard.group(protected).lengths.tolist() == [250, 250]
     assert yard.group(other).status is Status.ABORTED
     assert (yard.group(other).lengths > 0).all()
@@ -47,23 +42,21 @@ def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_to
     yard.check()
 
 
-def test_pause_ends_a_protected_group_that_takes_too_long(make_yard: Callable[..., Yard]) -> None:
+async def test_pause_ends_a_protected_group_that_takes_too_long(
+    make_yard: Callable[..., Yard],
+) -> None:
     yard = make_yard(tail_batch_max_tries=1, pause_timeout_s=0.5)
     gid = enqueue_tail(yard, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
-            await yard.until_generating(engine, 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-            assert yard.places() == {"expired": 1}
-            assert engine.unfinished() == 0
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+        await yard.until_generating(engine, 2)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.places() == {"expired": 1}
+        assert engine.unfinished() == 0
     assert yard.run.record(gid)["aborts"] == "2"
     yard.check()
 
 
-def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected_one_is_done(
+async def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected_one_is_done(
     make_yard: Callable[..., Yard],
 ) -> None:
     yard = make_yard(tail_batch_max_tries=1)
@@ -71,14 +64,10 @@ def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected
     (other,) = yard.enqueue(1, LONG)
     worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
     worker._engine._engine = OnlyWhatIsAsked(worker.engine)
-
-    async def scenario() -> None:
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.ABORT))
-            assert yard.places() == {"completed": 1, "aborted": 1}
-
-    asyncio.run(scenario())
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.places() == {"completed": 1, "aborted": 1}
     assert yard.group(protected).lengths.tolist() == [250, 250]
     assert (yard.group(other).lengths > 50).all()
     yard.check()

@@ -197,15 +197,6 @@ def change(site: Site, old: str, new: str) -> None:
     site.config.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_an_unknown_key_is_reported_with_a_suggestion(make_site: Callable[..., Site]) -> None:
-    site = make_site()
-    change(site, "batch_size", "batchsize")
-    code, output = refused(site, "run")
-    assert code == 2
-    assert "plan.batchsize" in output
-    assert "batch_size" in output
-
-
 def test_an_unknown_key_of_the_other_side_is_reported_before_anything_starts(
     make_site: Callable[..., Site],
 ) -> None:
@@ -228,22 +219,6 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
         code, output = refused(site, verb)
         assert code == 2
         assert f"{file}:41: not valid JSON" in output
-
-
-def test_a_folder_that_is_no_model_is_reported(
-    make_site: Callable[..., Site], tmp_path: Path
-) -> None:
-    site = make_site()
-    change(site, f'model = "{site.model}"', f'model = "{tmp_path}"')
-    code, output = refused(site, "run")
-    assert code == 4
-    assert f"{tmp_path} is not a model folder" in output
-
-
-def test_an_unreachable_server_is_reported(make_site: Callable[..., Site]) -> None:
-    code, output = refused(make_site(), "run", "--redis-url", "redis://127.0.0.1:1/0")
-    assert code == 3
-    assert "127.0.0.1:1" in output
 
 
 def test_a_wrong_password_is_reported_and_not_shown(

@@ -80,16 +80,12 @@ async def submit_during_first(
     return tasks
 
 
-def test_results_that_piled_up_travel_together(yard: Yard, trips: Trips) -> None:
+async def test_results_that_piled_up_travel_together(yard: Yard, trips: Trips) -> None:
     results = claim(yard, 40)
-
-    async def scenario() -> None:
-        tasks = await submit_during_first(Submitter(yard.run, "w0"), trips, results)
-        tasks[39].cancel()
-        trips.gate.set()
-        await asyncio.gather(*tasks[:39])
-
-    asyncio.run(scenario())
+    tasks = await submit_during_first(Submitter(yard.run, "w0"), trips, results)
+    tasks[39].cancel()
+    trips.gate.set()
+    await asyncio.gather(*tasks[:39])
     assert trips.sizes == [1, 32, 6]
     assert yard.places() == {"completed": 39, "running": 1}
 

@@ -34,7 +34,7 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 
 @on_both
-def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
+async def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
     yard: Yard, tmp_path: Path
 ) -> None:
     def even_rows_only(states: Sequence[RolloutState]) -> bool:
@@ -46,16 +46,12 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
     )
     producer = make_producer(yard.run, path, share=6)
     yard.run.control.open_producer(producer.nonce, take_over=True)
-
-    async def scenario() -> None:
-        worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
-        async with yard.working(worker):
-            while yard.places().get("completed", 0) < 6:
-                state = yard.run.control.renew_role("producer", producer.nonce)
-                await asyncio.to_thread(producer.round, state)
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
+    async with yard.working(worker):
+        while yard.places().get("completed", 0) < 6:
+            state = yard.run.control.renew_role("producer", producer.nonce)
+            await asyncio.to_thread(producer.round, state)
+            await asyncio.sleep(0.01)
     places = yard.places()
     counters = yard.counters()
     assert places["completed"] == 6
@@ -65,36 +61,28 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
 
 
 @on_both
-def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
+async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
     slow = yard.enqueue(1, tokens=(100_000, 1))
     yard.enqueue(2, tokens=(5, 5))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
-            await yard.until_places(dead=1, completed=2)
-            assert engine.unfinished() == 0
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
+        await yard.until_places(dead=1, completed=2)
+        assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
     yard.check()
 
 
-def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
+async def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
     def broken(states: Sequence[RolloutState]) -> bool:
         raise ZeroDivisionError("no variance")
 
     gids = yard.enqueue(1)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(is_valid_sample=broken)):
-            await yard.until_places(dead=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(is_valid_sample=broken)):
+        await yard.until_places(dead=1)
     assert "ZeroDivisionError: no variance" in str(yard.run.dead_letters.reason(gids[0]))
 
 
 @on_both
-def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
+async def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard: Yard, tmp_path: Path
 ) -> None:
     def broken(**_: object) -> float:
@@ -106,16 +94,12 @@ def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard.run.set(LiveSettings(tasks={TASK: LiveTaskSettings(max_consecutive_failures=4)}))
     yard.run.control.open_producer(producer.nonce, take_over=True)
     started = []
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=broken)):
-            while not yard.run.task_stops.of(TASK).is_stopped:
-                started.append(await asyncio.to_thread(producer.round, yard.run.control.state()))
-                await asyncio.sleep(0.01)
-            for _ in range(5):
-                assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=broken)):
+        while not yard.run.task_stops.of(TASK).is_stopped:
+            started.append(await asyncio.to_thread(producer.round, yard.run.control.state()))
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
     consumer = RolloutConsumer(yard.run, nonce=yard.trainer)
     with pytest.raises(
         TaskStopped, match=r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
@@ -277,16 +261,12 @@ def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(
     assert [job.task for job in mixture.claim()] == ["math"] * 5 + ["code"] * 2
 
 
-def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yard]) -> None:
+async def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yard]) -> None:
     yard = make_yard()
     yard.enqueue(3, tokens=(5, 5))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()):
-            while yard.places().get("completed", 0) < 3:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()):
+        while yard.places().get("completed", 0) < 3:
+            await asyncio.sleep(0.01)
     progress = yard.run.read_progress([TASK]).tasks[TASK]
     assert progress.produced_groups == 3
     groups = yard.run.buffer.get(3, TASK)

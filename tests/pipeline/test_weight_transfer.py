@@ -328,21 +328,17 @@ def make_engine(yard: Yard) -> ReceivingEngine:
     return engine
 
 
-def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
+async def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make_engine(yard)
     late = make_engine(yard)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(engine=first)):
-            for version in (1, 2, 3):
-                weights = await asyncio.to_thread(publish, yard, transfer, version)
-                await yard.until(lambda: first.version() == weights)  # noqa: B023
-            async with yard.working(yard.worker("w1", engine=late)):
-                await yard.until(lambda: late.version() == weights)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(engine=first)):
+        for version in (1, 2, 3):
+            weights = await asyncio.to_thread(publish, yard, transfer, version)
+            await yard.until(lambda: first.version() == weights)  # noqa: B023
+        async with yard.working(yard.worker("w1", engine=late)):
+            await yard.until(lambda: late.version() == weights)
     assert [weights.version for weights in first.came] == [1, 2, 3]
     assert [weights.version for weights in late.came] == [3]
     for number, came in enumerate((*first.came.values(), *late.came.values())):
@@ -354,7 +350,7 @@ def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     }
 
 
-def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
+async def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Announce weights of a trainer that died before it wrote its folder.
@@ -368,37 +364,28 @@ def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_
         yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2
     )
     reborn.clear()
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(engine=late)):
-            await yard.until(lambda: late.version() == second)
-            lost = PolicyVersion(LINEAGE, 3)
-            gone = replace(
-                _announced(yard), label=str(lost), folder=str(tmp_path / "never written")
-            )
-            address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
-            await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
-            await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
-            assert late.version() == second
-            fourth = await asyncio.to_thread(publish, yard, reborn, 4)
-            await yard.until(lambda: late.version() == fourth)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(engine=late)):
+        await yard.until(lambda: late.version() == second)
+        lost = PolicyVersion(LINEAGE, 3)
+        gone = replace(_announced(yard), label=str(lost), folder=str(tmp_path / "never written"))
+        address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
+        await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
+        await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
+        assert late.version() == second
+        fourth = await asyncio.to_thread(publish, yard, reborn, 4)
+        await yard.until(lambda: late.version() == fourth)
     reborn.close()
     assert late.came[second] == tmp_path / "published" / "l1-000002"
     assert isinstance(late.came[PolicyVersion(LINEAGE, 4)], dict)
     weights_manifest.verify(tmp_path / "published" / "l1-000004", _announced(yard).checksum)
 
 
-def test_an_engine_that_cannot_receive_reads_the_folder(
+async def test_an_engine_that_cannot_receive_reads_the_folder(
     yard: Yard, transfer: TransferSender
 ) -> None:
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            weights = await asyncio.to_thread(publish, yard, transfer, 1)
-            await yard.until(lambda: engine.version() == weights)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        weights = await asyncio.to_thread(publish, yard, transfer, 1)
+        await yard.until(lambda: engine.version() == weights)
 
 
 def test_an_announcement_that_is_not_the_published_one_is_refused(

@@ -14,7 +14,7 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.mixture import TASKS, Mixture
@@ -68,7 +68,7 @@ def test_a_batch_that_no_worker_works_on_is_a_timeout_with_what_there_is(
     site = make_mixture()
     with site.manager.opened():
         with pytest.raises(RoleHeld):
-            AgentLoopManager(site.run, {}, {}).opened().__enter__()
+            Producer(site.run, {}, {}).opened().__enter__()
         with pytest.raises(TimeoutError, match="step 1 is not ready"):
             site.manager.produce_batch(1, deadline_s=0.0)
 
