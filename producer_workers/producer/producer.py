@@ -37,6 +37,8 @@ ROUND_S = 1.0
 are short: half a lease between two sweeps would count as an outage, in which no lease runs out.
 """
 
+NO_STOP = TaskStop()
+
 
 @dataclass(frozen=True, slots=True)
 class ProducedBatch:
@@ -166,7 +168,9 @@ class Producer:
     def _is_ready(self, step: int) -> bool:
         """Return whether the batch can be taken, without tasks that have enough for it."""
         shares = self._run.limits.mix().shares(step).items()
-        counts = {task: n for task, n in shares if not self._halt(task).is_enough_for(step)}
+        counts = {
+            task: n for task, n in shares if not self._halts.get(task, NO_STOP).is_enough_for(step)
+        }
         return self._run.buffer.is_ready(counts)
 
     def _raise_if_stopped(self, step: int) -> None:
@@ -204,7 +208,7 @@ class Producer:
             self._curriculum.follow(progress, self.nonce)
         seen = contexts(self._run.limits, state, progress)
         try:
-            started = sum(self._produce(context) for context in seen.values())
+            started = sum(map(self._produce, seen.values()))
         except StoreFull as error:
             # the next round sweeps, which frees memory, and tries again
             self._refusal.report(str(error))
@@ -241,7 +245,7 @@ class Producer:
             if plan.is_enough:
                 self._publish(task, TaskStop("enough", context.train_step, "should_continue_fn"))
                 return 0
-            self._publish(task, TaskStop())
+            self._publish(task, NO_STOP)
             return self._samplers[task].start(self.nonce, plan, context, self._memory)
         except ConfigError as error:
             self._publish(task, TaskStop("broken", 0, str(error)))
@@ -254,7 +258,7 @@ class Producer:
         task = context.task
         stop = TaskStop("failing" if context.progress.stopped else "", 0, context.progress.stopped)
         # until an operator continues the task; a new producer tries again
-        if self._halt(task).kind == "broken":
+        if self._halts.get(task, NO_STOP).kind == "broken":
             stop = self._run.task_stops.of(task)
         if stop.is_stopped:
             if task not in self._stops:
@@ -263,9 +267,6 @@ class Producer:
             return True
         self._stops.pop(task, None)
         return False
-
-    def _halt(self, task: str) -> TaskStop:
-        return self._halts.get(task, TaskStop())
 
     def _publish(self, task: str, halt: TaskStop) -> None:
         if self._halts.get(task) != halt:

@@ -151,14 +151,20 @@ class Claims:
         limit = self.limit()
         # rounded up: most of the last group waits in the engine at first
         free = ceil(limit - sum(shares.values()))
-        behind = Counter(job.task for job, share in shares.items() if not share)
-        tasks = frozenset(task for task in self._serves.tasks if behind[task] <= limit)
-        if free <= 0 or not tasks:
+        sampled: list[Job] = []
+        behind = Counter[str]()
+        for job, share in shares.items():
+            if share:
+                sampled.append(job)
+            else:
+                behind[job.task] += 1
+        serves = self._serves
+        if slow := {task for task, groups in behind.items() if groups > limit}:
+            serves = replace(serves, tasks=serves.tasks - slow)
+        if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers
-        most = min(free, max(1, limit // 4))
-        sampled = [job for job, share in shares.items() if share]
-        return Vacancy(most, replace(self._serves, tasks=tasks), sampled)
+        return Vacancy(min(free, max(1, limit // 4)), serves, sampled)
 
     def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
         """Adapt the limit to the engine's load. Return whether there is more room now."""
@@ -198,14 +204,11 @@ class WakeUp:
         self._inbox = inbox
         self._task: asyncio.Task[None] | None = None
         self._problem = LogOnce(log, "no wake-ups")
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a wait is under way."""
-        return self._task is not None
+        self.is_awaited = False
 
     def wait(self, timeout_s: float) -> None:
         """Begin to wait; post `JobsMayWait` at the wake-up, or after `timeout_s` without one."""
+        self.is_awaited = True
         self._task = asyncio.create_task(self._wait(timeout_s))
 
     def cancel(self) -> None:
@@ -225,5 +228,5 @@ class WakeUp:
         except RolloutMQError as error:
             self._inbox.post(PartFailed(error))
         finally:
-            self._task = None
+            self.is_awaited = False
             self._inbox.post(JobsMayWait())

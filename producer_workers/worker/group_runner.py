@@ -156,7 +156,7 @@ class GroupRunner:
 
     async def close(self) -> None:
         """Close the agent loops. What one raises is logged: the worker leaves."""
-        closing = [runner.close() for runner in self._runners.values()]
+        closing = map(TaskRunner.close, self._runners.values())
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if error is not None:
                 log.warning("an agent loop could not be closed: %s", describe(error))
@@ -330,7 +330,9 @@ def _open_share(members: Sequence[RolloutState]) -> float:
 
 def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
     """Return whether all members are sampled, and some are without their judge's answer."""
-    return all(map(has_ended, members)) and any(each.status in UNJUDGED for each in members)
+    if not all(map(has_ended, members)):
+        return False
+    return any(each.status in UNJUDGED for each in members)
 
 
 def _oldest_weights(

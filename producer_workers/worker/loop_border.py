@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from buffer.errors import RolloutMQError
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.own_copy import own_copy, own_rollout
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 DRAWN = (
     "messages",
@@ -85,9 +85,12 @@ class LoopInput:
         """
         _check_states(given, made)
         restored = self._restore(given, made)
-        alive = [state for state in restored if state.status is not Status.FAILED]
-        for state in alive:
+        alive: list[RolloutState] = []
+        for state in restored:
+            if state.status is Status.FAILED:
+                continue
             _check_rollout(state)
+            alive.append(state)
             if not _same(state.prompt_ids, alive[0].prompt_ids):
                 raise LoopError(
                     f"rollout {state.index} has another prompt than rollout {alive[0].index}",
@@ -151,18 +154,20 @@ def check_weights(
 
     `sampled`: the weights of everything that the engine has returned. Raises LoopError.
     """
-    alive = [state for state in made if state.status is not Status.FAILED]
-    if invented := _weights_of(alive) - _weights_of(claimed) - set(sampled):
+    known = set(sampled)
+    for state in claimed:
+        known.update(map(_weights, state.spans))
+    named = set[PolicyVersion]()
+    for state in made:
+        if state.status is not Status.FAILED:
+            named.update(map(_weights, state.spans))
+    if invented := named - known:
         names = ", ".join(sorted(map(str, invented)))
         raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
 
 
-def _weights_of(states: Sequence[RolloutState]) -> set[PolicyVersion]:
-    found = set()
-    for state in states:
-        for span in state.spans:
-            found.add(PolicyVersion(span.lineage, span.version))
-    return found
+def _weights(span: VersionSpan) -> PolicyVersion:
+    return PolicyVersion(span.lineage, span.version)
 
 
 def _check_states(given: Sequence[RolloutState], made: Any) -> None:
@@ -213,8 +218,10 @@ def _check_rollout(state: RolloutState) -> None:
 
 def _check_known(given: Sequence[RolloutState], alive: Sequence[RolloutState]) -> None:
     for known in given:
+        if not known.spans:
+            continue
         made = [state for state in alive if state.index == known.index]
-        if known.spans and made and not any(_keeps(state, known) for state in made):
+        if made and not any(_keeps(state, known) for state in made):
             raise LoopError(
                 f"the agent loop changed tokens that rollout {known.index} had before",
                 hint="add to a rollout with state.append and state.read, or discard all that it "

@@ -67,8 +67,13 @@ class Submitter:
                     self._waiting.extendleft(reversed(batch))
                     continue
                 self._outage.report("")
-                for waiting, outcome in zip(batch, outcomes, strict=True):
-                    _resolve(waiting.submitted, outcome)
+                for (_, submitted), outcome in zip(batch, outcomes, strict=True):
+                    if submitted.done():  # the group was cancelled
+                        continue
+                    if isinstance(outcome, Exception):
+                        submitted.set_exception(outcome)
+                    else:
+                        submitted.set_result(outcome)
         finally:
             self._task = None
 
@@ -91,12 +96,3 @@ class Submitter:
             if not waiting.submitted.done():
                 batch.append(waiting)
         return batch
-
-
-def _resolve(submitted: asyncio.Future[Stored], outcome: SubmitOutcome) -> None:
-    if submitted.done():  # the group was cancelled
-        return
-    if isinstance(outcome, Exception):
-        submitted.set_exception(outcome)
-    else:
-        submitted.set_result(outcome)
