@@ -17,10 +17,8 @@ from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
 from buffer.rollouts.group import GROUP_TIME
 from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.engines.base import Generation
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -172,44 +170,6 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
     read = mixture.run.buffer.get
     assert [(group.lengths > 0).all() for group in read(9, "math", "aborted")] == [True] * 5
     assert [(group.lengths == 0).all() for group in read(9, "code", "aborted")] == [True] * 2
-    mixture.scene.check()
-
-
-class StuckEngine(WatchedEngine):
-    """Does not answer for math until `gate` is set."""
-
-    gate: asyncio.Event
-
-    async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
-        if request_id.startswith("math"):
-            await self.gate.wait()
-        return await super().generate(request_id, prompt_ids, params)
-
-
-def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    """Let math hang in some of 8 slots while 8 groups of code go through."""
-    mixture = make_mixture({"batch_size": 24})
-    quick = Fixed(value=0.0)
-    engine = StuckEngine(
-        SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST
-    )
-    worker = mixed_worker(mixture, engine)
-
-    async def scenario() -> None:
-        engine.gate = asyncio.Event()
-        await engine.start()
-        work = asyncio.create_task(worker.run())
-        await until(mixture, "code", "completed", 8)
-        engine.gate.set()
-        await until(mixture, "math", "completed", 16)
-        worker.stop()
-        await work
-
-    with mixture.manager.opened():
-        assert mixture.round() == 24
-        asyncio.run(scenario())
     mixture.scene.check()
 
 

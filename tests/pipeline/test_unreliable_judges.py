@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.groups.job_queue import Serves
-from buffer.model.ids import LANES
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -24,7 +22,7 @@ from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJ
 from producer_workers.worker import heartbeat
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
-from tests.pipeline.yard import FIRST, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -302,34 +300,6 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
     working.join()
     assert found == 1
     assert yard.places() == {"completed": 1}
-
-
-def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
-    yard: Yard,
-) -> None:
-    yard.enqueue(1)
-    gate = Gate()
-
-    async def scenario() -> int:
-        async with yard.working(yard.worker("w0", judge=gate.score, grace_s=0.1)) as engine:
-            await yard.until(lambda: gate.asked == 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-            yard.control(Mode.RUN)
-        assert yard.reissue() == 1
-        # claimed by one that never sends a heartbeat again
-        yard.run.fleet.register("dead", "nonce", {})
-        claim = yard.run.jobs.claim(
-            "dead", "nonce", "n1", FIRST, 1, Serves(frozenset({TASK}), frozenset(LANES)), []
-        )
-        assert len(claim.jobs) == 1
-        yard.expire_lease("dead")
-        gate.is_open = True
-        async with yard.working(yard.worker("w1", judge=gate.score)) as other:
-            await yard.until_places(completed=1)
-            return len(engine.requests) + len(other.requests)
-
-    assert asyncio.run(scenario()) == 2
-    yard.check()
 
 
 def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:

@@ -6,10 +6,9 @@ import asyncio
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -24,7 +23,6 @@ from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange import process_group, tensor_exchange
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.process_group import ProcessGroup
 from buffer.weights.exchange.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
 from buffer.weights.exchange.transfer import (
@@ -99,64 +97,6 @@ def moved(announced: Announcement, port: int = 0, token: str = "") -> Announceme
     return replace(announced, port=port or announced.port, token=token or announced.token)
 
 
-class CutInTheMiddle:
-    """A relay in front of the trainer's port; `cut` ends all it relays."""
-
-    def __init__(self, port: int) -> None:
-        self._upstream = port
-        self._open = list[socket.socket]()
-        self._relays: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        for end in self._open:
-            with suppress(OSError):  # the other end was faster
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for thread in self._relays:
-            thread.join(DEADLINE_S)
-        for end in (*self._open, self._listener):
-            end.close()
-
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(("127.0.0.1", self._upstream))
-        self._open += [near, far]
-        for source, target in ((near, far), (far, near)):
-            self._relays.append(
-                threading.Thread(target=self._relay, args=(source, target), daemon=True)
-            )
-            self._relays[-1].start()
-
-    def _relay(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-
-
-def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], object]) -> None:
-    """`do(group)` once, when a group has received 25 chunks: in the second file."""
-    receive = ProcessGroup.receive
-    chunks = 0
-
-    def count(
-        self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]
-    ) -> None:
-        def counted(part: torch.Tensor) -> None:
-            nonlocal chunks
-            chunks += 1
-            if chunks == 25:
-                do(self)
-            arrived(part)
-
-        receive(self, data, counted)
-
-    monkeypatch.setattr(ProcessGroup, "receive", count)
-
-
 def test_many_workers_get_every_bit_at_the_same_time(
     trainer: tuple[TensorServer, Announcement], tmp_path: Path
 ) -> None:
@@ -190,29 +130,6 @@ def test_a_worker_gives_its_proof_to_no_other_trainer(
     with pytest.raises(WireError, match="could not be authenticated"):
         received(moved(trainer[1], port=other.port))
     other.close()
-
-
-def test_a_transfer_that_is_cut_is_thrown_away(
-    trainer: tuple[TensorServer, Announcement],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    server, announced = trainer
-    relay = CutInTheMiddle(server.port)
-
-    def cut(group: ProcessGroup) -> None:
-        relay.cut()
-        until(lambda: group._rendezvous.is_lost)
-
-    in_the_middle(monkeypatch, cut)
-    receiver = TensorReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
-    with pytest.raises(WireError, match=r"cut|left"):
-        until(receiver.is_done)
-    assert not list(receiver.tensors())
-    until(lambda: "weights did not reach a worker" in caplog.text)
-    relay.close()
-    assert_whole(received(announced), tmp_path / "came")
 
 
 def test_a_byte_that_changed_on_the_way_is_found(
