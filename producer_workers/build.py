@@ -49,7 +49,7 @@ from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
-from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.process_function import Call, ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
@@ -177,7 +177,13 @@ def make_worker(
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
     names = _task_names(config)
     check_images(config, names, engine)
-    _check_structures(config, names, engine)
+    for name in names:  # responses without the structure would only look like a bad model
+        if config.tasks[name].sample.structured and not structures(engine):
+            raise ConfigError(
+                f"the engine {engine.name} cannot generate structured output "
+                f"(sample.structured of task {name!r})",
+                hint="use [engine] kind vllm, or http with a server that has `structured_outputs`",
+            )
     if problem := config.context_problem(context_length(engine), names):
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
@@ -228,20 +234,6 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
             )
 
 
-def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """Raise ConfigError if a task wants structured output and the engine cannot generate it.
-
-    Responses without the structure would only look like a bad model.
-    """
-    wanted = [name for name in names if config.tasks[name].sample.structured]
-    if wanted and not structures(engine):
-        raise ConfigError(
-            f"the engine {engine.name} cannot generate structured output "
-            f"(sample.structured of task {wanted[0]!r})",
-            hint="use [engine] kind vllm, or http with a server that has `structured_outputs`",
-        )
-
-
 def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
     """Return limits that permit every image that one of `sections` permits."""
     given = [section for section in sections if section] or [ImagesSection()]
@@ -284,15 +276,16 @@ def _make_runner(
 def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
-    within = partial(judges.run, judging.grace_s)
+    run = partial(judges.run, judging.grace_s)
+    call: Call
     if is_called_inline(function, judging, is_safe=spec in FILTERS):
-        here = call_here(what, what, function, "filter", judging.timeout_s)
-        return GroupFilter(what, here, within)
-    is_coroutine = inspect.iscoroutinefunction(function)
-    rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
-    call = ProcessFunction(spec, BORDERS["filter"], rules)
-    judges.close_at_end(call)
-    return GroupFilter(what, call, within)
+        call = call_here(what, what, function, "filter", judging.timeout_s)
+    else:
+        is_coroutine = inspect.iscoroutinefunction(function)
+        rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
+        call = ProcessFunction(spec, BORDERS["filter"], rules)
+        judges.close_at_end(call)
+    return GroupFilter(what, call, run)
 
 
 def _make_judge(

@@ -31,7 +31,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
+from producer_workers.worker.inbox import Inbox, PartFailed, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -194,7 +194,7 @@ class Claims:
 
 
 class WakeUp:
-    """Waits on a thread for a wake-up of the workers, and posts `JobsMayWait` after it.
+    """Waits on a thread for a wake-up of the workers, and posts JOBS_MAY_WAIT after it.
 
     A wake-up is for one worker: one that has no vacancy must not wait for it.
     """
@@ -207,7 +207,7 @@ class WakeUp:
         self.is_awaited = False
 
     def wait(self, timeout_s: float) -> None:
-        """Begin to wait; post `JobsMayWait` at the wake-up, or after `timeout_s` without one."""
+        """Begin to wait; post JOBS_MAY_WAIT at the wake-up, or after `timeout_s` without one."""
         self.is_awaited = True
         self._task = asyncio.create_task(self._wait(timeout_s))
 
@@ -229,4 +229,4 @@ class WakeUp:
             self._inbox.post(PartFailed(error))
         finally:
             self.is_awaited = False
-            self._inbox.post(JobsMayWait())
+            self._inbox.post(Signal.JOBS_MAY_WAIT)

@@ -18,11 +18,11 @@ from buffer.control.control_line import ControlConnection
 from buffer.errors import RunDamaged
 from buffer.run import Run
 from producer_workers.worker.inbox import (
-    ControlLineBroken,
     HintReceived,
     Inbox,
     PartFailed,
     ReceiptAnswered,
+    Signal,
 )
 
 log = logging.getLogger("rolloutmq.worker")
@@ -162,4 +162,4 @@ class ControlClient:
     def _break(self, error: Exception) -> None:
         log.debug("the control line broke: %s", error)
         self._broken.set()
-        self._inbox.post(ControlLineBroken())
+        self._inbox.post(Signal.CONTROL_LINE_BROKEN)

@@ -38,7 +38,7 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
-from producer_workers.worker.inbox import Inbox, RequestFinished
+from producer_workers.worker.inbox import Inbox, Signal
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Sampled:
 
 
 class SharedEngine:
-    """An engine that posts a RequestFinished after every request, also a failed one.
+    """An engine that posts REQUEST_FINISHED after every request, also a failed one.
 
     `untruncated_tasks`: tasks whose tokens must be sampled from the model's whole distribution,
     also where a row of the data set or an agent asks for something else.
@@ -114,7 +114,7 @@ class SharedEngine:
                 self._engine.check_health()
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
-            self._inbox.post(RequestFinished())
+            self._inbox.post(Signal.REQUEST_FINISHED)
 
     def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for what the engine cannot do, or the trainer cannot train on."""

@@ -56,19 +56,15 @@ from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
 from producer_workers.worker.held_groups import ExpiringGroups, HeldGroups, Protection
 from producer_workers.worker.inbox import (
-    ControlLineBroken,
     Event,
     GroupFinished,
     HeartbeatAnswered,
     HintReceived,
     Inbox,
-    JobsMayWait,
     PartFailed,
     ReceiptAnswered,
-    RequestFinished,
+    Signal,
     StepFinished,
-    StopAsked,
-    WeightsFetched,
 )
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.task_runner import TaskRunner
@@ -150,7 +146,7 @@ class Worker:
     def stop(self) -> None:
         """Finish what is held, claim nothing more, leave. Called on the event loop."""
         self._is_stopping = True
-        self._inbox.post(StopAsked())
+        self._inbox.post(Signal.STOP_ASKED)
 
     async def run(self) -> None:
         """Work until `stop`, or until the run is finished.
@@ -195,20 +191,20 @@ class Worker:
     def _handle(self, event: Event) -> bool:
         """Do what an event asks for. Return whether the next step is due because of it."""
         match event:
-            case StopAsked() | JobsMayWait() | WeightsFetched():
+            case Signal.CONTROL_LINE_BROKEN:
+                self._heartbeat.send_now()
+                return False
+            case Signal.REQUEST_FINISHED:
+                # while a wake-up is waited for, the queues were empty a moment ago
+                return not self._wake_up.is_awaited
+            case Signal():
                 return True
             case HintReceived(state):
                 return self._control.receive_hint(state)
             case ReceiptAnswered():
                 return self._handle_receipt(event)
-            case ControlLineBroken():
-                self._heartbeat.send_now()
-                return False
             case HeartbeatAnswered():
                 return self._handle_heartbeat(event)
-            case RequestFinished():
-                # while a wake-up is waited for, the queues were empty a moment ago
-                return not self._wake_up.is_awaited
             case StepFinished():
                 return self._handle_step(event)
             case GroupFinished(_, error) | PartFailed(error):
