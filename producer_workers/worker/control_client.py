@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import redis
 
@@ -80,6 +81,7 @@ class ControlView:
         return True
 
 
+@dataclass(eq=False)
 class ControlClient:
     """Keeps the control line of one registration open: hints come in, receipts go out.
 
@@ -87,16 +89,13 @@ class ControlClient:
     is involved.
     """
 
-    def __init__(
-        self, run: Run, worker: str, nonce: str, control: ControlView, inbox: Inbox
-    ) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._control = control
-        self._inbox = inbox
-        self._line: ControlConnection | None = None
-        self._broken = asyncio.Event()
+    _run: Run
+    _worker: str
+    _nonce: str
+    _control: ControlView
+    _inbox: Inbox
+    _line: ControlConnection | None = field(default=None, init=False)
+    _broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:

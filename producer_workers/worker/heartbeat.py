@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from buffer.control.control import ControlState
@@ -52,6 +53,7 @@ class TokenRate:
         return self._rate
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """Sends heartbeats for one registration until `stop`.
 
@@ -61,23 +63,15 @@ class Heartbeat:
     worker `is_stuck`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        worker: str,
-        nonce: str,
-        facts: Mapping[str, str],
-        report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]],
-        inbox: Inbox,
-        is_stuck: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._facts = facts
-        self._report = report
-        self._inbox = inbox
-        self._is_stuck = is_stuck
+    _run: Run
+    _worker: str
+    _nonce: str
+    _facts: Mapping[str, str]
+    _report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]]
+    _inbox: Inbox
+    _is_stuck: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outage = LogOnce(log, "no heartbeat")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Container, Coroutine, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -98,6 +99,7 @@ class Protection:
         return most is not None and job.aborts >= most
 
 
+@dataclass(eq=False)
 class ExpiringGroups:
     """Ends the groups that can serve no train step any more (I8). Only the event loop calls it.
 
@@ -108,11 +110,10 @@ class ExpiringGroups:
     takes those with tokens out of the queue, the others start from their prompt.
     """
 
-    def __init__(self, engine: SharedEngine, groups: HeldGroups, runner: GroupRunner) -> None:
-        self._engine = engine
-        self._groups = groups
-        self._runner = runner
-        self._cancel_at: dict[Job, float] = {}
+    _engine: SharedEngine
+    _groups: HeldGroups
+    _runner: GroupRunner
+    _cancel_at: dict[Job, float] = field(default_factory=dict, init=False)
 
     def __bool__(self) -> bool:
         return bool(self._cancel_at)

@@ -51,7 +51,7 @@ async def test_expiring_groups_end_in_the_engine_and_others_start(
     yard.check()
 
 
-def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
+async def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
     yard.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
     (gid,) = yard.enqueue(1)
     calls = Counter[str]()
@@ -65,13 +65,10 @@ def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
             raise
         return 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge)):
-            await yard.until(lambda: calls["asked"] == 2)
-            train(yard, 1)
-            await yard.until_places(expired=1, taken=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge)):
+        await yard.until(lambda: calls["asked"] == 2)
+        train(yard, 1)
+        await yard.until_places(expired=1, taken=1)
     assert calls["cancelled"] == 2
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.discarded_tokens, counts.unmade_tokens) == (1, 20, 0)

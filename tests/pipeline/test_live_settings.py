@@ -37,7 +37,7 @@ def set_events(yard: Yard) -> list[str]:
     ]
 
 
-def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
+async def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     make_yard: Callable[..., Yard], tmp_path: Path
 ) -> None:
     yard = make_yard(tasks={TASK: TaskLimits(), "more": TaskLimits()}, batch_size=8, steps=50)
@@ -60,7 +60,8 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
 
         await yard.until(lambda: found() == {TASK: counts["sums"], "more": counts["more"]})
 
-    async def scenario() -> None:
+    thread.start()
+    try:
         await waiting(sums=4, more=4)
         change(yard, "tasks.more.weight=3")  # from step 2 on: nothing of that is started yet
         yard.publish(1)
@@ -69,10 +70,6 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
         await waiting(sums=4 + 2 * 2, more=4 + 2 * 6)
         change(yard, "over_sample_threshold=0.5")
         await waiting(sums=4 + 2 * 2 + 1, more=4 + 2 * 6 + 3)
-
-    thread.start()
-    try:
-        asyncio.run(scenario())
     finally:
         stop.set()
         thread.join()

@@ -178,7 +178,7 @@ def spoil(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
+async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)
@@ -205,12 +205,9 @@ def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         assert len(consumer.take_batch(1, {TASK: 3}, deadline_s=400.0).groups) == 3
         assert yard.run.fleet.workers()[0].refusal == ""
 
-    async def scenario() -> None:
+    with caplog.at_level(logging.ERROR, "rolloutmq.consumer"):
         async with yard.working(yard.worker()):
             await asyncio.to_thread(train)
-
-    with caplog.at_level(logging.ERROR, "rolloutmq.consumer"):
-        asyncio.run(scenario())
     logged = [record.message for record in caplog.records if record.name == "rolloutmq.consumer"]
     assert len(logged) == 2  # once in each wait
     assert "w0: cannot use the weights" in logged[0]

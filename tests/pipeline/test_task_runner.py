@@ -144,7 +144,9 @@ async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mixture]) -> None:
+async def test_partial_rollout_is_a_matter_of_each_task(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
     mixture = make_mixture()
     config = SimulatedConfig(
@@ -152,8 +154,8 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
     )
     engine = WatchedEngine(config, FIRST)
     worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
-
-    async def scenario() -> None:
+    with mixture.manager.opened():
+        assert mixture.round() == 7
         await engine.start()
         work = asyncio.create_task(worker.run())
         while engine.unfinished() < 14:
@@ -163,10 +165,6 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
         await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=400.0)
         worker.stop()
         await work
-
-    with mixture.manager.opened():
-        assert mixture.round() == 7
-        asyncio.run(scenario())
     read = mixture.run.buffer.get
     assert [(group.lengths > 0).all() for group in read(9, "math", "aborted")] == [True] * 5
     assert [(group.lengths == 0).all() for group in read(9, "code", "aborted")] == [True] * 2

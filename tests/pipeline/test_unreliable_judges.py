@@ -302,18 +302,14 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
     assert yard.places() == {"completed": 1}
 
 
-def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:
+async def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:
     (judged,) = yard.enqueue(1)
     gate = Gate()
-
-    async def scenario() -> None:
+    with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker(judge=gate.score, die_after=3)):
             await yard.until(lambda: gate.asked == 2)
             yard.enqueue(1)
             await yard.until(lambda: not yard.run.fleet.workers())
-
-    with pytest.raises(EngineDeadError):
-        asyncio.run(scenario())
     assert yard.run.record(judged)["status"] == "aborted"
     assert unjudged(yard.group(judged))
     yard.check()

@@ -87,54 +87,41 @@ async def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard)
     yard.check()
 
 
-def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
-    async def scenario() -> None:
+async def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
+    with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker()) as engine:
             await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
             engine._die(EngineDeadError("gone"))
             await yard.until(lambda: not yard.run.fleet.workers())
 
-    with pytest.raises(EngineDeadError):
-        asyncio.run(scenario())
-
 
 @on_both
-def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> None:
-    async def scenario() -> None:
-        work = await begin(yard)
-        yard.run.fleet.register("w0", new_nonce(), {})
-        await asyncio.wait_for(work, 400)
-
+async def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> None:
+    work = await begin(yard)
+    yard.run.fleet.register("w0", new_nonce(), {})
     with pytest.raises(Fenced, match="another process has registered"):
-        asyncio.run(scenario())
-
-
-@on_both
-def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
-    async def scenario() -> None:
-        work = await begin(yard)
-        keys = yard.run.keys
-        raw = yard.run.store.control
-        raw.hset(keys.meta, "nonce", new_nonce())
-        raw.unlink(keys.worker("w0"))
         await asyncio.wait_for(work, 400)
 
+
+@on_both
+async def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
+    work = await begin(yard)
+    keys = yard.run.keys
+    raw = yard.run.store.control
+    raw.hset(keys.meta, "nonce", new_nonce())
+    raw.unlink(keys.worker("w0"))
     with pytest.raises(LostRun, match="another run"):
-        asyncio.run(scenario())
+        await asyncio.wait_for(work, 400)
 
 
 @on_both
-def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Yard) -> None:
+async def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Yard) -> None:
     """The group has not failed: it is given back when the lease runs out."""
     (gid,) = yard.enqueue(1)
     pool = yard.run.keys.pool(TASK, "completed")
     yard.store.control.set(pool, "junk")
-
-    async def scenario() -> None:
-        await asyncio.wait_for(await begin(yard), 400)
-
     with pytest.raises(RunDamaged, match=f"{re.escape(pool)} is a string, and not a zset"):
-        asyncio.run(scenario())
+        await asyncio.wait_for(await begin(yard), 400)
     assert yard.run.record(gid)["stage"] == "running"
     assert not yard.counters().get("failures_in_row")
 
@@ -182,18 +169,15 @@ async def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     yard.check()
 
 
-def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
+async def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
     yard.enqueue(2)
 
     async def hang(**_: Any) -> float:
         await asyncio.Event().wait()
         return 0.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=hang, drain_timeout_s=0.2)) as engine:
-            await yard.until(lambda: len(engine.requests) == 4)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=hang, drain_timeout_s=0.2)) as engine:
+        await yard.until(lambda: len(engine.requests) == 4)
     assert yard.places() == {"aborted": 2}
     assert {r["tries"] for r in yard.records()} == {"0"}
     assert not yard.run.fleet.workers()
@@ -340,7 +324,7 @@ def _fares(record: WorkerRecord) -> tuple[int | None, ...]:
     return record.done, record.failed, record.requests, record.judged, record.judge_failures
 
 
-def test_worker_reports_its_counts(yard: Yard) -> None:
+async def test_worker_reports_its_counts(yard: Yard) -> None:
     poison = yard.enqueue(4)[0]
 
     async def judge(*, ground_truth: str, **_: Any) -> float:
@@ -349,23 +333,20 @@ def test_worker_reports_its_counts(yard: Yard) -> None:
             raise ValueError("no")
         return 1.0
 
-    async def scenario() -> None:
-        worker = yard.worker(judge=judge)
-        async with yard.working(worker):
-            await yard.until_places(completed=3, dead=1)
-            # two rollouts each, three tries of the poisoned one
-            fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
-            await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
-            record = yard.run.fleet.workers()[0]
-            assert record.judging_ms >= 12 * 5
-            times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
-            assert times_s == sorted(times_s)
-            assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
-
-    asyncio.run(scenario())
+    worker = yard.worker(judge=judge)
+    async with yard.working(worker):
+        await yard.until_places(completed=3, dead=1)
+        # two rollouts each, three tries of the poisoned one
+        fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
+        await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
+        record = yard.run.fleet.workers()[0]
+        assert record.judging_ms >= 12 * 5
+        times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
+        assert times_s == sorted(times_s)
+        assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
 
 
-def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
+async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
     judged = yard.enqueue(1, (3, 3))[0]
     sampled = asyncio.Event()
 
@@ -374,18 +355,15 @@ def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) ->
             await sampled.wait()
         return 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
-            await yard.until(lambda: read_run_view(yard.run).judging == 1)
-            assert read_run_view(yard.run).leases == 1
-            yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
-            await yard.until(lambda: read_run_view(yard.run).leases == 2)
-            assert read_run_view(yard.run).judging == 1
-            sampled.set()
-            await yard.until_places(completed=2)
-            await yard.until(lambda: read_run_view(yard.run).judging == 0)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
+        await yard.until(lambda: read_run_view(yard.run).judging == 1)
+        assert read_run_view(yard.run).leases == 1
+        yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
+        await yard.until(lambda: read_run_view(yard.run).leases == 2)
+        assert read_run_view(yard.run).judging == 1
+        sampled.set()
+        await yard.until_places(completed=2)
+        await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])
