@@ -53,11 +53,12 @@ class HeldGroups:
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""
-        found = [(task, job) for task, job in self._running.items() if job in jobs]
-        running = [(task, job) for task, job in found if not task.done()]
-        for task, _ in running:
-            task.cancel()
-        return [job for _, job in running]
+        cancelled = []
+        for task, job in self._running.items():
+            if job in jobs and not task.done():
+                task.cancel()
+                cancelled.append(job)
+        return cancelled
 
     async def cancel_all(self) -> list[Job]:
         """Cancel all jobs, wait for their ends, and return those that did not end by themselves."""
@@ -133,6 +134,8 @@ class ExpiringGroups:
 
     async def end(self, now_s: float) -> None:
         """Abort what these jobs sample, and cancel those that did not return. Called repeatedly."""
+        if not self._cancel_at:
+            return
         held = set(self._groups.jobs())
         ending = self._cancel_at.keys() & held - self._runner.submitting
         self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}

@@ -139,7 +139,8 @@ class SharedEngine:
             self.sampled_at_death.add(gid)
             raise
         _check_generation(self._engine.name, made, params)
-        self.sampled_with.update(PolicyVersion(span.lineage, span.version) for span in made.spans)
+        for span in made.spans:
+            self.sampled_with.add(PolicyVersion(span.lineage, span.version))
         sampled.add(made)
         return made
 
