@@ -1,4 +1,4 @@
-"""The producer of a run: it decides what is generated next (I3, I7).
+"""The producer of a run: it decides which groups are generated next (I3, I7).
 
 It keeps nothing that Redis does not hold: one is active at a time, and killing it at any moment
 costs nothing. Each round it expires what is too old, takes back what dead workers held, asks every
@@ -44,7 +44,7 @@ NO_STOP = TaskStop()
 class ProducedBatch:
     """The outcome of `produce_batch`.
 
-    `made`: counts of each task during the call. `leftovers`: what the pools hold now.
+    `made`: counts of each task during the call. `leftovers`: the pools' sizes now.
     """
 
     status: ProduceBatchStatus
@@ -183,8 +183,7 @@ class Producer:
     def _round_or_wait(self, state: ControlState) -> None:
         """Produce one round; if it started nothing, draw ahead, then wait for a wake-up.
 
-        Every result wakes it up, so what is due by the clock runs once per `round_s` only, after
-        what is wanted now was started.
+        Every result wakes it up, so the sweep runs once per `round_s` only, after the round.
         """
         round_s = min(ROUND_S, self._run.limits.lease_ms / 4000)
         started = self.round(state, sweep=False)
@@ -232,7 +231,7 @@ class Producer:
             log.warning("%s: the run holds %s", change, self._memory)
 
     def _produce(self, context: ProduceContext) -> int:
-        """Start what the strategy of a task wants, and return how many groups that are.
+        """Start the groups that the strategy of a task wants, and return their number.
 
         A task that cannot continue stops alone, with its reason (I11).
         """

@@ -57,7 +57,7 @@ class ProduceContext:
 
     @property
     def draws_left(self) -> int:
-        """Return how many prompts may still be drawn; for an evaluation, twice what it needs."""
+        """Return how many prompts may still be drawn; an evaluation may draw twice its groups."""
         progress = self.progress
         return progress.draws_to - progress.cursor if progress.draws_to else sys.maxsize
 
@@ -98,7 +98,7 @@ class ProducePlan:
     target: groups of the task that may have been started or consumed, in all; None for the target
     that the trainer set. pools: (status, least size), in order: pools whose groups are reissued
     before new prompts are drawn. tail_step: last train step of the tail batch that expired groups
-    begin; None if they begin none. is_enough: start nothing; the next batch is what there is.
+    begin; None if they begin none. is_enough: start nothing; the next batch has the ready groups.
     """
 
     target: int | None
@@ -124,7 +124,7 @@ ShouldContinue = Callable[..., bool]
 `completed`: groups that are ready. `wanted`: groups that should be, for all steps that the strategy
 produces for at this moment. `progress`: the task's counts since the run began
 (buffer/control/progress.py). Called in every round of the producer. Once it returns False, nothing
-more is started for the next train step, and its batch is what there is.
+more is started for the next train step: its batch is made of the ready groups.
 """
 
 
@@ -211,7 +211,7 @@ class EvaluationStrategy:
     """Produces as many groups as the trainer asked for (`BatchLedger.set_target`)."""
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now: first what was begun before."""
+        """Return what to start now: first the groups that were begun before."""
         return ProducePlan(None, (("expired", 1), ("aborted", 1)))
 
 

@@ -1,8 +1,8 @@
 """What a worker claims, and when.
 
-It claims the next group as soon as a member of another is sampled: what is judged or submitted
-needs no room in the engine, so it does not delay the next groups. Such groups are bounded by task:
-a task whose judge is too slow is not claimed any more, the others are.
+It claims the next group as soon as a member of another is sampled: judging and submitting need no
+room in the engine. Groups that wait for their judge are bounded by task: a task whose judge is too
+slow is not claimed any more, the others are.
 
 With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
 increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
@@ -84,7 +84,7 @@ class AdaptiveConcurrency:
 
 
 class FailureBackoff:
-    """Pauses the claims of a worker of which every try fails.
+    """Pauses the claims of a worker whose every try fails.
 
     Its code or its machine may be broken while others work: without a pause, it would use up the
     tries of all groups. A single success ends the pauses.
@@ -144,7 +144,7 @@ class Claims:
         return self._adaptive.limit if wanted == "auto" else wanted
 
     def vacancy(self, shares: Shares) -> Vacancy | None:
-        """Return what to claim now, None for nothing."""
+        """Return the room for another claim; None where no group may be claimed now."""
         if self.failures.must_pause(time.monotonic()):
             self._problem.report("every try of this worker fails, so it pauses between claims")
             return None
@@ -174,7 +174,7 @@ class Claims:
         return self._adaptive.observe(load, int(sum(shares.values()))) > before
 
     async def claim(self, weights: PolicyVersion, vacancy: Vacancy) -> Claim | None:
-        """Return what the server grants; None if it is unreachable."""
+        """Return the granted claim; None if the server is unreachable."""
         try:
             claim = await asyncio.to_thread(
                 self._run.jobs.claim,

@@ -33,7 +33,7 @@ RECONNECT_S = 1.0
 
 
 class ControlView:
-    """What a worker knows of the control state, and what it has acknowledged.
+    """The control state as a worker knows it, and the epoch that it has acknowledged.
 
     `state`, `epoch`, `mode`: of the newest state; None, 0 and None before the first. `ack`: the
     epoch that was carried out. `receipt`: the epoch that the server knows as carried out.
@@ -54,7 +54,7 @@ class ControlView:
         return self.state is not None and self.ack == self.epoch
 
     def receive_hint(self, state: ControlState) -> bool:
-        """Adopt a hint that is newer than what is known."""
+        """Adopt a hint that is newer than the known state."""
         return self.state is not None and state.epoch > self.epoch and self._adopt(state)
 
     def receive_answer(self, state: ControlState, known_epoch: int) -> bool:
@@ -138,7 +138,7 @@ class ControlClient:
             line.close()
 
     def send_receipt(self) -> bool:
-        """Report what was carried out. Return False if a heartbeat must do that."""
+        """Send the acknowledged epoch. Return False if a heartbeat must do that."""
         if self._line is None:
             return False
         try:

@@ -138,7 +138,7 @@ class GroupRunner:
             if is_cancelled and job in self.expiring:
                 await self._end_early(job, known_tokens)
                 return
-            # what a submission finds damaged, all groups share; what is read is the group's own
+            # a submission writes keys that all groups share; only a read concerns the group alone
             is_shared = isinstance(error, RunDamaged) and job in self._members
             if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
                 raise
@@ -238,7 +238,7 @@ class GroupRunner:
 
     def _may_have_killed_engine(self, job: Job) -> bool:
         """Return whether the engine's death uses up a try of this group."""
-        # of a last try only if it was alone: no group ends for what another one did
+        # a last try only if it was alone: no group ends because of another one
         is_last = job.tries >= self._run.limits.max_tries
         was_sampled = job.gid in self._engine.sampled_at_death
         return was_sampled and (not is_last or job.gid in self._engine.alone)

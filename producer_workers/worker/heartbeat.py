@@ -1,4 +1,4 @@
-"""The worker's heartbeat: what it reports, and the thread that sends it.
+"""The worker's heartbeat: the thread that sends it, and the watch over the event loop.
 
 Each heartbeat renews the lease, carries the receipt for the last control change that was carried
 out, and brings the control state back (I2, I10). It has a thread of its own, so that a busy event
@@ -57,8 +57,8 @@ class TokenRate:
 class Heartbeat:
     """Sends heartbeats for one registration until `stop`.
 
-    `report` is called before each one, on its thread, for what it carries, what is held, and the
-    oldest weights of what is held. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
+    `report` is called before each one, on its thread, for its content, the jobs that are held, and
+    the oldest weights of each. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
     the thread: another process registered under this id, or the run is gone. None is sent while the
     worker `is_stuck`.
     """

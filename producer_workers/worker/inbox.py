@@ -121,7 +121,7 @@ class Inbox:
         self._loop.call_soon_threadsafe(self.post, event)
 
     async def read(self, until_s: float) -> Event | None:
-        """Return the next event, or None if there is none until `until_s` on the loop's clock."""
+        """Return the next event, or None at `until_s` on the loop's clock."""
         if not self._events.empty():  # most of the time; a timeout costs more than an event
             return self._events.get_nowait()
         try:

@@ -1,6 +1,6 @@
-"""The border to an agent loop: it works on copies, and what it returns is checked and copied again.
+"""The border to an agent loop: it works on copies, and its rollouts are checked and copied again.
 
-    drawn ──lend──▶ copies ──▶ agent loop ──▶ what it made ──accept──▶ rollouts of the worker
+    drawn ──lend──▶ copies ──▶ agent loop ──▶ its rollouts ──accept──▶ rollouts of the worker
 
 A loop may change what belongs to a response, `extra`, and, if it makes prompts, `prompt_ids`; all
 else comes back as it was drawn. A rollout without a response is lent as it was drawn, however often
@@ -79,7 +79,7 @@ class LoopInput:
         return lent
 
     def accept(self, given: Sequence[RolloutState], made: Any) -> list[RolloutState]:
-        """Return checked copies of what the loop made, without its changes of what was drawn.
+        """Return checked copies of the loop's rollouts, with the drawn fields as they were.
 
         `given`: the rollouts of which it got copies. Raises LoopError.
         """

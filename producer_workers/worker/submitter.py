@@ -1,8 +1,7 @@
 """Submits the finished groups of one worker; those that pile up meanwhile travel together.
 
-While the server is unreachable or full, results are kept and submitted when it is back: what was
-paid for is not lost to an outage. Groups are checked, encoded and sent on a thread: the event loop,
-which feeds the engine, only waits for it.
+While the server is unreachable or full, results are kept, and submitted when it is back. Groups are
+checked, encoded and sent on a thread: the event loop, which feeds the engine, only waits for it.
 
 If the worker dies
 * before a group's bytes are all sent: the server drops the incomplete command, and whole chunks

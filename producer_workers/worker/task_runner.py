@@ -30,7 +30,7 @@ from producer_workers.worker.loop_border import LoopInput
 log = logging.getLogger("rolloutmq.worker")
 
 RunWithLimits = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Returns what the call named `what` returns."""
+"""Runs the call of that name under the limits of a judge, and returns its result."""
 
 SampleFilter = Callable[[Sequence[RolloutState]], bool]
 """Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
@@ -138,7 +138,7 @@ class TaskRunner:
         return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
 
     async def close(self) -> None:
-        """End what the agent loop keeps, such as processes of tools, where it has a `close`."""
+        """Close the agent loop, where it has a `close`: it may keep processes of tools."""
         close = getattr(self.agent_loop, "close", None)
         if inspect.iscoroutinefunction(close):
             await close()

@@ -199,7 +199,7 @@ class WeightUpdates:
 
 
 async def _read(problem: str, call: Callable[[], T]) -> T:
-    """Return what `call` returns on a thread. Raises WeightsError for what a receiver raises."""
+    """Run `call` on a thread. Raises WeightsError for the errors of a receiver."""
     try:
         return await asyncio.to_thread(call)
     except (OSError, WireError, StoreUnavailable) as error:

@@ -144,7 +144,7 @@ class Worker:
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
-        """Finish what is held, claim nothing more, leave. Called on the event loop."""
+        """Finish the groups that are held, claim no others, leave. Called on the event loop."""
         self._is_stopping = True
         self._inbox.post(Signal.STOP_ASKED)
 
@@ -189,7 +189,7 @@ class Worker:
             self._is_step_due |= self._handle(event)
 
     def _handle(self, event: Event) -> bool:
-        """Do what an event asks for. Return whether the next step is due because of it."""
+        """Handle an event. Return whether the next step is due because of it."""
         match event:
             case Signal.CONTROL_LINE_BROKEN:
                 self._heartbeat.send_now()
@@ -247,8 +247,8 @@ class Worker:
         return is_due
 
     def _report(self) -> tuple[HeartbeatReport, list[Job], dict[Job, PolicyVersion]]:
-        """Return what a heartbeat carries, what is held, and its age. Called on its thread."""
-        # before the rest: a receipt must not name an epoch that is newer than what was read for it
+        """Return the report, the held jobs, and their ages. Called on the heartbeat's thread."""
+        # first: a receipt must not name an epoch that is newer than the rest of the report
         weights = self._engine.version()
         known_epoch = self._control.epoch
         load = self._engine.load()
@@ -319,7 +319,7 @@ class Worker:
             self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
-        """Do what the mode asks for. Return whether it is done, and may be acknowledged."""
+        """Carry out the mode. Return whether that is done, and may be acknowledged."""
         engine = self._engine
         if state.mode is Mode.KEEP:
             await engine.freeze()
@@ -350,7 +350,7 @@ class Worker:
         return self._runner.shares(self._groups.jobs())
 
     def _vacancy(self) -> Vacancy | None:
-        """Return what may be claimed now, None for nothing."""
+        """Return the room for another claim; None where no group may be claimed now."""
         state = self._control.state
         if state is None or not state.lanes or self._is_stopping or self._engine.is_paused:
             return None
@@ -365,7 +365,7 @@ class Worker:
     # -- leaving -------------------------------------------------------------
 
     async def _leave(self) -> None:
-        """Finish what is held, within the time allowed; hand back the rest; deregister."""
+        """Finish groups within the time allowed; hand back the rest; deregister."""
         self._is_stopping = True
         reason = self._failure
         self._wake_up.cancel()
