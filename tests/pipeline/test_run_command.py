@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ import orjson
 import psutil
 import pytest
 
+from buffer.redis.keys import Keys
 from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
@@ -263,6 +265,56 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
         process = site.start(verb)
         site.until(partial(waits, process), "its wait")
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
+
+
+# -- regenerated run ------------------------------
+
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def lose(site: Site, seed: int) -> None:
+    """Half of the keys of the run are gone, its settings among them."""
+    chance = random.Random(seed)
+    server = site.server
+    server.start()
+    with server.connect() as raw:
+        keys = sorted(raw.scan_iter(Keys(site.name).pattern))
+        gone = [key for key in keys if chance.random() < 0.5]
+        raw.delete(*gone, Keys(site.name).meta, Keys(site.name).control)
+        raw.set("rmq:{another}:meta", "theirs")
+    server.stop()
+
+
+@pytest.mark.slow
+def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
+    make_site: Callable[..., Site],
+) -> None:
+    site = make_site(steps=40)
+    first = site.start("run")
+    site.until_step(5)
+    assert first.end(signal.SIGTERM) == 130
+    reached = site.lines()[-1][0]
+    lose(site, seed=3)
+    code, output = site.command("run")
+    assert code == 5, output
+    assert "--regenerate" in output
+
+    second = site.start("run", "--regenerate")
+    site.until_step(reached + 2)
+    assert f"from the checkpoint of step {reached}" in second.said()
+    child(second, "train").kill()
+    assert second.wait() == 0, site.words()
+    assert "trainer restarted" in second.said()
+    # a trainer that is started again clears nothing
+    assert second.said().count("Cleared") == 1
+    log = (site.run_dir / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert "Cleared" not in log
+    site.check()
+    site.server.start()
+    with site.server.connect() as raw:
+        assert raw.get("rmq:{another}:meta") == b"theirs"
+    site.server.stop()
 
 
 # -- a live run, and others that want something of it ------------------------
