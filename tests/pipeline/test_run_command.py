@@ -270,9 +270,6 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
 # -- regenerated run ------------------------------
 
 
-pytestmark = pytest.mark.timeout(400)
-
-
 def lose(site: Site, seed: int) -> None:
     """Half of the keys of the run are gone, its settings among them."""
     chance = random.Random(seed)
@@ -287,6 +284,7 @@ def lose(site: Site, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
     make_site: Callable[..., Site],
 ) -> None:
