@@ -20,8 +20,6 @@ import torch
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -31,8 +29,10 @@ from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
+from consumer.config.warm_start import TinyModelConfig
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.weight_updates import WeightUpdates

@@ -10,21 +10,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.config.config import ProducingConfig
-from buffer.config.fingerprint import origin_of
-from buffer.config.sections.dataset import ImagesSection
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.strategy import FILTERS
-from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.dotted_path import load_function
 from buffer.model.order_policy import load_order
+from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.config.dataset import ImagesSection
+from producer_workers.config.producing import ProducingConfig
+from producer_workers.config.strategy import FILTERS
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -37,7 +36,7 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.engines.model_folder import eos_ids
-from producer_workers.image_reader import ImageReader
+from producer_workers.images import ImageReader
 from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -60,7 +59,7 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def make_producer(config: ProducingConfig, run: Run) -> Producer:
+def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
@@ -84,7 +83,7 @@ def make_producer(config: ProducingConfig, run: Run) -> Producer:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=_curriculum(config, run),
-        origin=origin_of(config, config.model_folder),
+        origin=origin,
     )
 
 
@@ -143,8 +142,8 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     """Return the engine of this worker, started, with the weights that the run began with."""
     section = config.engine
-    if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
-        section = section.model_copy(update={"report_load": True})
+    if config.worker.concurrency == "auto":
+        section = section.reporting_load()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import TinyModelConfig
 from consumer.models.model_folder import save_model
 from consumer.models.tiny_model import architecture, build_tokenizer
 

@@ -27,7 +27,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.ledger.audits import Finding, Position
 from buffer.model.ids import NAME
@@ -39,6 +38,7 @@ from buffer.run import Run
 from consumer.audit.audit_log import MadeGroup, add_batch
 from consumer.audit.difference import NOTHING, Difference, check_auditable, compare, versions_of
 from consumer.audit.kept_weights import KeptWeights
+from consumer.config.training import TrainingConfig
 
 log = logging.getLogger("rolloutmq.audit")
 
@@ -201,5 +201,5 @@ def _problems(config: TrainingConfig) -> Iterator[str]:
             "with [learner] allow_truncated_sampling, logprobs are of another distribution than "
             "the model's"
         )
-    if config.engine.kind == "simulated":
+    if not config.has_model:
         yield "the simulated engine has no model, and makes its logprobs up"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from buffer.config.sections.learner import CriticConfig, OptimizerKind, ShardingConfig
+from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards
 from consumer.policy.micro_batch import MicroBatch, MicroBatches

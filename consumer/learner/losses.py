@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from buffer.config.sections.learner import KlKind, LossConfig
+from consumer.config.learner import KlKind, LossConfig
 from consumer.learner.importance import Correction, Samples, clamped, correct
 
 MAX_LOG_PPL = 80.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from buffer.config.sections.learner import LearnerConfig
+from consumer.config.learner import LearnerConfig
 from consumer.models.device_choices import choose_attention
 from consumer.models.model_folder import load_model
 from consumer.models.shards import empty_model, load_shards

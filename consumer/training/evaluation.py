@@ -20,10 +20,10 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.config import TrainingConfig
 from buffer.model.manifest import NotReady
 from buffer.rollouts.group import RolloutGroup
 from consumer.batches.evaluation_round import EvaluationRound
+from consumer.config.training import TrainingConfig
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.reporter import Reporter
 from consumer.training.step_log import StepWriter

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ModelError
 from buffer.weights.new_folder import new_folder
 from buffer.weights.safetensors_files import model_checksum
+from consumer.config.training import TrainingConfig
 from consumer.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.policy.lora import Adapter
 from consumer.training.checkpoint import CheckpointFolder

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
@@ -22,6 +21,7 @@ from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
 from consumer.batches.batch import Batch, Stopped
+from consumer.config.training import TrainingConfig
 from consumer.publication import Publisher, open_sender, published
 from consumer.ranks import ALONE, Ranks
 from consumer.rollout_consumer import PREFETCH_BYTES, RolloutConsumer
@@ -76,7 +76,7 @@ class Trainer:
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0
         """the step of the newest weights that are published, or begun"""
-        self._throughput = Throughput(ranks.size, len(config.launch.worker_gpus or [0]))
+        self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step or `consumer.stop`; return whether the last step is done.

@@ -28,7 +28,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
@@ -36,6 +35,7 @@ from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from consumer.batches.reader import NOTHING, Known, Problems
+from consumer.config.training import TrainingConfig
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from buffer.config.sections.learner import ShardingConfig
+from consumer.config.learner import ShardingConfig
 from consumer.ranks import Ranks
 from consumer.weights.saved_state import Rows
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from buffer.config.sections.strategy import FILTERS
 from buffer.errors import GroupTimeout
 from buffer.model.dotted_path import load_function
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from buffer.rollouts.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
+from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.user_code.contained_tasks import Contained
 from producer_workers.user_code.process_function import Call

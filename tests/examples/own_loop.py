@@ -20,8 +20,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.ids import new_nonce
@@ -36,6 +34,8 @@ from buffer.weights.shared_folder import FolderSender
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
@@ -19,6 +17,8 @@ from buffer.rollouts.group import GROUP_TIME
 from buffer.rollouts.rollout import RolloutState
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker

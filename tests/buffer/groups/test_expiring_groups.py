@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced
 from buffer.model.job import EndedEarly, Job

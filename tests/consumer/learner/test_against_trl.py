@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.config.sections.learner import LossConfig
+from consumer.config.learner import LossConfig
 from consumer.learner.advantages import dr_grpo_advantages, grpo_advantages
 from consumer.learner.importance import Samples
 from consumer.learner.losses import TokenColumns, policy_loss, token_weights

@@ -20,8 +20,6 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -32,8 +30,10 @@ from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
+from consumer.config.learner import LearnerConfig
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.worker.inbox import Inbox
@@ -176,11 +176,7 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
     caplog: pytest.LogCaptureFixture,
     keeps: bool,
 ) -> None:
-    """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do.
-
-    Later ones are, in the mean, closer to those of their own version than to those of the one
-    before it.
-    """
+    """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do."""
     monkeypatch.setattr(vllm_engine, "_keeps_cache", keeps)
     made = run(sample_through_updates(vllm_engine, history, *states))
     assert "reading the folder" not in caplog.text  # instead of the trainer's memory

@@ -1,0 +1,312 @@
+"""[engine]: the inference engine of a worker, one section per kind.
+
+A section is also the registry entry of its kind: it names what builds the engine, and tells checks
+and the launcher its GPUs, memory, times and packages, so that no other file branches on kinds.
+
+Invariant: a value that is left out means "the default of this machine", and only the engine fills
+it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from buffer.config.section import YEAR_S, Count, Section
+from producer_workers.config.distributions import Distribution, Fixed, LogNormal
+
+# The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
+OWNED_ARGUMENTS = frozenset(
+    {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
+    | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+)
+
+
+class GpuMemory(NamedTuple):
+    """What an engine keeps on a GPU."""
+
+    value_bytes: int
+    """bytes of a number of the weights and of the cache"""
+    parts: int
+    """GPUs that share one copy of the model"""
+    cache_bytes: int | None
+    """size of the KV cache; None: the engine measures how much is free"""
+    share: float | None
+    """share of the GPU's memory that the engine takes; None: its default"""
+
+
+class Times(NamedTuple):
+    """How long responses are (None: unknown), and the seconds of their tokens."""
+
+    response_tokens: Distribution | None
+    first_token_s: Distribution
+    token_s: Distribution
+
+
+class EngineSettings(Section):
+    """The settings that every engine has."""
+
+    built_by: ClassVar[str]
+    """module:name of its class or factory, called with (section, model folder, version)"""
+    package: ClassVar[str] = ""
+    """the package that the engine needs"""
+    has_model: ClassVar[bool] = True
+    """false: its tokens are made up"""
+    loads_model: ClassVar[bool] = True
+    """whether it reads the model's folder itself, and with it the length of its context"""
+
+    restarts: Count = Field(3, ge=0)
+    """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
+    """
+
+    @property
+    def shards(self) -> int:
+        """Return the number of processes, with a device each, that hold weights or a part."""
+        return 1
+
+    @property
+    def wants_adapters(self) -> bool:
+        """Return whether the engine loads LoRA adapters in place of whole weights."""
+        return False
+
+    def adapter_problem(self, rank: int) -> str:
+        """Return why the engine cannot load adapters of this rank; "" where it can."""
+        return ""
+
+    @property
+    def gpu_memory(self) -> GpuMemory | None:
+        """Return what the engine keeps on each GPU; None where that is not known."""
+        return None
+
+    @property
+    def times(self) -> Times | None:
+        """Return the times of its tokens, where the settings define them."""
+        return None
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """Return how many token ids the model must have, by the key that demands them."""
+        return {}
+
+    def reporting_load(self) -> Self:
+        """Return settings with which the engine reports its load, if it can."""
+        return self
+
+
+class VllmConfig(EngineSettings):
+    """[engine] kind = "vllm": a vLLM engine.
+
+    Defaults on a CPU build: float32, eager mode, 64 sequences and 1 GiB of KV cache. On CUDA: the
+    model's dtype, compiled, 256 sequences and vLLM's own share of the GPU memory.
+    """
+
+    built_by = "producer_workers.engines.vllm.engine:VllmEngine"
+    package = "vllm"
+
+    kind: Literal["vllm"] = "vllm"
+    """the kind of engine"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """number format of the weights; default: see above"""
+    max_model_len: Count | None = Field(None, ge=2)
+    """largest number of tokens of prompt and response; default: the model's"""
+    max_num_seqs: Count | None = Field(None, ge=1)
+    """sequences in one forward pass, further ones wait; default: see above"""
+    kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20, le=1 << 50)
+    """size of the KV cache; default: see above"""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """share of the GPU memory that vLLM uses; default: vLLM's own"""
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    """processes that share each layer"""
+    pipeline_parallel_size: int = Field(1, ge=1, le=1024)
+    """stages into which the layers are divided"""
+    data_parallel_size: int = Field(1, ge=1, le=1024)
+    """replicas of these stages, which share the requests"""
+    enforce_eager: bool | None = None
+    """run without compilation and CUDA graphs; default: see above"""
+    enable_sleep_mode: bool = False
+    """allow the engine to free its GPU memory while the run is paused; CUDA only"""
+    omp_threads: int | None = Field(None, ge=1, le=4096)
+    """CPU threads; set 1 where engines share a machine; default: vLLM's own"""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
+    """sample with a published LoRA adapter of at most this rank; default: whole weights are
+    published
+    """
+    prefix_cache: Literal["keep", "clear"] | None = None
+    """the KV cache of requests that run while weights change. keep: they continue with it. clear:
+    they are prefilled again with the new weights. New requests never reuse a cache of older
+    weights. Default: keep; clear for a model that reads images
+    """
+    routed_experts: bool = False
+    """record the experts that a mixture of experts chose for each token"""
+    report_load: bool = False
+    """report how full the engine is; [worker] concurrency = "auto" sets it"""
+    control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
+    """time limit of a pause, resume or abort"""
+    load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
+    """time limit of a weight update, of sleeping and of waking up"""
+    hang_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
+    """an engine without progress for this time counts as dead; must exceed the longest forward pass
+    """
+    extra_args: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of vLLM's AsyncEngineArgs"""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _leaves_owned_arguments_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(OWNED_ARGUMENTS & value.keys()):
+            raise ValueError(
+                f"extra_args may not set {', '.join(taken)}: the worker sets them, "
+                "and takes sizes from [engine]"
+            )
+        return value
+
+    @property
+    def shards(self) -> int:
+        """Return the product of the three parallel sizes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def wants_adapters(self) -> bool:
+        """Return whether the engine loads LoRA adapters."""
+        return self.max_lora_rank is not None
+
+    def adapter_problem(self, rank: int) -> str:
+        if (self.max_lora_rank or 0) >= rank:
+            return ""
+        return f"[learner.lora] rank = {rank} needs [engine] max_lora_rank of at least that"
+
+    @property
+    def gpu_memory(self) -> GpuMemory:
+        width = 4 if self.dtype == "float32" else 2
+        parts = self.tensor_parallel_size * self.pipeline_parallel_size
+        return GpuMemory(width, parts, self.kv_cache_memory_bytes, self.gpu_memory_utilization)
+
+    def reporting_load(self) -> Self:
+        return self.model_copy(update={"report_load": True})
+
+
+class HttpConfig(EngineSettings):
+    """[engine] kind = "http": a server of the OpenAI API that returns token ids.
+
+    Each server needs a worker of its own.
+    """
+
+    built_by = "producer_workers.engines.http.engine:HttpEngine"
+    package = "aiohttp"
+    loads_model = False
+
+    kind: Literal["http"] = "http"
+    """the kind of engine"""
+    url: str = Field(pattern=r"^https?://")
+    """URL of the server, without /v1"""
+    model: str | None = None
+    """the server's name of the model; default: the first that it serves"""
+    api_key: str | None = Field(None, repr=False)
+    """key that the server demands; default: none"""
+    weights: Literal["update", "adapters", "static"] = "update"
+    """update: the server loads whole weights. adapters: it loads LoRA adapters. static: it loads
+    nothing, so only rollouts of the run's first weights can be made
+    """
+    control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
+    """time limit of a pause or resume"""
+    load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
+    """time limit of a weight update"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _records_no_experts(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and "routed_experts" in settings:
+            raise ValueError(
+                "routed_experts: vLLM's server reports experts only in whole answers, and this "
+                "engine reads a stream; use kind vllm or transformers"
+            )
+        return settings
+
+    @property
+    def wants_adapters(self) -> bool:
+        """Return whether the server loads LoRA adapters."""
+        return self.weights == "adapters"
+
+    def adapter_problem(self, rank: int) -> str:
+        return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
+
+
+class TransformersConfig(EngineSettings):
+    """[engine] kind = "transformers": a small model in the worker's own process.
+
+    For machines on which vLLM does not run, and for comparisons with it.
+    """
+
+    built_by = "producer_workers.engines.hf.engine:TransformersEngine"
+    package = "transformers"
+
+    kind: Literal["transformers"] = "transformers"
+    """the kind of engine"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """number format of the weights"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """device of the model; auto: CUDA where there is some"""
+    max_num_seqs: Count = Field(16, ge=1)
+    """requests that get a token in each round; further ones wait"""
+    routed_experts: bool = False
+    """record the experts that a mixture of experts chose for each token"""
+
+
+class SimulatedConfig(EngineSettings):
+    """[engine] kind = "simulated": random tokens at simulated speed, without any model.
+
+    For load tests and capacity planning.
+    """
+
+    built_by = "producer_workers.engines.simulated:build"
+    has_model = False
+    loads_model = False
+
+    kind: Literal["simulated"] = "simulated"
+    """the kind of engine"""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """seed of lengths, durations and tokens"""
+    response_tokens: Distribution = LogNormal(median=256, sigma=0.6)
+    """length of a response"""
+    first_token_s: Distribution = Fixed(value=0.05)
+    """seconds until the first token"""
+    token_s: Distribution = Fixed(value=0.01)
+    """seconds for each further token"""
+    trace: Path | None = None
+    """JSONL file of requests whose lengths and durations are repeated (TracedRequest); default:
+    they are drawn from the distributions above
+    """
+    load_weights_s: float = Field(0.0, ge=0, le=YEAR_S)
+    """seconds for a weight update"""
+    max_model_len: Count | None = Field(None, ge=2)
+    """largest number of tokens of prompt and response; default: no limit"""
+    max_num_seqs: Count = Field(256, ge=1)
+    """requests at the same time; further ones wait"""
+    vocab_size: Count | None = Field(None, ge=2)
+    """number of different token ids; default: those of the model, or 32,000 without one"""
+    eos_token_id: Count | None = Field(None, ge=0)
+    """token that ends a response; default: that of the model, or 0 without one"""
+    fail_every: Count | None = Field(None, ge=1)
+    """every n-th request raises GenerationError; default: none"""
+    die_after: Count | None = Field(None, ge=0)
+    """the engine dies at the request after this many; default: never"""
+
+    @property
+    def times(self) -> Times:
+        lengths = None if self.trace else self.response_tokens
+        return Times(lengths, self.first_token_s, self.token_s)
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        ends = 0 if self.eos_token_id is None else self.eos_token_id + 1
+        return {"vocab_size": self.vocab_size or 0, "eos_token_id": ends}
+
+
+EngineConfig = Annotated[
+    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")
+]
+"""All kinds of engines. To add one, write its section and add it here."""
