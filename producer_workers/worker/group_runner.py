@@ -94,7 +94,10 @@ class GroupRunner:
 
     def judging(self) -> int:
         """Return how many groups only wait for their judge. Any thread may call it."""
-        return sum(_figure(_waits_for_judge, each, False) for each in [*self._members.values()])
+        waiting = 0
+        for members in [*self._members.values()]:
+            waiting += _figure(_waits_for_judge, members, False)
+        return waiting
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens. Any thread may call it."""

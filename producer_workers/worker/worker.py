@@ -1,7 +1,7 @@
 """The rollout worker: claims jobs for one engine, generates and judges groups, submits them.
 
-What it may do is decided in Redis: a claim is refused while the run is paused or the worker's
-weights are not the newest (I10), and a result is refused if its lease was lost (I2).
+Redis decides: a claim is refused in a pause or without the newest weights (I10), and a result whose
+lease was lost (I2).
 
     mode              the worker                                          its receipt means
     run               samples with the old weights until newer ones are   it has those weights,
@@ -127,14 +127,10 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
+        facts = {"engine": engine.name, **(facts or {})}
+        is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run,
-            worker_id,
-            self._nonce,
-            {"engine": engine.name, **(facts or {})},
-            self._report,
-            self._inbox,
-            self._loop_watch.is_stuck,
+            run, worker_id, self._nonce, facts, self._report, self._inbox, is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -201,8 +197,12 @@ class Worker:
                 return True
             case HintReceived(state):
                 return self._control.receive_hint(state)
+            case ReceiptAnswered(state, ack, known_epoch) if state:
+                is_due = self._control.receive_receipt(ack)
+                return self._control.receive_answer(state, known_epoch) or is_due
             case ReceiptAnswered():
-                return self._handle_receipt(event)
+                self._heartbeat.send_now()  # it registers again
+                return False
             case HeartbeatAnswered():
                 return self._handle_heartbeat(event)
             case StepFinished():
@@ -210,13 +210,6 @@ class Worker:
             case GroupFinished(_, error) | PartFailed(error):
                 self._failure = error or self._failure
                 return True
-
-    def _handle_receipt(self, event: ReceiptAnswered) -> bool:
-        if event.state is None:
-            self._heartbeat.send_now()  # it registers again
-            return False
-        is_due = self._control.receive_receipt(event.ack)
-        return self._control.receive_answer(event.state, event.known_epoch) or is_due
 
     def _handle_heartbeat(self, event: HeartbeatAnswered) -> bool:
         is_due = self._control.receive_receipt(event.report.ack)
@@ -228,7 +221,8 @@ class Worker:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
         if self._control.mode is Mode.RUN and not self._engine.is_paused:
-            is_due |= self._claims.adapt(self._engine.load(), self._shares())
+            shares = self._runner.shares(self._groups.jobs())
+            is_due |= self._claims.adapt(self._engine.load(), shares)
         return is_due
 
     def _handle_step(self, event: StepFinished) -> bool:
@@ -346,9 +340,6 @@ class Worker:
             await engine.wake()
         return True
 
-    def _shares(self) -> dict[Job, float]:
-        return self._runner.shares(self._groups.jobs())
-
     def _vacancy(self) -> Vacancy | None:
         """Return the room for another claim; None where no group may be claimed now."""
         state = self._control.state
@@ -360,7 +351,7 @@ class Worker:
             return None
         if not self._weights.are_newest(state):
             return None
-        return self._claims.vacancy(self._shares())
+        return self._claims.vacancy(self._runner.shares(self._groups.jobs()))
 
     # -- leaving -------------------------------------------------------------
 
