@@ -104,7 +104,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         site.rows["math"].broken = None
         site.rounds()
         assert site.ready()["math"] == 0
-        site.run.jobs.forgive("math")
+        site.run.jobs.resume_task("math")
         site.rounds()
         assert site.ready()["math"] == 5
     assert not site.run.task_stops.of("math").kind
@@ -314,7 +314,7 @@ def test_an_evaluation_of_which_most_fails_ends_and_is_continued(tmp_path: Path)
         assert "twice the problems" in reason
         assert "lacks 2 groups: 8 are dead letters" in reason
         assert "KeyError: 'solution'" in reason
-        scene.run.jobs.forgive("quiz")
+        scene.run.jobs.resume_task("quiz")
         assert fail_most(scene, producer) == 6
     assert scene.run.buffer.count("quiz") == 6
     scene.check()
