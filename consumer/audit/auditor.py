@@ -28,13 +28,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
+from buffer.ids import NAME
 from buffer.ledger.audits import Finding, Position
-from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.signed_bytes import signers
 from buffer.run import Run
+from buffer.wire.framing import signers
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
 from consumer.audit.audit_log import MadeGroup, add_batch
 from consumer.audit.difference import NOTHING, Difference, check_auditable, compare, versions_of
 from consumer.audit.kept_weights import KeptWeights

@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from buffer.rollouts.own_copy import own_copy
 from pydantic import ValidationError
 
 from buffer.control.live_settings import LiveSettings
 from buffer.control.progress import ProduceProgress
 from buffer.errors import ConfigError
-from buffer.rollouts.own_copy import own_copy
 from buffer.run import Run
+from buffer.wire.own_copy import own_copy
 
 log = logging.getLogger("rolloutmq.producer")
 

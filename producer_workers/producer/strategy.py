@@ -19,7 +19,7 @@ from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
-from buffer.rollouts.staleness import last_step_for
+from buffer.wire.staleness import last_step_for
 
 
 @dataclass(frozen=True, slots=True)

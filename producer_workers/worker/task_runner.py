@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from buffer.errors import GroupTimeout
 from buffer.model.dotted_path import load_function
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from buffer.rollouts.staleness import AgeLimit
+
+from buffer.errors import GroupTimeout
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, has_ended
+from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError

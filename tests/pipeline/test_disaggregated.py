@@ -15,12 +15,13 @@ from typing import Any
 
 import orjson
 import pytest
+from buffer.model.ids import group_id, new_nonce
 
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
+from buffer.ids import group_id, new_nonce
 from buffer.ledger.account import FsckReport
-from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import TaskLimits
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer

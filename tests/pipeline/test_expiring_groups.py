@@ -14,7 +14,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
 from tests.pipeline.yard import FIRST, LINEAGE, LONG, SLOW_S, TASK, WatchedEngine, Yard
 

@@ -13,14 +13,15 @@ from typing import Any
 import orjson
 import psutil
 import pytest
+from buffer.rollouts.sampling import SampleParams
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.limits import TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler

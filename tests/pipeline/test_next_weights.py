@@ -9,14 +9,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from buffer.model.ids import new_nonce
+from buffer.rollouts.rollout import PolicyVersion
 
 from buffer.control.control import Mode
 from buffer.errors import WeightsRefused
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 from consumer.batches import refused_weights
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.crew import wait_until

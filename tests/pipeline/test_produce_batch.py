@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from buffer.model.ids import new_nonce
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.rollouts.sampling import SampleParams
 
 from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler

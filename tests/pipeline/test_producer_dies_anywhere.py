@@ -8,10 +8,11 @@ from itertools import count
 from typing import Any
 
 import pytest
+from buffer.rollouts.rollout import Status
 
 from buffer.control.progress import ProduceProgress
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from producer_workers.producer.producer import Producer
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from buffer.model.job import Job
+from buffer.rollouts.rollout import Status
+
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import TaskLimits
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from buffer.control.control import Mode
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status
+
+from buffer.control.control import Mode
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge

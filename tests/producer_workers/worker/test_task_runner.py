@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.rollouts.staleness import AgeLimit
+
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from producer_workers.worker.loop_border import LoopError, LoopInput
 from producer_workers.worker.task_runner import restart_too_old
 
