@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.model.dotted_path import load_function
-
 from buffer.errors import ConfigError, ModelError
+from buffer.imports import load_function
 from buffer.model.order_policy import load_order
 from buffer.model.origin import Origin
 from buffer.redis.store import Store

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from buffer.model.dotted_path import is_dotted_path, load_function, load_object
-
 from buffer.errors import ConfigError, raise_together
-from buffer.imports import is_dotted_path, load_object
+from buffer.imports import is_dotted_path, load_function, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.config.producing import ProducingConfig

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from buffer.rollouts.own_copy import own_copy
 from pydantic import ValidationError
 
 from buffer.control.live_settings import LiveSettings

@@ -15,15 +15,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.own_copy import own_copy, own_rollout
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
 from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.wire.own_copy import own_copy, own_rollout
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 DRAWN = (
     "messages",

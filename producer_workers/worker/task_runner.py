@@ -15,12 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from buffer.model.dotted_path import load_function
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
-from buffer.rollouts.staleness import AgeLimit
-
 from buffer.errors import GroupTimeout
+from buffer.imports import load_function
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit

@@ -15,13 +15,12 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
 
 from buffer.control.control import STATE_FIELDS, Mode
 from buffer.errors import DatasetError, GroupChanged, JudgeError, RolloutMQError
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.http_judge import HttpJudge

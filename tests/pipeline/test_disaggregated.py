@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 import pytest
-from buffer.model.ids import group_id, new_nonce
 
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus

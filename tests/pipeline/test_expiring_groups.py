@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from buffer.model.ids import new_nonce
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
+from buffer.ids import new_nonce
 from buffer.model.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout

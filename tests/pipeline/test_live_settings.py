@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import psutil
 import pytest
-from buffer.rollouts.sampling import SampleParams
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode

@@ -9,8 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion
 
 from buffer.control.control import Mode
 from buffer.errors import WeightsRefused

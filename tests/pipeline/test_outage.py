@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, Result
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
+from buffer.job import Job, Result
 from buffer.model.manifest import NotReady
 from buffer.redis.connection import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.batches import outlook as batch_outlook
 from consumer.batches.outlook import BatchOutlook
 from producer_workers.worker.submitter import Submitter

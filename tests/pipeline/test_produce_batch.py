@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 
 from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
@@ -21,6 +18,7 @@ from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler

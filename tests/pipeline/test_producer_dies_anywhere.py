@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from buffer.rollouts.rollout import Status
 
 from buffer.control.progress import ProduceProgress
 from buffer.redis.store import Store

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from buffer.model.job import Job
-from buffer.rollouts.rollout import Status
-
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer.rollouts.group import GROUP_TIME
-from buffer.rollouts.rollout import RolloutState
 
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings

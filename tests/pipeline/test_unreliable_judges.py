@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
 
 from buffer.control.control import Mode
 from buffer.wire.group import RolloutGroup

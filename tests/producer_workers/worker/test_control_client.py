@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from buffer.model.job import Job, PayloadRef
-from buffer.rollouts.rollout import PolicyVersion
-
 from buffer.control.control import ControlState, Mode
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.control_client import ControlView

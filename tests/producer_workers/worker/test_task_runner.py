@@ -7,10 +7,9 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.staleness import AgeLimit
 
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.staleness import AgeLimit
 from producer_workers.worker.loop_border import LoopError, LoopInput
 from producer_workers.worker.task_runner import restart_too_old
 
