@@ -29,8 +29,8 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def child(process: Process, role: str) -> psutil.Process:
-    (found,) = [each for each in children_of(process) if each.name() == role]
+def child(process: Process, verb: str) -> psutil.Process:
+    (found,) = [each for each in children_of(process) if each.name() == verb]
     return found
 
 
@@ -62,9 +62,9 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     site.until(lambda: all_gone(children), "the end of the orphans")
 
     third = site.start("run")
-    for role in ("worker", "trainer", "server", "worker"):
+    for verb in ("worker", "train", "server", "worker"):
         site.until_step(max(step for step, _ in site.lines()) + 2)
-        site.server.kill() if role == "server" else child(third, role).kill()
+        site.server.kill() if verb == "server" else child(third, verb).kill()
     code, output = third.wait(), third.said()
     assert code == 0, output + site.words()
     assert "trainer was killed by SIGKILL" in output
