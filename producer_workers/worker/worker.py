@@ -26,7 +26,6 @@ Its parts, each of which posts events to the worker's inbox and never calls it:
     Heartbeat      leases and receipts, on a thread    the worker leaves: replaced, or run gone
     ControlClient  the control line                    heartbeats do the same until it is back
     engine         tokens and device memory            groups release themselves; a new engine
-    server         the truth                           everything waits; results are kept
 """
 
 from __future__ import annotations
