@@ -6,7 +6,7 @@ FUZZ_S ?= 300
 SOAK_S ?= 3600
 TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
-SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
+SHORT_TESTS := tests/buffer/wire tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
 	tests/consumer/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help
@@ -32,7 +32,8 @@ chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says s
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
 
 .PHONY: model-check
-model-check: setup ## every interleaving of small histories of the scripts, with deaths, lost and late calls; MINUTES=10
+model-check: setup ## every story fails without its line of a script; then every interleaving of small histories, with deaths, lost and late calls; MINUTES=10
+	@$(PY) -m tests.model_check --stories
 	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
 
 .PHONY: chaos-damage
@@ -135,10 +136,6 @@ screenshots: setup ## the screenshots of the docs, from two runs of the demo in 
 docs: setup ## the docs site, into build/site, with broken links as errors
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements/docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file docs/mkdocs.yml
-
-.PHONY: reference
-reference: setup ## rewrite the reference pages of docs/pages from the code
-	@$(PY) -m docs.reference
 
 lint: setup ## ruff: rules and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

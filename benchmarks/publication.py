@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model

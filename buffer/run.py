@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from buffer.control.continuation import BY_HAND, Start
-from buffer.control.control import RunControl
-from buffer.control.event_log import EventLog
+from buffer.control.control import EventLog, RunControl
 from buffer.control.fleet import Fleet
-from buffer.control.live_settings import LiveSettings
+from buffer.control.live_settings import LiveSettings, change_settings
 from buffer.control.observers import Observer
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.setting_change import change_settings
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
+from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
 from buffer.ledger.account import Account
@@ -28,7 +27,6 @@ from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
 from buffer.model.limits import (
     REGENERATING,
     SCHEMA,
@@ -45,11 +43,10 @@ from buffer.redis.key_fields import limits_in
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.replies import Advance, no_advance, unfenced, unknown_reply
+from buffer.redis.script_calls import Advance, no_advance, unfenced, unknown_reply
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
     read_hash,
     read_settings,
@@ -61,6 +58,7 @@ from buffer.run_fields import (
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 
 class Run:

@@ -31,17 +31,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import ControlState, Mode
-from buffer.control.event_log import START, Event
+from buffer.control.control import START, ControlState, Event, Mode
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
 from consumer.batches.batch import Batch, Stopped, check_not_abandoned
 from consumer.batches.delivered import DeliveredGroups
 from consumer.batches.evaluation_round import EvaluationRound

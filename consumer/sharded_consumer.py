@@ -23,8 +23,8 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import CheckpointNow, Fenced, GroupChanged, StepFailed
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.batches.batch import Batch, Stopped
 from consumer.batches.reader import NOTHING, Known, Problems
 from consumer.ranks import Ranks

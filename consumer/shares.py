@@ -10,8 +10,8 @@ from typing import Any
 
 from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.batches.reader import BatchReader, Problems
 from consumer.ranks import Ranks, balanced_shares
 

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.redis.connection.url import SCHEMES, mask_url
-from buffer.rollouts.staleness import stale_threshold
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
+from buffer.wire.staleness import stale_threshold
 
 
 def check_name(name: str) -> str:
@@ -134,7 +134,7 @@ class LeaseSection(Section):
     """a worker that sent no heartbeat for this time counts as gone; default: 3 * lease_ms"""
 
     def problems(self) -> Iterator[str]:
-        """Yield why the times do not fit together."""
+        """Yield a problem if the times do not fit together."""
         # two lost heartbeats must not cost a lease
         if self.heartbeat_ms * 3 > self.lease_ms:
             yield (

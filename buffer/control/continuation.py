@@ -21,14 +21,14 @@ from typing import Any
 
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.errors import ConfigError, RunNotFound
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
 from buffer.model.settings_record import FIELD as RECORD
 from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting
 from buffer.redis.keys import Keys
-from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 
@@ -220,7 +220,7 @@ def _refuse(name: str, reasons: list[str]) -> None:
 
 def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
     tasks = [task for task in before.tasks if not after.tasks[task].is_gone]
-    if any(before.token_lag(task) != after.token_lag(task) for task in tasks):
+    if any(before.token_lead(task) != after.token_lead(task) for task in tasks):
         yield (
             "the difference of [policy] max_staleness and max_token_staleness is another one: the "
             "pools are ordered by it"

@@ -10,12 +10,12 @@ from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.control_line import ControlConnection
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
-from buffer.model.ids import valid_name
-from buffer.model.job import Job, digest_of
+from buffer.ids import valid_name
+from buffer.job import Job, digest_of
 from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 LOST_SLICE = 200
 """Groups that one call of the server takes from a worker at most."""
@@ -76,13 +76,7 @@ class Refusals:
 
 
 class Fleet:
-    """Registers, renews, fences and lists the workers of one run.
-
-    Usage:
-        run_nonce, state = run.fleet.register("w0", nonce, {"engine": "vllm"})
-        beat = run.fleet.heartbeat("w0", nonce, pulse, held)
-        run.fleet.deregister("w0", nonce)
-    """
+    """Registers, renews, fences and lists the workers of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -239,13 +233,13 @@ class Fleet:
         )
         return int(revoked), int(left)
 
-    def admit(self, worker: str) -> int:
+    def unbar(self, worker: str) -> int:
         """Let a barred worker claim again; return how many bad groups it had submitted.
 
         0: it was not barred.
         """
         _, bad_groups = self._store.call(
-            "admit", self._keys.slots(), {"worker": valid_name("worker", worker)}
+            "unbar_worker", self._keys.slots(), {"worker": valid_name("worker", worker)}
         )
         return int(bad_groups)
 
@@ -284,8 +278,8 @@ class Fleet:
         pipe = client.pipeline(transaction=False)
         for worker in ids:
             pipe.hgetall(keys.worker(worker))
-            pipe.hlen(keys.holds(worker))
-        pipe.hmget(keys.suspects, ids)
+            pipe.hlen(keys.leased(worker))
+        pipe.hmget(keys.bad_submissions, ids)
         *replies, suspicions = pipe.execute()
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)

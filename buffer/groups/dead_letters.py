@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import RunDamaged
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -53,12 +53,7 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """Reads the dead letters of one run.
-
-    Usage:
-        for letter in run.dead_letters.newest():
-            print(letter.gid, letter.reason)
-    """
+    """Reads the dead letters of one run."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store

@@ -17,16 +17,16 @@ import orjson
 
 from buffer.control.observers import Observer
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
-from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
-from buffer.model.job import EndedEarly, Job, ReleaseKind
+from buffer.ids import LANES, group_id, new_nonce, split_group_id
+from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
-from buffer.redis.replies import unfenced
+from buffer.redis.script_calls import unfenced
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,7 @@ MAX_REASON_CHARS = 2000
 
 
 class JobQueue:
-    """Moves the groups of one run between queues, workers and dead letters.
-
-    Usage:
-        claim = run.jobs.claim(worker, nonce, new_nonce(), weights, limit=8)
-        for job in claim.jobs:
-            group = run.buffer.read(job.payload)
-            ...
-            run.jobs.release(worker, job, "handback")
-    """
+    """Moves the groups of one run between queues, workers and dead letters."""
 
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, observers: Sequence[Observer] = ()
@@ -156,8 +148,8 @@ class JobQueue:
                 "cursor": cursor,
                 "target": "" if target is None else target,
                 "threshold": limits.threshold(task),
-                "mark": limits.low_bytes if lane == "fresh" else limits.high_bytes,
-                "most": limits.of(task).max_in_flight or "",
+                "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
+                "max_in_flight": limits.of(task).max_in_flight or "",
             },
             keys.in_slot(payloads),
             [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
@@ -196,17 +188,17 @@ class JobQueue:
                 "threshold": self._limits.threshold(task),
                 "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
                 "at_least": at_least,
-                "tail": tail_step or "",
+                "tail_step": tail_step or "",
                 "limit": limit,
-                "mark": self._limits.high_bytes,
-                "most": self._limits.of(task).max_in_flight or "",
+                "byte_limit": self._limits.high_bytes,
+                "max_in_flight": self._limits.of(task).max_in_flight or "",
             },
         )
         return reissued(unfenced(reply, "producer"))
 
-    def forgive(self, task: str) -> None:
+    def resume_task(self, task: str) -> None:
         """Start groups of a stopped task again, and count its failures from 0."""
-        self._store.call("forgive", self._keys.slots(task=task), {"task": task})
+        self._store.call("resume_task", self._keys.slots(task=task), {"task": task})
 
     # -- for workers ---------------------------------------------------------
 
@@ -281,8 +273,8 @@ class JobQueue:
                 "kind": kind,
                 "reason": letter,
                 "max_tries": self._limits.max_tries,
-                "tail": self._limits.tail_tries(task) or "",
-                "lag": self._limits.token_lag(task),
+                "tail_batch_max_tries": self._limits.tail_tries(task) or "",
+                "token_lead": self._limits.token_lead(task),
                 "threshold": self._limits.threshold(task),
                 "retryable": int(self._limits.retries_expired(task)),
                 "discarded": ended.tokens if ended else 0,

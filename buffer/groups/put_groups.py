@@ -16,18 +16,18 @@ import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
 from buffer.groups.submit import order_argument
-from buffer.model.byte_size import format_size
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
+from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import unknown_reply
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup, prompt_of
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup, prompt_of
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 _MAX_RACES = 100
 """How often another import may take the draw before this one gives up."""
@@ -76,19 +76,13 @@ def described(
         "crc": ref.crc,
         "reward": f"{reward:.6g}",
         "order": order_argument(group, limits, function),
-        "lag": limits.token_lag(group.task),
+        "token_lead": limits.token_lead(group.task),
         "chunks": ref.chunks,
     }
 
 
 class GroupPut:
-    """Puts groups one after the other, as one operation.
-
-    Usage:
-        intake = GroupPut(store, keys, limits, payloads, "put")
-        gid, pool = intake.put("math", make_group, retryable=True)
-        intake.close()  # so that no trace of the operation stays on the server
-    """
+    """Puts groups one after the other, as one operation."""
 
     def __init__(
         self,
@@ -127,7 +121,7 @@ class GroupPut:
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
         order_argument(group, self._limits, self._order_function)
-        wire.encode_checked(group)
+        group_bytes.encode_checked(group)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
@@ -164,9 +158,9 @@ class GroupPut:
         gid = group.gid
         task = group.task
         token = new_nonce()
-        prompt = wire.encode(prompt_of(group))
+        prompt = group_bytes.encode(prompt_of(group))
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
-        ref = self._payloads.write(gid, token, wire.encode(group))
+        ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
         reply = self._store.call(
             "put",
@@ -182,12 +176,12 @@ class GroupPut:
                 "first": IMPORTED_FROM,
                 "threshold": self._limits.threshold(task),
                 "retryable": int(retryable),
-                "mark": self._limits.high_bytes,
+                "byte_limit": self._limits.high_bytes,
                 **described(group, ref, self._limits, self._order_function),
                 "prompt": len(prompt),
             },
             keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
-            group.made_by(self._limits.token_lag(task) != ""),
+            group.made_by(self._limits.token_lead(task) != ""),
             durable=True,
         )
         pin_listed(self._store, keys)

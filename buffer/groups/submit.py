@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
-from buffer.model.job import PayloadRef, Result
+from buffer.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.payloads import PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
-from buffer.redis.script_calls import ScriptCall, Upload
+from buffer.redis.script_calls import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.wire import group_bytes
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32
 """Bounds what is sent again after a lost connection."""
@@ -119,7 +118,7 @@ class Submission:
         """
         try:
             _require_result(result.group)
-            data = wire.pieces_checked(result.group)
+            data = group_bytes.pieces_checked(result.group)
             ref, commands = self._payloads.commands(
                 result.job.gid, result.job.token, data, result.group.signatures
             )
@@ -138,13 +137,13 @@ class Submission:
             shared.keys,
             self._arguments(result, ref) | shared.arguments,
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(shared.arguments["lag"] != ""),
+            group.made_by(shared.arguments["token_lead"] != ""),
         )
 
     def _of_task(self, task: str, worker: str) -> _OfTask:
         arguments = {
             "task": task,
-            "lag": self._limits.token_lag(task),
+            "token_lead": self._limits.token_lead(task),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
         }
         shared = _OfTask(self._keys.slots(task=task, worker=worker), arguments)
@@ -156,6 +155,9 @@ class Submission:
         status = _final_status(result)
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
+        order = ""
+        if status is not Status.FILTERED:
+            order = order_argument(group, self._limits, self._order_function)
         return {
             "gid": group.gid,
             "token": ref.token,
@@ -168,13 +170,10 @@ class Submission:
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "unparsed": group.unparsed,
-            "order": "" if status is Status.FILTERED else self._order(group),
+            "order": order,
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "chunks": ref.chunks,
         }
-
-    def _order(self, group: RolloutGroup) -> str:
-        return order_argument(group, self._limits, self._order_function)
 
 
 def order_argument(

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from buffer.job import PayloadRef
 from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.keys import Keys
@@ -154,7 +154,7 @@ class CheckpointRecovery:
 
     def _dissolve_one(self, step: int) -> None:
         limits = self._limits
-        lags = [part for task in limits.training_tasks for part in (task, limits.token_lag(task))]
+        lags = [part for task in limits.training_tasks for part in (task, limits.token_lead(task))]
         self._call("dissolve_batch", {"step": step}, lags, step=step)
         self._done.dissolved += 1
 

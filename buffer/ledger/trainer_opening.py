@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.errors import ConfigError, LedgerError, LostRun
+from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.replies import opened, unfenced, unknown_reply
+from buffer.redis.script_calls import opened, unfenced, unknown_reply
 from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.opening")
@@ -42,11 +42,7 @@ class Opening:
 
 
 class TrainerOpening:
-    """Opens the `train` ledger of a run.
-
-    Usage:
-        opening = run.trainers.open(nonce, lineage=lineage, position=position)
-    """
+    """Opens the `train` ledger of a run."""
 
     def __init__(
         self,
@@ -105,7 +101,7 @@ class TrainerOpening:
             durable=True,
         )
         run = self._run_nonce(opened(reply, "trainer", keys.run), step)
-        recovery = self._reassert(nonce, position, regenerate) if position else Recovery()
+        recovery = self._recover(nonce, position, regenerate) if position else Recovery()
         self.rescore(nonce, step)
         if position is not None:
             position.run = keys.run
@@ -141,11 +137,11 @@ class TrainerOpening:
                 )
         raise unknown_reply("trainer_open", reply)
 
-    def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        reassertion = CheckpointRecovery(
+    def _recover(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
+        found = CheckpointRecovery(
             self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
         )
-        recovery = reassertion.run(position, regenerate=regenerate)
+        recovery = found.run(position, regenerate=regenerate)
         if recovery:
             log.warning(
                 "the server had lost data that the checkpoint of step %s records; recovered: %s",
@@ -162,7 +158,7 @@ class TrainerOpening:
         keys = self._keys
         tasks = self._limits.training_tasks
         # an age index has no lag: the tokens of what waits or runs are not judged one by one
-        lags = [self._limits.token_lag(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
+        lags = [self._limits.token_lead(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
         done = False
         while not done:
             reply = self._store.call(

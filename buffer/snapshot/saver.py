@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.errors import SnapshotError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.redis.keys import Keys, payload_name
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore, join
-from buffer.redis.replies import Advance
+from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.cut import IndexCut
 from buffer.snapshot.folder import (

@@ -17,13 +17,13 @@ import shutil
 from pathlib import Path
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm, WrittenFiles
 from buffer.weights.host_folders import HostFolders
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -9,7 +9,6 @@ from typing import Literal
 
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights import redis_chunks, shared_folder
 from buffer.weights.announcement import Announcement
@@ -20,6 +19,7 @@ from buffer.weights.exchange.transfer import TransferReceiver, TransferSender
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 """Values of [policy] weights_transport."""

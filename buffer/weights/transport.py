@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
+from buffer.wire.rollout import PolicyVersion
 
 Save = Callable[[Path], object]
 """Writes the files of a version of weights into an existing folder. Files for which it returns

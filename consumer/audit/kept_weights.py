@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from buffer.errors import ModelError
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.learner import LearnerConfig
 from consumer.config.training import TrainingConfig
 from consumer.learner.learner import Learner

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.manifest import Manifest
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
+from consumer.batches.batch_table import BatchTable
 
 
 class Stopped(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from buffer.errors import WireError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 LOWEST_LOGPROB = -50.0
 """A sampler in float32 draws no token below about -25; workers use -9999 or so for "none"."""

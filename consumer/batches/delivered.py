@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import ref
 
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 _BATCHES = 4
 """The newest ones: a trainer may keep groups for good, to show them for example."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.batches.content_check import check_content
 
 Known = Mapping[PayloadRef, RolloutGroup]

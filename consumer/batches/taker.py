@@ -17,8 +17,8 @@ from buffer.errors import (
 )
 from buffer.ledger.ledger import BatchLedger
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.batches.delivered import DeliveredGroups
 from consumer.batches.outlook import BatchOutlook, WaitReason, explain
 from consumer.batches.reader import NOTHING, GroupReader, Known

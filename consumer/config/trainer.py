@@ -1,23 +1,19 @@
-"""The training loop around the learner, and its audits: [trainer], [evaluation] and [audit]."""
+"""The training loop around the learner, its audits and its reports."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from buffer.readable import Bytes
 from consumer.config.learner import AdvantageEstimator
 
 
 class TrainerSection(Section):
-    """[trainer]: the loop around the learner.
-
-    Usage:
-
-        TrainerSection(advantages="rloo", checkpoint_every_steps=10)
-    """
+    """[trainer]: the loop around the learner."""
 
     loop: DottedPath | None = None
     """a trainer of yours as package.module:function (see consumer/examples); default: the reference
@@ -80,10 +76,6 @@ class EvaluationSection(Section):
     """[evaluation]: when the weights are evaluated on every task with `eval_of`.
 
     The first and the last weights always are.
-
-    Usage:
-
-        EvaluationSection(every_steps=20, flow="background")
     """
 
     every_steps: Count | None = Field(None, ge=1)
@@ -102,16 +94,46 @@ class EvaluationSection(Section):
 
 
 class AuditSection(Section):
-    """[audit]: which groups `rolloutmq audit` computes again, and which difference bars a worker.
-
-    Usage:
-
-        AuditSection(share=1.0)
-    """
+    """[audit]: which groups `rolloutmq audit` computes again, and what bars a worker."""
 
     share: float = Field(0.01, gt=0, le=1)
     """share of the groups of each train batch whose log-probabilities are computed again"""
     tolerance: float = Field(0.25, gt=0, le=100, allow_inf_nan=False)
     """root mean square, over the tokens of a group, of the difference between the logprobs of its
     worker and those of the weights that it names, in nats; above it the worker is barred
+    """
+
+
+class SamplesSection(Section):
+    """[samples]: the texts of each train step that are kept in `samples/` of the run's folder.
+
+    They remain after the payloads are freed: `rolloutmq batch`, `rolloutmq show` and the browser
+    view read them.
+    """
+
+    groups_per_step: Count = Field(4, ge=0, le=1024)
+    """groups of each step whose texts are kept: the one with the best mean score, the one with the
+    worst, and others at random, by run.seed and the step (1: the best); 0: none
+    """
+    report_every_steps: Count = Field(10, ge=1)
+    """interval in train steps at which they are also passed to [trainer] writers, beginning with
+    step 1
+    """
+    max_size: Annotated[Bytes, Field(ge=2**20, le=1 << 50)] = 2 * 2**30
+    """bytes, as a number or text like "8GiB"; above it, the oldest files of `samples/` are deleted
+    """
+
+
+class WandbSection(Section):
+    """[wandb]: the run at Weights & Biases; [trainer] writers enables it."""
+
+    project: str = Field("rolloutmq", min_length=1, max_length=128)
+    """name of the project"""
+    name: str | None = Field(None, min_length=1, max_length=128)
+    """name that is shown; default: the name of the run"""
+    entity: str | None = Field(None, min_length=1, max_length=128)
+    """user or team; default: that of the API key"""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """offline: write files only, for `wandb sync`; default: the environment variable WANDB_MODE,
+    else online
     """

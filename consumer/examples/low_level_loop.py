@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from buffer.ledger.position import Position
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController
 from consumer.models.model_folder import copy_tokenizer

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from buffer.errors import ConfigError, GradientNotFinite
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
 from buffer.weights.safetensors_files import model_checksum
+from buffer.wire.group import RolloutGroup
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig
 from consumer.learner.importance import Samples
 from consumer.learner.losses import TokenColumns, derived_metrics, policy_loss, token_weights

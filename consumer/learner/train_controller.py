@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import AdvantageEstimator
 from consumer.config.training import TrainingConfig
 from consumer.learner.advantages import session_advantages, shaped_scores
@@ -63,7 +63,7 @@ class TrainController:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError(
                 "advantages = gae needs a critic, and no other estimator uses one",
-                hint="see [critic] in docs/pages/config_reference.md",
+                hint="set [critic], or another [trainer] advantages",
             )
         self.learner = learner
         self.critic = critic

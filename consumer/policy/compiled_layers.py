@@ -14,7 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from buffer.errors import ConfigError
-from buffer.rollouts.expert_gates import expert_gates
+from buffer.wire.expert_gates import expert_gates
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """What torch.compile calls on a device: a variable that names a program, and programs."""

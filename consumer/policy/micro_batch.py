@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.rollouts.batch_table import BatchTable, Ints
+from consumer.batches.batch_table import BatchTable, Ints
 from consumer.policy.routing_replay import RecordedExperts
 
 

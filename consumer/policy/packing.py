@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.batch_table import BatchTable, Ints
+from consumer.batches.batch_table import BatchTable, Ints
 from consumer.policy.micro_batch import Layout, MicroBatches
 from consumer.policy.routing_replay import RecordedExperts
 from consumer.ranks import balanced_shares

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.manifest import NotReady
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.config.training import TrainingConfig
 from consumer.rollout_consumer import RolloutConsumer

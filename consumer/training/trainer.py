@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
+from buffer.wire.staleness import staleness
 from consumer.batches.batch import Batch, Stopped
 from consumer.config.training import TrainingConfig
 from consumer.publication import Publisher, open_sender, published

@@ -30,10 +30,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from buffer.errors import RankLost, StepFailed
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
+from buffer.wire.group import RolloutGroup
 from consumer.batches.reader import NOTHING, Known, Problems
 from consumer.config.training import TrainingConfig
 from consumer.learner.learner import Learner

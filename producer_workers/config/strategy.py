@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from buffer.config.section import YEAR_S, DottedPath, Section
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 from buffer.model.limits import TaskSettings
 
 FILTERS = {"not_all_equal": "producer_workers.worker.task_runner:not_all_equal"}
@@ -58,7 +58,7 @@ class StrategySection(Section, TaskSettings):
         return name
 
     def problems(self) -> Iterator[str]:
-        """Yield what kind sync excludes."""
+        """Yield settings that kind sync excludes."""
         runs_ahead = self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
         if self.kind == "sync" and runs_ahead:
             yield (

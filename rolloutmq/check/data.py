@@ -13,17 +13,16 @@ from statistics import fmean
 from typing import Any
 
 from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.config.task import NO_JUDGE, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import Sampler, TooLong
-from rolloutmq.check.finding import Finding, absent, failure
+from rolloutmq.check.finding import Finding, Unit, absent, failure
 from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
-from rolloutmq.check.unit import Unit
 from rolloutmq.config.config import Config
 
 ROWS = 64
@@ -204,7 +203,7 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
 def _without_text(
     name: str, tokenizer: Tokenizer, first: Sequence[RolloutState]
 ) -> Iterator[Finding]:
-    """Yield that the chat template drops what the user says: another text is the same prompt."""
+    """Yield an error if the chat template drops the text of the user."""
     for state in first[:1]:
         messages = state.messages or []
         other = [

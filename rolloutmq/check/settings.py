@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
@@ -16,8 +16,8 @@ def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding
     """Yield the mistakes of the file, and what it allows and hardly means."""
     for problem in problems:
         yield Finding("config", "error", problem)
-    for doubt in config.warnings():
-        yield Finding("config", "warning", doubt)
+    for warning in config.warnings():
+        yield Finding("config", "warning", warning)
     if not problems:
         tasks = plural(len(config.training_tasks), "training task")
         groups = plural(config.plan.batch_size, "group")

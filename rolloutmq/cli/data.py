@@ -14,10 +14,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.errors import ConfigError
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.query.language import parse
-from buffer.redis.replies import Advance
+from buffer.redis.script_calls import Advance
 from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
+from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
+from rolloutmq.process_log import log_json
 
 if TYPE_CHECKING:
     from buffer.run import Run
@@ -190,7 +191,7 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
-    from rolloutmq.config.functions import all_functions
+    from rolloutmq.check.functions import all_functions
 
     settings = _load(config, overrides)
     if no_data:

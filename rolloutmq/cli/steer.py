@@ -11,9 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.kept_settings import KeptSettings
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.control.setting_change import parse_change
+from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
@@ -102,7 +100,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
             f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}"
         )
     failures = int(run.progress(task).get("failures_in_row", 0))
-    run.jobs.forgive(task)
+    run.jobs.resume_task(task)
     if as_json:
         emit({"task": task, "failures": failures})
     else:
@@ -110,7 +108,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
 
 
 def _admit(run: Run, worker: str, as_json: bool) -> None:
-    bad = run.fleet.admit(worker)
+    bad = run.fleet.unbar(worker)
     if as_json:
         emit({"worker": worker, "bad_groups": bad})
     elif bad:

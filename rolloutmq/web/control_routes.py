@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from buffer.control.control import Mode
-from buffer.control.event_log import parse_event
-from buffer.control.setting_change import parse_change
+from buffer.control.control import Mode, parse_event
+from buffer.control.live_settings import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.views.operator_mode import set_operator_mode
@@ -110,12 +109,12 @@ class ControlRoutes:
             raise ConfigError(
                 f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}"
             )
-        self._run.jobs.forgive(task)
+        self._run.jobs.resume_task(task)
         return answer({"task": task})
 
     def _admit(self, request: Request) -> Response:
         self._access.to_act(request)
-        return answer({"bad_groups": self._run.fleet.admit(request.path_params["worker"])})
+        return answer({"bad_groups": self._run.fleet.unbar(request.path_params["worker"])})
 
     def _requeue(self, request: Request) -> Response:
         self._access.to_act(request)

@@ -13,15 +13,15 @@ from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
@@ -35,7 +35,7 @@ def prompt(gid: str, samples: int = 2) -> bytes:
     states = [
         RolloutState(index=i, messages=[message], prompt_ids=np.arange(3)) for i in range(samples)
     ]
-    return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
+    return group_bytes.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
 
 
 def rollout(
@@ -192,7 +192,7 @@ class Scene:
         """Let a worker lose some of its groups: it has not known them for longer than a lease."""
         for gid in gids:
             self.raw.hset(self.keys.group(gid), "claimed_ms", 1)
-        held = self.raw.hgetall(self.keys.holds(worker)).items()
+        held = self.raw.hgetall(self.keys.leased(worker)).items()
         left = [
             Job(gid.decode(), token.decode(), "", 1, PayloadRef(gid.decode(), "init", 1, 0, ""))
             for gid, token in held
@@ -202,7 +202,9 @@ class Scene:
 
     def held(self, worker: str = "w0") -> list[str]:
         """The gids that a worker holds, in the order in which it claimed them."""
-        return [gid.decode() for gid in self.raw.hkeys(self.keys.holds(worker)) if gid != b"digest"]
+        return [
+            gid.decode() for gid in self.raw.hkeys(self.keys.leased(worker)) if gid != b"digest"
+        ]
 
     def pause(self, mode: Mode = Mode.ABORT, lanes: str = "") -> int:
         return self.run.control.set_mode("operator", mode, lanes=lanes).epoch

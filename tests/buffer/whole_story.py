@@ -10,15 +10,15 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
+from buffer.ids import new_nonce
+from buffer.job import EndedEarly
 from buffer.ledger import audits
-from buffer.ledger.audits import Finding
+from buffer.ledger.audits import AuditFinding
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
-from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 
@@ -89,7 +89,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.release("w0", job, "aborted")
     run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "no rows"))
     run.task_stops.publish(scene.producer, "code", TaskStop("enough", 3, "half"))
-    run.jobs.forgive("math")
+    run.jobs.resume_task("math")
     run.control.report_curriculum(scene.producer, 1, "no data")
     run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
@@ -176,9 +176,14 @@ def put_right_by_hand(scene: Scene) -> None:
     (late,) = scene.ready(0, task="code")
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
-    assert scene.run.fleet.admit("w0") == 2
-    findings = [Finding("agrees", "w0", late, "little"), Finding("differs", "w1", late, "much")]
-    assert scene.run.audits.record(audits.Position(), audits.Position(1, 1), findings, missed=1)
+    assert scene.run.fleet.unbar("w0") == 2
+    findings = [
+        AuditFinding("agrees", "w0", late, "little"),
+        AuditFinding("differs", "w1", late, "much"),
+    ]
+    assert scene.run.audits.record(
+        audits.AuditPosition(), audits.AuditPosition(1, 1), findings, missed=1
+    )
     for gid, before in (
         (swapped.gid, "dead"),
         (removed.gid, "dead"),

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from buffer.ledger.position import Position
 from buffer.model.manifest import ManifestEntry
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
+from buffer.wire.group import RolloutGroup
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder
@@ -91,9 +91,10 @@ class LightTrainer:
         batch = self.consumer.take_batch(step, shares, checkpoint=self._make_room)
         self._note_delivery(batch)
         self._note_held(batch)
-        self._position.add(batch.manifest)
         if step % SYNC_INTERVAL == 1:
             self._interrupt()
+        # a stop in between would leave a checkpoint of a step that was not trained
+        self._position.add(batch.manifest)
         before = self._chain
         self._chain = _link(self._chain, step, batch.groups)
         self._history.note(

@@ -12,8 +12,8 @@ from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.ids import new_nonce
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
@@ -94,7 +94,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         site.rows["math"].broken = None
         site.rounds()
         assert site.ready()["math"] == 0
-        site.run.jobs.forgive("math")
+        site.run.jobs.resume_task("math")
         site.rounds()
         assert site.ready()["math"] == 5
     assert not site.run.task_stops.of("math").kind

@@ -20,9 +20,9 @@ import torch
 from pyarrow import parquet
 
 from buffer.errors import DatasetError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.dataset import Dataset, Problem
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
@@ -31,8 +31,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from rolloutmq.check import data as check_data
-from rolloutmq.check.finding import Finding
-from rolloutmq.check.unit import findings_of, units_of
+from rolloutmq.check.finding import Finding, findings_of, units_of
 from rolloutmq.config.load import inspect_config
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
@@ -164,7 +163,7 @@ def read_back(dataset: Dataset) -> RolloutGroup:
     draw = len(dataset) - 1
     states = sampler.draw(draw)
     assert isinstance(states, list)
-    return wire.decode(sampler.encode(draw, states))
+    return group_bytes.decode(sampler.encode(draw, states))
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.__name__)

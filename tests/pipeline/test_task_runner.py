@@ -13,9 +13,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
-from buffer.rollouts.group import GROUP_TIME
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import GROUP_TIME
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
@@ -122,7 +122,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     ) as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq resume --task sums" in str(caught.value.hint)
-    yard.run.jobs.forgive(TASK)
+    yard.run.jobs.resume_task(TASK)
     with pytest.raises(TimeoutError):
         consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)
     yard.check()

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange import process_group, tensor_exchange
@@ -37,6 +36,7 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import AnyReceiver, TransportName, open_sender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import WeightsError
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
 from tests.pipeline.yard import FIRST, LINEAGE, WatchedEngine, Yard

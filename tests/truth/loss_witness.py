@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.table import spans_of
+from buffer.wire.group import RolloutGroup
+from buffer.wire.table import spans_of
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.learner.learner import Learner
 from consumer.learner.train_controller import TrainController

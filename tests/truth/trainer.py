@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.ledger.position import Position
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.async_consumer import AsyncRolloutConsumer
 from consumer.batches.batch import Batch
 from consumer.rollout_consumer import RolloutConsumer

@@ -23,8 +23,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError
-from buffer.model.extras import install_command
-from buffer.redis.connection.wrong_type import NamingClient
+from buffer.imports import install_command
+from buffer.redis.connection.retry import NamingClient
 
 try:
     import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts

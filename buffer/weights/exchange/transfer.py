@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
@@ -29,6 +28,7 @@ from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -10,8 +10,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import Fenced, LedgerError
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from tests.buffer.histories.model import WORKERS
 from tests.buffer.histories.world import World
 
@@ -130,7 +130,7 @@ class TrainerMoves(World):
         assert ledger.quarantine(nonce, step, entry, "bad") == self.batches[step]
         assert self.totals() == before
         for worker in WORKERS:  # a model of its own: invariants/running.py
-            self.scene.run.fleet.admit(worker)
+            self.scene.run.fleet.unbar(worker)
 
     def refill(self, which: int) -> None:
         """What is ready comes into the places that bad groups left, and stays there."""

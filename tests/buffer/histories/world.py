@@ -8,9 +8,9 @@ from typing import Any
 
 import redis
 
-from buffer.model.ids import LANES, POOLS
+from buffer.ids import LANES, POOLS
 from buffer.model.limits import RunLimits, TaskLimits
-from tests.buffer.echo_store import MUTATING, EchoStore
+from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,
     MAX_TRIES,
@@ -32,7 +32,7 @@ class World(Model):
 
     def __init__(
         self,
-        store: EchoStore,
+        store: FaultyStore,
         raw: redis.Redis,
         name: str,
         tail_batch: int,
@@ -94,7 +94,7 @@ class World(Model):
         keys = self.scene.keys
         raw.zrange(keys.dead, 0, -1).zrange(keys.leases, 0, -1)
         for worker in WORKERS:
-            raw.hkeys(keys.holds(worker))
+            raw.hkeys(keys.leased(worker))
         for task in TASKS:
             for lane in LANES:
                 raw.xrange(keys.jobs(task, lane))

@@ -12,9 +12,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend
 
@@ -274,7 +274,7 @@ def a_fork_counts_for_groups_in_a_batch(scene: Scene) -> None:
     swap_out_and_forget_it(scene, trainer)
     # the weights that made it were forked away at step 0; the trainer that is there now opened at
     # step 1
-    assert scene.pool("completed") == [(bad, -int(scene.run.limits.token_lag("math") or 0))]
+    assert scene.pool("completed") == [(bad, -int(scene.run.limits.token_lead("math") or 0))]
     assert scene.record(bad)["version"] == "0"
     assert scene.take(1).gids == [other]
     scene.check()

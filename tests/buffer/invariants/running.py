@@ -11,9 +11,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import StoreUnavailable
+from buffer.ids import new_nonce
 from buffer.ledger.ledger import BAD_GROUPS, BAD_WINDOW_MS
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
 from tests.buffer.scene import FIRST, Scene
 
@@ -143,8 +143,8 @@ def who_hands_in_too_much_poison_claims_nothing_more(scene: Scene) -> None:
         "w0": BAD_GROUPS,
         "good": None,
     }
-    assert scene.run.fleet.admit("w0") == BAD_GROUPS
-    assert scene.run.fleet.admit("w0") == 0
+    assert scene.run.fleet.unbar("w0") == BAD_GROUPS
+    assert scene.run.fleet.unbar("w0") == 0
     assert scene.claim(1)
     scene.check()
 
@@ -155,7 +155,7 @@ def old_poison_is_forgiven(scene: Scene) -> None:
     bad = scene.take(1, math=2).entries
     scene.run.ledger.quarantine(scene.trainer, 1, bad[0], "bad bytes")
     scene.raw.hset(
-        scene.keys.suspects, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0"
+        scene.keys.bad_submissions, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0"
     )
     scene.run.ledger.quarantine(scene.trainer, 1, bad[1], "bad bytes")
     scene.enqueue(1)

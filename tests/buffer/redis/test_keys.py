@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from buffer.model.ids import group_id, split_group_id, valid_name
+from buffer.ids import group_id, split_group_id, valid_name
 from buffer.redis.keys import TABLE, Keys
 
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
@@ -45,10 +45,10 @@ def every_key(keys: Keys) -> dict[str, str]:
         "dead:<gid>": keys.dead_letter("math-0000000001"),
         "workers": keys.workers,
         "worker:<id>": keys.worker("w0"),
-        "holds:<id>": keys.holds("w0"),
+        "leased:<id>": keys.leased("w0"),
         "events": keys.events,
         "unpinned": keys.unpinned,
-        "suspects": keys.suspects,
+        "bad_submissions": keys.bad_submissions,
         "audits": keys.audits,
     }
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, SnapshotError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import MediaRef, RolloutState, Status
 from buffer.run import Run
 from buffer.snapshot import folder as in_snapshot
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import MediaRef, RolloutState, Status
 from tests.buffer.keyspace import run_keys
 from tests.buffer.scene import Scene
 
@@ -202,7 +202,7 @@ def test_what_a_crash_left_is_found_by_a_later_sweep(
 def test_sweep_looks_at_some_folders_at_a_time(
     scene_with_media: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.maintenance.media_sweep.LOOK", 2)
+    monkeypatch.setattr("buffer.janitor.LOOK", 2)
     scene = scene_with_media()
     illustrate(scene, 5)
     scene.enqueue(5, samples=[0] * 5)

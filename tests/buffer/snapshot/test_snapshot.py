@@ -21,14 +21,14 @@ from buffer.errors import (
     SchemaVersionError,
     SnapshotError,
 )
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import dump, run_keys
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend
 from tests.servers import start_server
@@ -110,7 +110,7 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(
         before.pop(f"group:{gid}"), after.pop(f"group:{gid}")
     for name in (
         "leases",
-        "holds:w0",
+        "leased:w0",
         "workers",
         "worker:w0",
         "garbage",
@@ -434,9 +434,9 @@ def test_paging_keeps_the_order_of_pools_and_streams(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer.snapshot.cut.PAGE", 3)
-    monkeypatch.setattr("buffer.groups.record_walk.PAGE", 3)
+    monkeypatch.setattr("buffer.groups.pools.PAGE", 3)
     monkeypatch.setattr("buffer.snapshot.cut.PAGE_DRAWS", 8)
-    monkeypatch.setattr("buffer.groups.record_walk.PAGE_DRAWS", 8)
+    monkeypatch.setattr("buffer.groups.pools.PAGE_DRAWS", 8)
     scene.open_trainer(lineage="l0")
     versions = np.random.default_rng(0).integers(0, 4, 20).tolist()
     scene.ready(*versions)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.learner.critic import Critic
 from consumer.learner.learner import Learner

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import BatchTable
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
 from consumer.learner.critic import Critic, packed_gae, value_loss
 from consumer.learner.learner import Learner

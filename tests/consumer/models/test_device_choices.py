@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import BatchTable
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.learner.learner import Learner
 from consumer.models import device_choices

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from buffer.errors import ModelError
-from buffer.rollouts.batch_table import BatchTable
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig
 from consumer.learner.learner import Learner
 from consumer.policy.logprobs import TargetLogits, token_logprobs

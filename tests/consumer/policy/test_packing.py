@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.wire_schema import Media
+from buffer.wire.document import Media
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
+from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig
 from consumer.learner.learner import Learner
 from consumer.models.model_folder import load_model

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from buffer.errors import MediaError
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import MediaRef, PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
+from buffer.wire.rollout import MediaRef, PolicyVersion
+from buffer.wire.sampling import SampleParams
 from consumer.examples.image_loop import train
 from consumer.training.step_log import StepLog
 from producer_workers.build import make_producer, make_worker
@@ -292,7 +292,7 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It does so before and after an update."""
-    monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
+    monkeypatch.setattr("buffer.janitor.PASS_S", 0.0)
     for n in range(2):
         # of the size that needs no interpolation: training makes the places of patches differ
         # (tiny_vision_model.py)

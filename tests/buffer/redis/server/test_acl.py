@@ -21,8 +21,8 @@ from buffer.open_run import can_wait_for_disk
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.server.check import require_all_safe
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.views.run_view import read_run_view
@@ -189,8 +189,8 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
         plain("DEL", keys.batch("train", 1)),
         plain("HSET", keys.meta, "max_tries", "0"),
         plain("HSET", keys.cursors, "math", "0"),
-        plain("HDEL", keys.suspects, "w0"),
-        lambda run: run.fleet.admit("w0"),
+        plain("HDEL", keys.bad_submissions, "w0"),
+        lambda run: run.fleet.unbar("w0"),
         lambda run: run.jobs.enqueue(
             scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99
         ),

@@ -16,12 +16,12 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from buffer.model.ids import ENDS
+from buffer.ids import ENDS
 from buffer.redis.keys import TABLE
 from buffer.redis.scripts import Arg, Script, library
 from buffer.redis.server.acl import ROLES, acl_line, user_name
+from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.keyspace import exact
-from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.redis.server.test_acl import PASSWORD, words
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.time_machine import put_back, remember
@@ -42,14 +42,14 @@ WRITES = {
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "snapshot_lock": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
-    "worker:<id>": ALL, "suspects": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "holds:<id>": ALL,
+    "worker:<id>": ALL, "bad_submissions": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
 }  # fmt: skip
 """Roles that may write a kind of key."""
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt", "reconcile",
+        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "resume_task", "halt", "heartbeat", "put", "reap", "receipt", "reconcile",
          "refresh", "register", "reissue", "release", "reorder", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
@@ -57,14 +57,14 @@ CHANGES = {
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("admit", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
+        ("unbar_worker", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write
 its keys anyway.
 """
 
-READS = {"check", "check_holds", "counts", "pass_over", "peek", "silent", "sync", "totals"}
+READS = {"check", "check_leased", "counts", "pass_over", "peek", "silent", "sync", "totals"}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
 
 STOPPED_LATE = {
@@ -143,14 +143,16 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
                 )
 
 
-class MatrixStore(OneByOneStore):
+class MatrixStore(FaultyStore):
     """Records the roles that could change a run with a script.
 
     `changed`: these roles by script; `half_done`: roles that were denied it too late.
     """
 
+    one_by_one = True
+
     def __init__(self, url: str, raw: Any, run: str) -> None:
-        super().__init__(url, raw, run)
+        super().__init__(url, raw, run=run)
         self.visits = Counter[str]()
         self.changing = Counter[str]()
         self.changed: dict[str, set[str]] = defaultdict(set)

@@ -1,0 +1,165 @@
+"""Load the functions and classes that a config names, and say which package is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from buffer.errors import ConfigError, describe
+
+_LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Beginnings of the names of files that are no code of a user."""
+
+
+def is_dotted_path(text: str) -> bool:
+    """Return whether `text` has the form package.module:name."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+
+def check_module(spec: str, *, kind: str) -> None:
+    """Raise ConfigError where the module of "package.module:name" does not exist.
+
+    For modules that are slow to import: it is not imported, only the packages around it.
+    """
+    module_name = spec.partition(":")[0]
+    search_in(Path.cwd())
+    try:
+        found = importlib.util.find_spec(module_name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
+
+
+def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
+    """Return the object at `spec`, "package.module:name".
+
+    The current folder is searched last, so that a file there hides no installed module.
+    Raises ConfigError where there is no such object; `built_in` are the names it then suggests.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        known = ", ".join(sorted(built_in))
+        raise ConfigError(
+            f"there is no {kind} {spec!r}", hint=f'known: {known}; or give "module:name"'
+        )
+    search_in(Path.cwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        if missing := missing_extra(error):
+            raise missing from error
+        raise _not_importable(spec, kind, module_name, str(error)) from error
+    except KeyboardInterrupt:
+        raise
+    # the user's code may raise anything, and a module may call sys.exit
+    except BaseException as error:
+        message = f"{kind} {spec!r}: {describe(error)} while {module_name!r} was imported"
+        raise ConfigError(message, hint=_last_line(error)) from error
+    if not hasattr(module, name):
+        raise ConfigError(
+            f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
+            hint=_hidden(module_name) or f"the module is {_origin(module)}",
+        )
+    return getattr(module, name)
+
+
+def _origin(module: ModuleType) -> str:
+    """Return the file of a module, or the folder of one that has no file."""
+    folders: Iterable[str] = getattr(module, "__path__", ["built in"])
+    return getattr(module, "__file__", None) or next(iter(folders))
+
+
+def _not_importable(spec: str, kind: str, module_name: str, reason: str) -> ConfigError:
+    hint = _hidden(module_name) or "add its folder to PYTHONPATH, or put the file beside the config"
+    return ConfigError(
+        f"{kind} {spec!r}: module {module_name!r} cannot be imported: {reason}", hint=hint
+    )
+
+
+def _hidden(module_name: str) -> str:
+    """Return which module hides the user's one of the same name; "" if none does."""
+    top = module_name.partition(".")[0]
+    if top not in sys.modules:
+        return ""
+    origin = Path(_origin(sys.modules[top])).resolve()
+    files = [Path(folder, f"{top}.py") for folder in sys.path]
+    hidden = next((file for file in files if file.is_file() and file.resolve() != origin), None)
+    return f"{hidden} is hidden by {origin}, which has its name: rename it" if hidden else ""
+
+
+def _last_line(error: BaseException) -> str:
+    """Return where an error was raised: "see line 3 of my_judge.py"; in no library if possible."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"see line {error.lineno} of {error.filename}"
+    frames = traceback.extract_tb(error.__traceback__)
+    # the first is that of load_object
+    users = [each for each in frames[1:] if not each.filename.startswith(_LIBRARIES)]
+    frame = (users or frames)[-1]
+    return f"see line {frame.lineno} of {frame.filename}"
+
+
+def search_in(folder: Path) -> None:
+    """Search for modules in `folder`, too, after all other folders."""
+    name = str(folder.resolve())
+    if name not in sys.path:
+        sys.path.append(name)
+
+
+EXTRAS = {
+    "PIL": "images",
+    "aiohttp": "http",
+    "bitsandbytes": "bitsandbytes",
+    "datasets": "datasets",
+    "fakeredis": "testing",
+    "huggingface_hub": "hub",
+    "lupa": "testing",
+    "math_verify": "math",
+    "matplotlib": "train",
+    "mcp": "mcp",
+    "opentelemetry": "otel",
+    "peft": "lora",
+    "pyarrow": "parquet",
+    "reasoning_gym": "gym",
+    "safetensors": "train",
+    "starlette": "web",
+    "tensorboardX": "tensorboard",
+    "torch": "train",
+    "transformers": "train",
+    "trl": "trl",
+    "uvicorn": "web",
+    "vllm": "vllm-cuda",
+    "zstandard": "zstd",
+}
+"""Package, as it is imported, to extra."""
+
+
+def missing_extra(error: ImportError) -> ConfigError | None:
+    """Return the error to raise for a package of an extra; None for any other package."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
+        return None
+    return ConfigError(
+        f"this needs the package {package}, which is not installed",
+        hint=install_command(EXTRAS[package]),
+    )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra brings.
+
+    It names the packages: the extra itself can be installed only from a checkout or a wheel.
+    """
+    # `aiohttp>=3.11; extra == "http"`
+    named = re.compile(rf"(.+?)\s*;.*\bextra == [\"']{re.escape(extra)}[\"']")
+    found = [named.fullmatch(line) for line in metadata.requires("rolloutmq") or ()]
+    return " ".join(["pip install", *(f"'{match[1]}'" for match in found if match)])

@@ -1,0 +1,109 @@
+"""A job, the right to generate one group, and its result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha1
+from typing import Literal
+
+from buffer.errors import RunDamaged
+from buffer.ids import split_group_id
+from buffer.wire.group import RolloutGroup
+
+ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The right to generate one group, until its lease expires.
+
+    `aborts`: the number of times that the group was interrupted.
+    """
+
+    gid: str
+    token: str
+    lane: str
+    tries: int
+    payload: PayloadRef
+    aborts: int = 0
+
+    @property
+    def task(self) -> str:
+        """Return the task of the group."""
+        return split_group_id(self.gid)[0]
+
+    @property
+    def prompt(self) -> PayloadRef:
+        """Return the payload of the prompt, from which the group can start again."""
+        return PayloadRef(self.gid, "init", 1, 0, "")
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether the payload is the result of an earlier claim, not the prompt."""
+        return self.payload.token != self.prompt.token
+
+    @classmethod
+    def parse(cls, row: Sequence[str], token: str) -> Job:
+        """Return the job in one row of the reply to a claim. Raises RunDamaged."""
+        gid, lane, tries, payload, chunks, size, crc, aborts = row
+        numbers = (chunks, size, tries, aborts or "0")
+        if not all(re.fullmatch(r"-?\d{1,16}", number) for number in numbers) or chunks == "0":
+            raise RunDamaged(
+                f"the record of {gid} does not say where its bytes are: {list(row)}",
+                hint="something else wrote to it; `rolloutmq fsck` lists all that is wrong",
+            )
+        ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
+        return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
+
+
+def digest_of(jobs: Iterable[Job]) -> int:
+    """Return the number by which a worker and the server compare what the worker holds.
+
+    `lua/include/leased.lua` computes the same.
+    """
+    return digest_of_pairs((job.gid, job.token) for job in jobs)
+
+
+def digest_of_pairs(held: Iterable[tuple[str, str]]) -> int:
+    """Return the digest of groups as (gid, token)."""
+    return sum(_mark(f"{gid} {token}") for gid, token in held)
+
+
+def _mark(job: str) -> int:
+    return int(sha1(job.encode(), usedforsecurity=False).hexdigest()[:10], 16)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEarly:
+    """What a group had that was ended because it can serve no train step any more.
+
+    `unmade_tokens`: the most that its unfinished rollouts could still have generated. `oldest`: the
+    oldest policy version of its tokens, by lineage of weights.
+    """
+
+    tokens: int
+    unmade_tokens: int
+    oldest: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The group that a worker made of a job. `new_tokens`: generated since the claim."""
+
+    job: Job
+    group: RolloutGroup
+    new_tokens: int
+    filtered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadRef:
+    """Where the bytes of a group are, with their size and checksum."""
+
+    gid: str
+    token: str
+    chunks: int
+    size: int
+    crc: str

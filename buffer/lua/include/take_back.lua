@@ -1,0 +1,32 @@
+-- take_back: found_group and take_back, for groups that a worker held and loses (I1, I2, I11).
+-- include: dead_letter, events, leased, numbers, retries, wake_ups
+
+-- Return a held group with the keys of its task; `under`: the prefixes. All keys are read: a wrong type stops the script
+-- here, before it writes anything. A group without its record has no keys (fsck reports it).
+local function found_group(under, worker, gid, token)
+  local held, keys = redis.call('HMGET', under.groups .. gid, 'task', 'token', 'claimed_ms'), nil
+  if held[1] and held[2] == token then
+    keys = retry_keys(held[1], under.groups, under.queues, under.accounts, under.ages, under.dead, under.dead_letters)
+  end
+  return {worker = worker, gid = gid, token = token, keys = keys, claimed_ms = num(held[3])}
+end
+
+-- Take groups from their workers: a try is used up. Return how many wait again, and how many are dead letters now.
+local function take_back(under, found, max_tries, reason)
+  local waiting, died = 0, 0
+  for _, one in ipairs(found) do
+    let_go(under.leases, under.leased_by .. one.worker, one.worker, one.gid, one.token)
+    if one.keys then
+      redis.call('HINCRBY', one.keys.progress, 'running', -1)
+      redis.call('HINCRBY', one.keys.progress, 'leases_lost', 1)
+      local letter = letter_of('"' .. reason .. '"', one.worker)
+      local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)
+      log_event(under.events, 'reaped', 'gid', one.gid, 'worker', one.worker, 'place', place)
+      if place == 'dead' then died = died + 1 else waiting = waiting + 1 end
+    end
+  end
+  if waiting > 0 then wake(under.bell_workers, waiting) end
+  -- a dead letter makes room for another group
+  if died > 0 then wake(under.bell_producer, 1) end
+  return waiting, died
+end

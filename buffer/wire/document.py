@@ -1,0 +1,200 @@
+"""The types of a document of the wire format, against which `msgspec` checks it while it reads.
+
+`buffer.wire.group_bytes` describes the document. What has a type here has no other check of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import reprlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from buffer.errors import SchemaVersionError, WireError
+
+SCHEMA = 2
+
+MAX_MEMBERS = 4096
+"""Rollouts of one group; the scripts accept no more."""
+
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class _Map(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A map without unknown keys, which the garbage collector need not track."""
+
+
+class _Value(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
+    """The same, never changed, so that groups can share it."""
+
+
+class Structure(_Value, frozen=True):
+    """The form of a response (`StructuredOutput`)."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: Name | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice)) != 1:
+            raise ValueError("structured output is one of json_schema, regex and choice")
+
+
+class Sample(_Value, frozen=True):
+    """How a response is sampled (`SampleParams`)."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    max_tokens: Annotated[int, Meta(ge=1)] = 2048
+    min_tokens: Count = 0
+    stops: list[str] = []
+    stop_token_ids: list[int] = []
+    seed: int | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structured: Structure | None = None
+
+
+class Call(_Value, frozen=True):
+    """A function call (`ToolCall`)."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None = None
+    raw_arguments: str = ""
+
+
+class Media(_Value, frozen=True):
+    """An image of the prompt (`MediaRef`)."""
+
+    kind: Literal["image", "video", "audio"]
+    uri: Name
+    tokens: Count = 0
+    grid_thw: (
+        Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None
+    ) = None
+
+
+class Shared(_Map):
+    """What the rollouts of a group have in common: their prompt, and how they are sampled."""
+
+    messages: list[dict[str, Any]] = []
+    data_source: str | None = None
+    ground_truth: Any = None
+    extra: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    multimodal: list[Media] = []
+    sample: Sample = Sample()
+
+
+class Own(_Map):
+    """What one rollout has of its own.
+
+    A field of `Shared` replaces the group's; one that is left out does not. The others belong to
+    single rollouts.
+    """
+
+    messages: list[dict[str, Any]] | UnsetType = UNSET
+    data_source: str | UnsetType | None = UNSET
+    ground_truth: Any | UnsetType = UNSET
+    extra: dict[str, Any] | UnsetType = UNSET
+    tools: list[dict[str, Any]] | UnsetType | None = UNSET
+    tool_choice: str | dict[str, Any] | UnsetType | None = UNSET
+    multimodal: list[Media] | UnsetType = UNSET
+    sample: Sample | UnsetType = UNSET
+    session_id: str | None = None
+    error: str | None = None
+    tool_calls: list[Call] = []
+    routed_experts: str | None = None
+
+
+Shape = Annotated[list[Count], Meta(min_length=2, max_length=4)]
+"""Offset of a column in the data, then its shape."""
+
+
+class Head(_Map, kw_only=True):
+    """Everything but the columns. `own`: by position in the group, ascending."""
+
+    gid: Annotated[str, Meta(max_length=128)]
+    task: Annotated[str, Meta(max_length=64)]
+    shared: Shared
+    own: Annotated[list[tuple[Count, Own]], Meta(max_length=MAX_MEMBERS)] = []
+    responses: Annotated[list[str], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    finish_reasons: Annotated[list[str], Meta(max_length=255)] = []
+    lineages: list[str] = []
+    rewards: list[str] = []
+    teachers: list[Name] = []
+    columns: dict[str, Shape]
+
+
+class Document(Head, kw_only=True):
+    """A whole group: `data` holds the columns; `pad` aligns it to eight bytes."""
+
+    schema: int
+    pad: str = ""
+    data: memoryview
+
+
+def _refuse_extension(code: int, _: memoryview) -> Any:
+    raise WireError(f"msgpack extension type {code} is not part of the format")
+
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_DECODER = msgspec.msgpack.Decoder(Document, ext_hook=_refuse_extension)
+
+
+def read(data: bytes | memoryview) -> Document:
+    """Return the document in `data`, whose `data` is a view.
+
+    Raises:
+        SchemaVersionError: written by another version.
+        WireError: the bytes are no document; with the first value that is missing, unknown or of
+            another type.
+    """
+    try:
+        document: Document = _DECODER.decode(data)
+    except msgspec.ValidationError as error:
+        _check_schema(data)
+        raise WireError(_describe(error)) from error
+    except _UNREADABLE as error:
+        start = bytes(data[:16])
+        raise WireError(f"not a msgpack document: {error} (it starts with {start!r})") from error
+    if document.schema != SCHEMA:
+        _check_schema(data)
+    return document
+
+
+class _AnyDocument(Struct, gc=False):
+    schema: Any = None
+
+
+def _check_schema(data: bytes | memoryview) -> None:
+    try:
+        schema = msgspec.msgpack.decode(data, type=_AnyDocument).schema
+    except _UNREADABLE:
+        return  # the caller raises what is wrong
+    if schema != SCHEMA:
+        raise SchemaVersionError(
+            f"the document has schema {reprlib.repr(schema)}, this version reads {SCHEMA}"
+        )
+
+
+def _describe(error: msgspec.ValidationError) -> str:
+    """Return "at where: what" for msgspec's "what - at `$.own[0]`"."""
+    found = re.fullmatch(r"(.*?)(?: - at `\$\.(.*)`)?", str(error), re.DOTALL)
+    what, where = found.groups() if found else (str(error), "")
+    dotted = re.sub(r"\[(\d+)\]", r".\1", where or "the top").replace("[...]", "")
+    return f"at {dotted[:200]}: {what[:200]}"
+
+
+# msgspec (0.22) analyses these types at their first use and crashes when two threads do so at once;
+# during an import there is only one thread
+with contextlib.suppress(WireError):
+    read(b"\x80")

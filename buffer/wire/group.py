@@ -1,0 +1,382 @@
+"""A group: the rollouts of one prompt, the unit of every queue.
+
+A group is a table: what its rollouts have in common is there once, and every number that they have
+is in a column over all of them. A group that was received keeps its columns as views of the
+received bytes. A trainer packs from these without a Python object per token or rollout; `states`
+makes the objects on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from msgspec.structs import asdict
+from numpy.typing import NDArray
+
+from buffer.errors import GroupChanged, WireError
+from buffer.wire.checks import Bounds, bounds_of
+from buffer.wire.columns import Seal
+from buffer.wire.document import Sample, Shared
+from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.wire.staleness import last_trained, living_version, token_mask
+from buffer.wire.table import (
+    STATUSES,
+    Table,
+    experts_of,
+    rollouts,
+    spans_of,
+    tabulate,
+)
+
+UNPARSED = "unparsed"
+"""The part of a reward that is 1 where a judge found no answer in the response, else 0."""
+
+_OPTIONAL = frozenset(("ref_logprobs", "values", "token_rewards", "teacher_logprobs"))
+_EXPIRED = STATUSES.index(Status.EXPIRED)
+
+
+@cache
+def _status_of(codes: frozenset[int]) -> Status:
+    return group_status(STATUSES[code] for code in codes)
+
+
+def prompt_of(group: RolloutGroup) -> RolloutGroup:
+    """Return the group without its responses, as it is when it starts again."""
+    states = [state.model_copy() for state in group.states]
+    for state in states:
+        state.reset_response()
+    return RolloutGroup(group.gid, group.task, states)
+
+
+GROUP_TIME = "group_time_s"
+"""Key of `extra`: the seconds that workers have spent on a group, over all its claims."""
+
+OPEN_SESSIONS = "open_sessions"
+SESSIONS_RESTARTED = "sessions_restarted"
+"""Keys of `extra`: the gateway's record of sessions that were interrupted."""
+
+
+class RolloutGroup:
+    """The k rollouts of one prompt, as columns over all of them.
+
+    Columns: prompt_ids int32[P], lengths int32[k], response_ids int32[sum R], logprobs
+    float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
+    ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
+    (nan for a rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each
+    rollout whose experts are not elsewhere).
+
+    Usage:
+
+        group = RolloutGroup("math-0000000007", "math", states)
+        for state in group.states: ...
+    """
+
+    signatures: Sequence[str] = ()
+    """Who signed what this group is made of: the lines of `buffer.wire.framing`."""
+
+    seal: Seal | None = None
+    """Of the columns that were received, of which this group consists or is made."""
+
+    def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
+        """Make a group of rollouts."""
+        if not states:
+            raise WireError(f"group {gid} has no rollouts")
+        try:
+            table = tabulate(states)
+        except WireError as error:
+            raise WireError(f"group {gid}: {error.message}", hint=error.hint) from error
+        self.gid = gid
+        self.task = task
+        self.table = table
+        self._states: list[RolloutState] | None = None
+        self._bounds: Bounds | None = None
+
+    @classmethod
+    def of_table(
+        cls, gid: str, task: str, table: Table, bounds: Bounds, seal: Seal
+    ) -> RolloutGroup:
+        """Return a received group; `buffer.wire.group_bytes` has checked that the columns agree."""
+        group = cls.__new__(cls)
+        group.gid = gid
+        group.task = task
+        group.table = table
+        group._states = None
+        group._bounds = bounds
+        group.seal = seal
+        return group
+
+    def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
+        """Return the group of these rollouts, which were made of those of this one."""
+        group = RolloutGroup(self.gid, self.task, states)
+        group.signatures = self.signatures
+        group.seal = self.seal
+        return group
+
+    def __len__(self) -> int:
+        return len(self.table.responses)
+
+    @property
+    def shared(self) -> Shared:
+        """Return what the rollouts have in common: the prompt, and how they are sampled."""
+        return self.table.shared
+
+    @property
+    def states(self) -> list[RolloutState]:
+        """Return the rollouts as objects, which are made on first use.
+
+        They are copies: to change one does not change the group.
+        """
+        if self._states is None:
+            self._states = list(rollouts(self.table))
+        return self._states
+
+    def check_unchanged(self) -> None:
+        """Raise GroupChanged unless the received columns are what the server sent.
+
+        Call it after their use, before anything that was made of them is stored or published.
+        """
+        if self.seal and (changed := list(self.seal.changed())):
+            raise GroupChanged(
+                f"group {self.gid}: {', '.join(changed)} changed in memory after it was received",
+                hint="trust nothing that was made of it. If your code replaces columns or changes "
+                "them in place, let it work on copies (only `mask` may be replaced); if not, test "
+                "this machine's memory and report this as a bug. Then start again: a trainer "
+                "continues from its newest checkpoint",
+            )
+
+    # -- columns -------------------------------------------------------------
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of the prompt, int32[P]."""
+        return self.table.columns["prompt_ids"]
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Return the number of response tokens of each rollout, int32[k]."""
+        return self.table.columns["lengths"]
+
+    @property
+    def response_ids(self) -> NDArray[np.int32]:
+        """Return the token ids of all responses, int32[sum R]."""
+        return self.table.columns["response_ids"]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Return the logprobs of all response tokens, float32[sum R]."""
+        return self.table.columns["logprobs"]
+
+    @property
+    def mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens are trained, uint8[sum R]. It may be replaced."""
+        columns = self.table.columns
+        if "mask" not in columns:
+            columns["mask"] = np.ones(len(self.response_ids), "u1")
+        return columns["mask"]
+
+    @mask.setter
+    def mask(self, mask: NDArray[np.uint8]) -> None:
+        self.table.columns["mask"] = mask
+        self._states = None
+
+    def column(self, name: str) -> NDArray[Any] | None:
+        """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
+        return self.table.columns.get(name)
+
+    def optional_columns(self) -> dict[str, NDArray[np.float32]]:
+        """Return the token columns that only some groups have, float32[sum R] each, by name.
+
+        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>. The values of a
+        rollout without are nan.
+        """
+        columns = self.table.columns
+        if _OPTIONAL.isdisjoint(columns):
+            return {}
+        names = ("ref_logprobs", "values", "token_rewards")
+        found = {name: columns[name] for name in names if name in columns}
+        for teacher, row in zip(
+            self.table.teachers, columns.get("teacher_logprobs", ()), strict=True
+        ):
+            found[f"teacher_logprobs/{teacher}"] = row
+        return found
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return the bounds of the columns, which are known of a received group."""
+        return self._bounds or bounds_of(self.table.columns)
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """Return `reward["score"]` of each member, float32[k]; nan without one."""
+        return self._rewards("score")
+
+    @property
+    def unparsed(self) -> int:
+        """Return in how many members no judge found an answer, as their rewards say."""
+        return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
+
+    def _rewards(self, name: str) -> NDArray[np.float32]:
+        if name not in self.table.reward_names:
+            return np.full(len(self), np.nan, "<f4")
+        column = self.table.reward_names.index(name)
+        return self.table.columns["rewards"][:, column].astype("<f4")
+
+    @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """Return whether each rollout ended at its token limit, bool[k]."""
+        reasons = self.table.finish_reasons
+        if "length" not in reasons:
+            return np.zeros(len(self), np.bool_)
+        truncated: NDArray[np.bool_] = self.table.columns["finishes"] == reasons.index("length")
+        return truncated
+
+    @property
+    def token_limits(self) -> NDArray[np.int32]:
+        """Return `max_tokens` of each rollout, int32[k]."""
+        limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
+        for n, own in self.table.own.items():
+            if isinstance(own.sample, Sample):
+                limits[n] = own.sample.max_tokens
+        return limits
+
+    @property
+    def errors(self) -> list[str]:
+        """Return the different errors of the rollouts, sorted."""
+        return sorted({own.error for own in self.table.own.values() if own.error})
+
+    @property
+    def multimodal(self) -> list[MediaRef]:
+        """Return the images of the prompt, in the order of their tokens.
+
+        Read one with `run.media.read(uri, …)`.
+        """
+        return [MediaRef(**asdict(media)) for media in self.shared.multimodal]
+
+    @property
+    def sessions(self) -> list[str]:
+        """Return the session of each member.
+
+        Segments of one session share it; any other rollout is a session of its own.
+        """
+        sessions = [f"#{n}" for n in range(len(self))]
+        for n, own in self.table.own.items():
+            if own.session_id:
+                sessions[n] = f"{int(self.table.columns['indices'][n])}/{own.session_id}"
+        return sessions
+
+    @property
+    def status(self) -> Status:
+        """Return the status of the group (`group_status`)."""
+        return _status_of(frozenset(self.table.columns["statuses"].tolist()))
+
+    def set_status(self, status: Status) -> None:
+        """Give all rollouts this status."""
+        codes = np.full(len(self), STATUSES.index(status), "u1")
+        self.table.columns["statuses"] = codes
+        self._states = None
+
+    # -- ages ----------------------------------------------------------------
+
+    def oldest(self) -> VersionSpan | None:
+        """Return the span with the oldest policy version; None where no token was sampled."""
+        spans = (span for spans in spans_of(self.table) for span in spans)
+        return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
+
+    def oldest_by_lineage(self) -> dict[str, int]:
+        """Return the oldest policy version of each lineage of weights in the group."""
+        # of all lineages, because only the server knows which are still in use
+        oldest: dict[str, int] = {}
+        for spans in spans_of(self.table):
+            for span in spans:
+                if span.length:
+                    known = oldest.get(span.lineage, span.version)
+                    oldest[span.lineage] = min(span.version, known)
+        return oldest
+
+    def made_by(self, by_token: bool) -> list[str | int]:
+        """Return the weights of a group as scripts take them: "oldest", lineage, version, ….
+
+        Followed by `newest_by_lineage` as "newest", lineage, version, …, and, with `by_token`, by
+        `last_by_lineage` as "last", lineage, version, ….
+        """
+        if not by_token and (weights := self._only_weights()):
+            return ["oldest", *weights]
+        triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
+        triples += [("newest", *pair) for pair in self.newest_by_lineage(by_token).items()]
+        if by_token:
+            triples += [("last", *pair) for pair in self.last_by_lineage().items()]
+        return [part for triple in triples for part in triple]
+
+    def _only_weights(self) -> tuple[str, int] | None:
+        """Return the lineage and version of all tokens; None if they differ or one has expired."""
+        rows = self.table.columns["spans"].tolist() if "spans" in self.table.columns else []
+        weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
+        if len(weights) != 1 or _EXPIRED in self.table.columns["statuses"].tolist():
+            return None
+        ((lineage, version),) = weights
+        return self.table.lineages[lineage], version
+
+    def last_by_lineage(self) -> dict[str, int]:
+        """Return the newest version that keeps every rollout trainable, by lineage of weights.
+
+        Of each rollout whose trained tokens all have a version, the lineage of its last span and
+        the newest version in that lineage count; of several rollouts, the oldest. Other rollouts
+        never expire by token.
+        """
+        found: dict[str, int] = {}
+        for part, spans in self._parts():
+            if last := last_trained(self.mask[part], spans):
+                version = last.version
+                found[last.lineage] = min(version, found.get(last.lineage, version))
+        return found
+
+    def newest_by_lineage(self, by_token: bool) -> dict[str, int]:
+        """Return the newest of the members' oldest versions, by its lineage of weights.
+
+        Only members that may be kept when others have become too old count. Empty where all are of
+        one age (`by_token`: with their last tokens, too), and become too old together.
+        """
+        ages: set[tuple[Any, ...]] = set()
+        newest: dict[str, int] = {}
+        codes = self.table.columns["statuses"].tolist()
+        for code, (part, found) in zip(codes, self._parts(), strict=True):
+            spans = [span for span in found if span.length]
+            if not spans:
+                continue
+            if STATUSES[code] is Status.EXPIRED:
+                ages.add(())
+                continue
+            oldest = min(spans, key=lambda s: s.version)
+            last = last_trained(self.mask[part], spans) if by_token else None
+            ages.add((oldest[2:], last and last[2:]))
+            newest[oldest.lineage] = max(oldest.version, newest.get(oldest.lineage, 0))
+        return newest if len(ages) > 1 else {}
+
+    def fresh_mask(
+        self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()
+    ) -> NDArray[np.uint8]:
+        """Return the mask without tokens that are too old for step T, uint8[sum R] (`token_mask`).
+
+        `forks`: (lineage, first step) of the run, which limit the versions (`living_version`).
+        """
+        masks = []
+        for part, spans in self._parts():
+            own = self.mask[part]
+            aged = [s._replace(version=living_version(forks, s.lineage, s.version)) for s in spans]
+            fresh = token_mask(own, part.stop - part.start, aged, step, token_threshold)
+            masks.append(own if fresh is None else fresh)
+        return np.concatenate(masks)
+
+    def experts(self) -> list[NDArray[np.int16] | str | None]:
+        """Return `routed_experts` of each member, in the form of `RolloutState`."""
+        return experts_of(self.table)
+
+    def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
+        """Yield the part of the token columns that each rollout has, and its spans."""
+        ends = np.cumsum(self.lengths).tolist()
+        lengths = self.lengths.tolist()
+        for end, length, spans in zip(ends, lengths, spans_of(self.table), strict=True):
+            yield slice(end - length, end), spans

@@ -1,0 +1,187 @@
+"""The wire format: one msgpack document per group, readable by any msgpack library.
+
+    {"schema": 2, "gid": str, "task": str,
+     "shared": {"messages": [...]?, "data_source": str?, "ground_truth": any?, "extra": {...}?,
+                "tools": [...]?, "tool_choice": str or {...}?,
+                "multimodal": [{"kind": str, "uri": str, "tokens": int?,
+                                "grid_thw": [int, int, int]?}, ...]?,
+                "sample": {...}?},
+     "own": [[position, {any field of shared, "session_id": str?, "error": str?,
+                         "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
+                                         "raw_arguments": str?}, ...]?,
+                         "routed_experts": str (their address)?}], ...]?,
+     "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
+     "rewards": [str, ...]?, "teachers": [str, ...]?,
+     "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
+
+k rollouts, P prompt tokens, R response tokens of all rollouts, one after another:
+
+    spans         int64[n, 5]    rollout, start, length, version, position in `lineages`
+    rewards       float64[k, c]  by the names in `rewards`; NaN: this rollout has none
+    indices       int32[k]       `index` of the rollout
+    lengths       int32[k]       response tokens of the rollout
+    prompt_ids    int32[P]
+    response_ids  int32[R]
+    logprobs      float32[R]
+    ref_logprobs, values, token_rewards  float32[R]   NaN for all tokens of a rollout without
+    teacher_logprobs  float32[t, R]      by the names in `teachers`; NaN in the same way
+    routed_experts    int16[rows, layers, top_k]   P + tokens - 1 rows for each rollout with any
+    statuses      uint8[k]       0 init, 1 completed, 2 aborted, 3 expired, 4 failed, 5 filtered,
+                                 6 archived
+    finishes      uint8[k]       position in `finish_reasons`; 255: none
+    mask          uint8[R]       1: trained; without the column, all are
+    has_experts   uint8[k]       1: its experts are in `routed_experts`
+
+Needed are indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
+little-endian arrays in `data`, each at a multiple of eight bytes, here in this order (others may
+write another); `pad` brings `data` to such a place, too. So a reader uses them where they lie, as
+views of the received bytes.
+
+The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
+dictionary): any writer may do so, every reader must check for it. Signatures may come before it
+(`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes.
+Scripts never see these bytes (I14).
+
+`decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
+where.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgpack
+import msgspec
+
+from buffer.errors import WireError
+from buffer.wire.checks import check_containers, check_table
+from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, Seal, pack, unpack
+from buffer.wire.document import SCHEMA, Document, Head, read
+from buffer.wire.framing import MAX_BYTES, expand
+from buffer.wire.group import RolloutGroup
+from buffer.wire.table import Table
+
+_encode_head = msgspec.msgpack.Encoder().encode
+
+_SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
+_DATA_KEY = msgpack.packb("data")
+_BIN_32 = struct.Struct(">BI")
+_BIN_32_TYPE = 0xC6
+_NO_DATA = msgpack.packb(b"")
+_PADS = [
+    msgpack.packb("pad") + msgpack.packb(" " * count) + _DATA_KEY for count in range(ALIGNMENT)
+]
+"""The bytes between head and data, by the number of bytes that are missing to the alignment."""
+
+_FIXED_MAP = 0x80
+
+
+def encode(group: RolloutGroup) -> bytes:
+    """Return the bytes of a group, with one copy of its columns.
+
+    Raises WireError for values that the format does not have.
+    """
+    directory, pieces, size = pack(_written(group.table.columns))
+    return b"".join(_document(_head(group, directory), pieces, size))
+
+
+def encode_checked(group: RolloutGroup) -> bytes:
+    """Return the bytes of a group after a test that they can be read.
+
+    Raises what `decode` raises for them.
+    """
+    return b"".join(pieces_checked(group))
+
+
+def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
+    """Return the bytes of `encode_checked` in pieces, with large columns where they lie.
+
+    The group must not change until the pieces are sent.
+    """
+    directory, pieces, size = pack(_written(group.table.columns))
+    head = _head(group, directory)
+    read(head + _PADS[0] + _NO_DATA)
+    check_table(group.table)
+    return _document(head, pieces, size)
+
+
+def decode(data: bytes | memoryview) -> RolloutGroup:
+    """Return the group in `data`, with columns as views of it, or of what it expands to.
+
+    Raises:
+        SchemaVersionError: written by another version.
+        WireError: the bytes are no complete, consistent group.
+    """
+    document = read_document(expand(data))
+    table = _table(document)
+    seal = Seal(table.columns)
+    return RolloutGroup.of_table(document.gid, document.task, table, check_table(table), seal)
+
+
+def read_document(data: bytes | memoryview) -> Document:
+    """Return the document, whose columns and untyped values are not checked.
+
+    Raises WireError for bytes that are no document of limited size.
+    """
+    if len(data) > MAX_BYTES:
+        raise WireError(
+            f"the document has {len(data)} bytes", hint=f"at most {MAX_BYTES} are accepted"
+        )
+    check_containers(data)
+    return read(data)
+
+
+def _written(columns: Columns) -> Columns:
+    """Return the columns in the order of the format, without a mask of ones."""
+    written = {name: columns[name] for name in LAYOUT if name in columns}
+    if "mask" in written and 0 not in written["mask"].tobytes():
+        del written["mask"]
+    return written
+
+
+def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
+    """Return the beginning of the document, up to the last value before `pad`."""
+    table = group.table
+    head = Head(
+        gid=group.gid,
+        task=group.task,
+        shared=table.shared,
+        own=sorted(table.own.items()),
+        responses=table.responses,
+        finish_reasons=table.finish_reasons,
+        lineages=table.lineages,
+        rewards=table.reward_names,
+        teachers=table.teachers,
+        columns=directory,
+    )
+    try:
+        packed: bytes = _encode_head(head)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(
+            f"group {group.gid} has a value that msgpack cannot encode: {error}",
+            hint="use text, numbers, lists and maps in messages, ground_truth, extra and reward",
+        ) from error
+    entries = packed[0] - _FIXED_MAP + len(("schema", "pad", "data"))
+    return b"".join([bytes([_FIXED_MAP + entries]), _SCHEMA_ENTRY, packed[1:]])
+
+
+def _document(head: bytes, pieces: list[bytes | memoryview], size: int) -> list[bytes | memoryview]:
+    missing = -(len(head) + len(_PADS[0]) + _BIN_32.size) % ALIGNMENT
+    start = b"".join([head, _PADS[missing], _BIN_32.pack(_BIN_32_TYPE, size)])
+    return [start, *pieces]
+
+
+def _table(document: Document) -> Table:
+    own = dict(document.own)
+    if len(own) != len(document.own):
+        raise WireError("at own: a position twice")
+    return Table(
+        document.shared,
+        own,
+        document.responses,
+        document.finish_reasons,
+        document.lineages,
+        document.rewards,
+        document.teachers,
+        unpack(document.columns, document.data),
+    )

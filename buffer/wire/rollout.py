@@ -1,0 +1,316 @@
+"""One rollout: a response to a prompt with everything that a trainer needs of it.
+
+Token columns are numpy arrays and never lists, so that a group of 8 x 2,048 tokens is packed in
+microseconds. Field names are those of XTuner where the meaning is the same;
+`docs/pages/moving.md` lists the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from buffer.errors import WireError
+from buffer.wire.sampling import SampleParams
+
+
+class Status(StrEnum):
+    """The status of a rollout, or of a group (`group_status`)."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    ARCHIVED = "archived"
+
+
+class PolicyVersion(NamedTuple):
+    """The name of weights: their lineage, and the train step M after which they were published."""
+
+    lineage: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}:{self.version}"
+
+    @classmethod
+    def parse(cls, label: str) -> PolicyVersion:
+        """Return the version with this `str`. Raises ValueError for other text."""
+        lineage, _, version = label.rpartition(":")
+        return cls(lineage, int(version))
+
+
+FIRST_WEIGHTS = PolicyVersion("initial", 0)
+"""The weights that a run starts from, before a trainer opens it."""
+
+
+class VersionSpan(NamedTuple):
+    """The weights (lineage, version) that sampled tokens [start, start + length) (I9)."""
+
+    start: int
+    length: int
+    version: int
+    lineage: str
+
+
+def as_column(value: Any, dtype: str) -> NDArray[Any]:
+    """Return `value` as a column of that type.
+
+    Raises ValueError for integers outside its range, of which numpy would keep the last bits.
+    """
+    raw = np.asarray(value)
+    if raw.dtype == dtype or np.dtype(dtype).kind == "f":
+        return np.ascontiguousarray(raw, dtype)
+    try:
+        with np.errstate(invalid="ignore"):
+            column = np.ascontiguousarray(raw, dtype)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+    if not np.array_equal(column, raw):
+        raise ValueError(f"{raw[column != raw].flat[0]} does not fit into {np.dtype(dtype).name}")
+    return column
+
+
+def _column(dtype: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: None if value is None else as_column(value, dtype))
+
+
+Int32 = Annotated[NDArray[np.int32], _column("<i4")]
+Float32 = Annotated[NDArray[np.float32], _column("<f4")]
+Mask = Annotated[NDArray[np.uint8], _column("u1")]
+Experts = Annotated[NDArray[np.int16], _column("<i2")]
+
+
+def no_tokens() -> NDArray[np.int32]:
+    """Return an empty column of token ids."""
+    return np.empty(0, dtype="<i4")
+
+
+def no_logprobs() -> NDArray[np.float32]:
+    """Return an empty column of logprobs."""
+    return np.empty(0, dtype="<f4")
+
+
+class ToolCall(BaseModel):
+    """A function call that the model requested; `arguments` is None for invalid JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None = None
+    raw_arguments: str = ""
+
+
+class MediaRef(BaseModel):
+    """An image, video or sound of the prompt, by the `uri` of its features.
+
+    `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, from which
+    a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group
+    (buffer/redis/media_folder.py).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["image", "video", "audio"]
+    uri: str = Field(min_length=1)
+    tokens: int = Field(0, ge=0)
+    grid_thw: (
+        Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None
+    ) = None
+
+
+class RolloutState(BaseModel):
+    """One of the `prompt_repeat_k` rollouts of a prompt.
+
+    Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled
+    tokens, at the sampling temperature), `response_mask` (1 = trained; None = all ones), and where
+    they were computed `ref_logprobs` (of the reference model), `values` (of a critic),
+    `token_rewards` (process rewards) and `teacher_logprobs` (by the teacher's name). `spans` name
+    the weights that sampled each token; tokens without a span were not sampled (a tool's, for
+    example).
+
+    `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every
+    token but the last, or the address of them. `prompt_ids` are the same in the whole group.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
+
+    index: int = Field(0, ge=0)
+    """position in its group"""
+    session_id: str | None = None
+    """the turns of one session are sent to the same engine"""
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    """the functions that the model may call, as JSON schemas"""
+    tool_choice: str | dict[str, Any] | None = None
+    multimodal: list[MediaRef] = []
+    prompt_ids: Int32 | None = None
+    response: str = ""
+    tool_calls: list[ToolCall] = []
+    response_ids: Int32 = Field(default_factory=no_tokens)
+    logprobs: Float32 = Field(default_factory=no_logprobs)
+    response_mask: Mask | None = None
+    ref_logprobs: Float32 | None = None
+    values: Float32 | None = None
+    token_rewards: Float32 | None = None
+    teacher_logprobs: dict[str, Float32] | None = None
+    routed_experts: str | Experts | None = None
+    spans: list[VersionSpan] = []
+    reward: dict[str, float] | None = None
+    finish_reason: str | None = None
+    status: Status = Status.INIT
+    error: str | None = None
+    sample_params: SampleParams = SampleParams()
+    data_source: str | None = None
+    ground_truth: Any = None
+    extra: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> RolloutState:
+        tokens = len(self.response_ids)
+        for name, column in self._token_columns():
+            if len(column) != tokens:
+                raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
+        if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
+            raise ValueError(f"a version span is outside of the {tokens} response tokens")
+        if isinstance(self.routed_experts, np.ndarray):
+            self._check_experts(self.routed_experts)
+        return self
+
+    def _token_columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        for name in ("logprobs", "response_mask", "ref_logprobs", "values", "token_rewards"):
+            column = getattr(self, name)
+            if column is not None:
+                yield name, column
+        for teacher, column in (self.teacher_logprobs or {}).items():
+            yield f"teacher_logprobs of {teacher!r}", column
+
+    def _check_experts(self, experts: NDArray[np.int16]) -> None:
+        prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
+        rows = expert_rows(prompt, len(self.response_ids))
+        if experts.ndim != 3 or len(experts) != rows:
+            raise ValueError(
+                f"routed_experts has shape {list(experts.shape)}, expected [{rows}, layers, top_k]"
+            )
+
+    def oldest_version(self) -> int | None:
+        """Return the oldest policy version M of the tokens; None where no token was sampled."""
+        return min((s.version for s in self.spans if s.length), default=None)
+
+    def append(
+        self,
+        token_ids: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        spans: Iterable[VersionSpan],
+        *,
+        routed_experts: NDArray[np.int16] | str | None = None,
+    ) -> None:
+        """Append newly sampled tokens to the response (partial rollout).
+
+        `routed_experts` covers the whole sequence, including old tokens; known rows are kept,
+        because they are from the pass that sampled these tokens. Columns that do not cover the new
+        tokens are reset.
+        """
+        done = len(self.response_ids)
+        if len(token_ids):
+            self.ref_logprobs = None
+            self.values = None
+            self.token_rewards = None
+            self.teacher_logprobs = None
+            self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
+        self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
+        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
+        if self.response_mask is not None:
+            self.response_mask = np.concatenate([self.response_mask, np.ones(len(token_ids), "u1")])
+        self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
+
+    def read(self, token_ids: NDArray[np.int32]) -> None:
+        """Append tokens that the model did not sample, a tool's for example.
+
+        They get mask 0, logprob 0 and no span.
+        """
+        mask = self.response_mask
+        if mask is None:
+            mask = np.ones(len(self.response_ids), "u1")
+        self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
+        self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
+
+    def stamp(self, weights: PolicyVersion) -> int:
+        """Record `weights` for the tokens after the last span, and return their number.
+
+        For engines that do not stamp their tokens. Earlier tokens keep their spans (I9), so a
+        resumed rollout gets several, and the oldest one counts.
+        """
+        start = max((span.start + span.length for span in self.spans), default=0)
+        new = len(self.response_ids) - start
+        if new > 0:
+            self.spans = [*self.spans, VersionSpan(start, new, weights.version, weights.lineage)]
+        return max(new, 0)
+
+    def reset_response(self) -> None:
+        """Discard the response; the prompt, its ids, the ground truth and the session stay."""
+        self.response = ""
+        self.response_ids = no_tokens()
+        self.logprobs = no_logprobs()
+        self.tool_calls = []
+        self.response_mask = None
+        self.ref_logprobs = None
+        self.values = None
+        self.token_rewards = None
+        self.teacher_logprobs = None
+        self.routed_experts = None
+        self.spans = []
+        self.reward = None
+        self.finish_reason = None
+        self.error = None
+        self.status = Status.INIT
+
+
+ENDED = ("stop", "length")
+"""Finish reasons after which a rollout needs the engine no more, unless it starts again."""
+
+
+def has_ended(state: RolloutState) -> bool:
+    """Return whether the response is complete: at most its reward is missing."""
+    return state.finish_reason in ENDED
+
+
+def with_known_rows(
+    known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
+) -> NDArray[np.int16] | str | None:
+    """Return `whole`, with the rows that were known before in their place."""
+    if isinstance(known, np.ndarray) and isinstance(whole, np.ndarray):
+        joined: NDArray[np.int16] = np.concatenate([known, as_column(whole[len(known) :], "<i2")])
+        return joined
+    return whole
+
+
+def expert_rows(prompt: int, response: int) -> int:
+    """Return the number of tokens that the model read: all but the last one of the response."""
+    return max(prompt + response - 1, 0)
+
+
+PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, Status.INIT)
+
+
+def group_status(statuses: Iterable[Status | str]) -> Status:
+    """Return the status of a group: the first of `PRECEDENCE` that a member has, else COMPLETED.
+
+    Deliberately unlike the reference, where a group of INIT members, or of none, counts as
+    COMPLETED: here it is INIT as long as one member is (it waits or runs, and is never submitted),
+    and a group without members is an error. Neither can be trained.
+    """
+    held = {Status(status) for status in set(statuses)}
+    if not held:
+        raise WireError("a group has no rollouts", hint="a group has prompt_repeat_k of them")
+    return next((status for status in PRECEDENCE if status in held), Status.COMPLETED)

@@ -1,0 +1,191 @@
+"""A store for tests: it repeats calls, dies behind one, or shows each before it is made.
+
+A repeated call is one whose reply was lost: the second time must change nothing (I13).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import redis
+
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.script_calls import Upload
+from buffer.redis.scripts import Arg, KeysByName, Script, library
+from buffer.redis.store import Store
+from tests.buffer.keyspace import changed, dump
+
+T = TypeVar("T")
+
+MUTATING = sorted(
+    name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0]
+)
+
+
+class Died(BaseException):
+    """What no code catches."""
+
+
+class FaultyStore(Store):
+    """Repeats the scripts named in `repeats`, and compares the key space of `run` before and after.
+
+    A subclass with `one_by_one` makes each call by itself: `look` is told of it first, with its
+    keys and arguments as the server gets them; its script is loaded.
+
+    What works in slices is repeated where a slice was the last one: the one before is repeated by
+    its caller.
+    """
+
+    one_by_one = False
+    lives = 0
+    """exchanges with the server until the process dies; 0: it does not"""
+
+    def __init__(
+        self,
+        url: str,
+        raw: redis.Redis | None = None,
+        *,
+        run: str = "",
+        repeats: Sequence[str] = (),
+    ) -> None:
+        super().__init__(url, deadline_s=10.0)
+        self.raw: Any = raw
+        self.run = run
+        self.repeats = repeats
+        # shared with the copies of this store for other nodes
+        self.echoes = Counter[str]()
+        self.replies = Counter[str]()
+        """`script STATUS` of those that may change something"""
+        self.has_died = False
+        self._dies_in = "nothing"
+        self._calls_left = 0
+
+    def call(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[str | KeysByName] = (),
+        tail_args: Sequence[Arg] = (),
+        *,
+        durable: bool = False,
+    ) -> list[Any]:
+        if self.one_by_one:
+            entry = library()[script]
+            self.raw.script_load(entry.source)
+            self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
+        if script == self._dies_in or not self._dies_in:
+            args = self._come_nearer_to_death(args)
+        reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+        self._note(script, reply)
+        if script in self.repeats and not has_more(script, args, reply):
+            with self._nothing_changes(script):
+                again = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+                # who left has left: UNKNOWN is as good as OK then
+                assert again[0] == reply[0] or script == "deregister", (script, reply, again)
+        return reply
+
+    def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
+        """Receive a call that is about to be made."""
+
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        reply = self.call(script, keys, args, (), tail_args)
+        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
+
+    def call_many(
+        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
+    ) -> list[list[Any]]:
+        if self.one_by_one:
+            return [self.call(script, *call) for call in calls]
+        return super().call_many(script, calls)
+
+    def retrying(
+        self,
+        what: str,
+        operation: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        starts_work: bool = False,
+    ) -> T:
+        answer = super().retrying(what, operation, deadline_s=deadline_s, starts_work=starts_work)
+        if self.lives:
+            self.lives -= 1
+            if not self.lives:
+                raise Died
+        return answer
+
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+        uploads = list(uploads)
+        if self.one_by_one:
+            for commands, _ in uploads:
+                self.write("upload", commands)
+            return [self.call(script, *call, durable=True) for _, call in uploads]
+        replies = super().upload_and_call(script, key, uploads)
+        for reply in replies:
+            self._note(script, reply)
+        if script in self.repeats:
+            with self._nothing_changes(script):
+                again = super().upload_and_call(script, key, uploads)
+                assert [reply[0] for reply in again] == [reply[0] for reply in replies]
+        return replies
+
+    def write(
+        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
+    ) -> list[Any]:
+        if self.repeats:
+            super().write(what, commands, starts_work=starts_work)
+        return super().write(what, commands, starts_work=starts_work)
+
+    @contextmanager
+    def dying(self, script: str, calls: int) -> Iterator[None]:
+        """Inside, the process dies behind so many calls of a script ("": of any), each of one
+        group; `has_died` says whether there were more to come.
+        """
+        self.has_died = False
+        self._dies_in = script
+        self._calls_left = calls
+        with suppress(Died):
+            yield
+        self._dies_in = "nothing"
+
+    def _note(self, script: str, reply: Sequence[Any]) -> None:
+        if script in MUTATING:
+            self.replies[f"{script} {reply[0]}"] += 1
+
+    def _come_nearer_to_death(self, args: Mapping[str, Arg]) -> Mapping[str, Arg]:
+        if self._calls_left == 0:
+            self.has_died = True
+            raise Died
+        self._calls_left -= 1
+        return {**args, "limit": 1} if "limit" in args else args
+
+    @contextmanager
+    def _nothing_changes(self, script: str) -> Iterator[None]:
+        before = dump(self.raw, self.run)
+        yield
+        assert changed(before, dump(self.raw, self.run)) == {}, script
+        self.echoes[script] += 1
+
+
+def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool:
+    """Whether this slice was not the last one."""
+    if reply[0] != "OK":
+        return False
+    match script:
+        case "refresh" | "reissue" | "rescore" | "reap" | "fence_worker":
+            return int(reply[1]) >= int(args["limit"])
+        case "commit":
+            return int(reply[2]) < int(args["keep"])
+        case "forget":
+            return int(reply[2]) > 0
+    return False
