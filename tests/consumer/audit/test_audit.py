@@ -15,8 +15,7 @@ import orjson
 import pytest
 
 from buffer.errors import ConfigError, WireError
-from buffer.ledger.audits import Position, Verdict
-from buffer.redis.server import process
+from buffer.ledger.audits import AuditPosition, Verdict
 from buffer.redis.signing import Key, write_keys
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
@@ -250,10 +249,10 @@ def test_an_auditor_dies_at_any_point_and_of_two_one_counts(
         yard.auditor().audit_next()
     assert counts(yard) == {}
 
-    def be_slow(before: Position, *rest: object, **more: object) -> bool:
+    def be_slow(before: AuditPosition, *rest: object, **more: object) -> bool:
         assert record(before, *rest, **more)  # type: ignore[arg-type]
         assert record(before, *rest, **more)  # type: ignore[arg-type]  # its reply was lost
-        return record(before, Position(1, 1), [])
+        return record(before, AuditPosition(1, 1), [])
 
     monkeypatch.setattr(yard.run.audits, "record", be_slow)
     assert yard.auditor().audit_next()
@@ -296,7 +295,7 @@ def command(
 ) -> Iterator[Callable[..., str]]:
     """Run `rolloutmq ARGS…` in this process, and return what it prints."""
     monkeypatch.setenv("REDIS_URL", yard.run.store.url)
-    monkeypatch.setattr(process, "log_json", lambda *_: None)
+    monkeypatch.setattr("rolloutmq.cli.processes.log_json", lambda *_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def run(*args: str) -> str:
