@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from producer_workers.engines.base import Engine
     from producer_workers.judges.judge import GroupJudge, Judge
     from producer_workers.producer.producer import Producer as AgentLoopManager
-    from producer_workers.user_code.runs_inline import runs_inline
+    from producer_workers.user_code.border import runs_inline
     from producer_workers.worker.worker import Worker
     from rolloutmq.testing import RehearsalError, rehearse
 else:
@@ -96,7 +96,7 @@ else:
         "ToolCall": "buffer.wire.rollout",
         "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",
-        "runs_inline": "producer_workers.user_code.runs_inline",
+        "runs_inline": "producer_workers.user_code.border",
         "padded_tensors": "consumer.batches.torch_dataset",
         "publish": "consumer.publication",
         "rehearse": "rolloutmq.testing",

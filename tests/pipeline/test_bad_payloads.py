@@ -23,7 +23,7 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.load import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD
 from tests.memory_fault import overwrite
