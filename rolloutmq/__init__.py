@@ -51,63 +51,112 @@ if TYPE_CHECKING:
     from producer_workers.datasets.dataset import Dataset
     from producer_workers.engines.base import Engine
     from producer_workers.judges.judge import GroupJudge, Judge
-    from producer_workers.producer.producer import AgentLoopManager
-    from producer_workers.user_code.runs_inline import runs_inline
+    from producer_workers.producer.producer import Producer as AgentLoopManager
+    from producer_workers.user_code.border import runs_inline
     from producer_workers.worker.worker import Worker
     from rolloutmq.testing import RehearsalError, rehearse
+else:
+    _MODULES = {
+        "AgentLoop": "producer_workers.agent_loops.agent_loop",
+        "AgentLoopManager": "producer_workers.producer.producer:Producer",
+        "Answer": "producer_workers.agent_loops.environment",
+        "AsyncRolloutConsumer": "consumer.async_consumer",
+        "Batch": "consumer.batches.batch",
+        "BatchDataset": "consumer.batches.torch_dataset",
+        "CheckpointFolder": "consumer.training.checkpoint",
+        "ConfigError": "buffer.errors",
+        "Dataset": "producer_workers.datasets.dataset",
+        "EmbeddedServer": "buffer.redis.server.embedded",
+        "Engine": "producer_workers.engines.base",
+        "Environment": "producer_workers.agent_loops.environment",
+        "FolderSender": "buffer.weights.shared_folder",
+        "GroupJudge": "producer_workers.judges.judge",
+        "Judge": "producer_workers.judges.judge",
+        "Manifest": "buffer.model.manifest",
+        "MediaRef": "buffer.wire.rollout",
+        "Mode": "buffer.control.control",
+        "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
+        "NotReady": "buffer.model.manifest",
+        "PolicyVersion": "buffer.wire.rollout",
+        "Position": "buffer.ledger.position",
+        "RehearsalError": "rolloutmq.testing",
+        "ReplayBuffer": "buffer.replay_buffer",
+        "RolloutConsumer": "consumer.rollout_consumer",
+        "RolloutGroup": "buffer.wire.group",
+        "RolloutMQError": "buffer.errors",
+        "RolloutState": "buffer.wire.rollout",
+        "Run": "buffer.run",
+        "RunLimits": "buffer.model.limits",
+        "SampleParams": "buffer.wire.sampling",
+        "ShardedConsumer": "consumer.sharded_consumer",
+        "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
+        "Status": "buffer.wire.rollout",
+        "Store": "buffer.redis.store",
+        "TaskLimits": "buffer.model.limits",
+        "ToolCall": "buffer.wire.rollout",
+        "VersionSpan": "buffer.wire.rollout",
+        "Worker": "producer_workers.worker.worker",
+        "runs_inline": "producer_workers.user_code.border",
+        "padded_tensors": "consumer.batches.torch_dataset",
+        "publish": "consumer.publication",
+        "rehearse": "rolloutmq.testing",
+        "run_all": "producer_workers.agent_loops.single_turn",
+    }
 
-_NAMES = {
-    "buffer.control.control": "Mode",
-    "buffer.errors": "ConfigError RolloutMQError",
-    "buffer.ledger.position": "Position",
-    "buffer.model.limits": "RunLimits TaskLimits",
-    "buffer.model.manifest": "Manifest NotReady",
-    "buffer.redis.server.embedded": "EmbeddedServer",
-    "buffer.redis.store": "Store",
-    "buffer.replay_buffer": "ReplayBuffer",
-    "buffer.wire.group": "RolloutGroup",
-    "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
-    "buffer.wire.sampling": "SampleParams",
-    "buffer.run": "Run",
-    "buffer.weights.shared_folder": "FolderSender",
-    "consumer.async_consumer": "AsyncRolloutConsumer",
-    "consumer.batches.batch": "Batch",
-    "consumer.batches.torch_dataset": "BatchDataset padded_tensors",
-    "consumer.publication": "publish",
-    "consumer.rollout_consumer": "RolloutConsumer",
-    "consumer.sharded_consumer": "ShardedConsumer",
-    "consumer.training.checkpoint": "CheckpointFolder",
-    "producer_workers.agent_loops.agent_loop": "AgentLoop",
-    "producer_workers.agent_loops.environment": "Answer Environment",
-    "producer_workers.agent_loops.multi_turn": "MultiTurnAgentLoop",
-    "producer_workers.agent_loops.single_turn": "SingleTurnAgentLoop run_all",
-    "producer_workers.datasets.dataset": "Dataset",
-    "producer_workers.engines.base": "Engine",
-    "producer_workers.judges.judge": "GroupJudge Judge",
-    "producer_workers.producer.producer": "AgentLoopManager",
-    "producer_workers.user_code.runs_inline": "runs_inline",
-    "producer_workers.worker.worker": "Worker",
-    "rolloutmq.testing": "RehearsalError rehearse",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [
-    "AgentLoop", "AgentLoopManager", "Answer", "AsyncRolloutConsumer", "Batch", "BatchDataset",
-    "CheckpointFolder", "ConfigError", "Dataset", "EmbeddedServer", "Engine", "Environment",
-    "FolderSender", "GroupJudge", "Judge", "Manifest", "MediaRef", "Mode", "MultiTurnAgentLoop",
-    "NotReady", "PolicyVersion", "Position", "RehearsalError", "ReplayBuffer",
-    "RolloutConsumer", "RolloutGroup", "RolloutMQError", "RolloutState", "Run", "RunLimits",
-    "SampleParams", "ShardedConsumer", "SingleTurnAgentLoop", "Status", "Store", "TaskLimits",
-    "ToolCall", "VersionSpan", "Worker", "padded_tensors", "publish", "rehearse", "run_all",
-    "runs_inline",
-]  # fmt: skip
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-
+    # Type checkers must not see it: they would accept any name.
     def __getattr__(name: str) -> Any:
         """Load a name from its module, at its first use."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name]), name)
+        module, _, alias_of = _MODULES[name].partition(":")
+        value = getattr(import_module(module), alias_of or name)
         globals()[name] = value
         return value
+
+
+__all__ = [
+    "AgentLoop",
+    "AgentLoopManager",
+    "Answer",
+    "AsyncRolloutConsumer",
+    "Batch",
+    "BatchDataset",
+    "CheckpointFolder",
+    "ConfigError",
+    "Dataset",
+    "EmbeddedServer",
+    "Engine",
+    "Environment",
+    "FolderSender",
+    "GroupJudge",
+    "Judge",
+    "Manifest",
+    "MediaRef",
+    "Mode",
+    "MultiTurnAgentLoop",
+    "NotReady",
+    "PolicyVersion",
+    "Position",
+    "RehearsalError",
+    "ReplayBuffer",
+    "RolloutConsumer",
+    "RolloutGroup",
+    "RolloutMQError",
+    "RolloutState",
+    "Run",
+    "RunLimits",
+    "SampleParams",
+    "ShardedConsumer",
+    "SingleTurnAgentLoop",
+    "Status",
+    "Store",
+    "TaskLimits",
+    "ToolCall",
+    "VersionSpan",
+    "Worker",
+    "padded_tensors",
+    "publish",
+    "rehearse",
+    "run_all",
+    "runs_inline",
+]
