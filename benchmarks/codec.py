@@ -12,9 +12,9 @@ from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.server import BenchServer
 from buffer.rollouts import wire
 from buffer.rollouts.batch_table import BatchTable
-from consumer.policy.micro_batch import MicroBatches
-from consumer.policy.packing import Packer
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.grpo.policy.micro_batch import MicroBatches
+from consumer.grpo.policy.packing import Packer
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 REPEATS = 200
 ENCODE_US = 40.0

@@ -27,7 +27,7 @@ from buffer.model.ids import group_id
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths
 from producer_workers.simulation.setting import Outcome, Setting, candidates

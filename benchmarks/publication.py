@@ -28,11 +28,11 @@ from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from consumer.models.model_folder import copy_tokenizer, load_model
-from consumer.models.tiny_model import build_tiny_model
-from consumer.ranks import ALONE
-from consumer.weights.weights_folder import take_snapshot
-from consumer.weights.weights_snapshot import HostBuffers
+from consumer.grpo.model_state.weights_folder import take_snapshot
+from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.handle.ranks import ALONE
 from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
 

@@ -19,7 +19,7 @@ from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

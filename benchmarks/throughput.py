@@ -12,7 +12,7 @@ from benchmarks.server import BenchServer
 from buffer.model.job import Job
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75
 SINGLE_TARGET = 0.4

@@ -32,10 +32,10 @@ from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, warm_start
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import Problem, warm_start
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation

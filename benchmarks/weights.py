@@ -31,8 +31,8 @@ from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
-from consumer.models.model_folder import copy_tokenizer, load_model
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
 from producer_workers.group_runs.engine_control import ControlledEngine
 from producer_workers.group_runs.inbox import Inbox

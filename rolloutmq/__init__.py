@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from buffer.server.embedded import EmbeddedServer
     from buffer.store.store import Store
     from buffer.weights.shared_folder import FolderSender
-    from consumer.async_consumer import AsyncRolloutConsumer
-    from consumer.batches.batch import Batch
-    from consumer.batches.torch_dataset import BatchDataset, padded_tensors
-    from consumer.publication import publish
-    from consumer.rollout_consumer import RolloutConsumer
-    from consumer.sharded_consumer import ShardedConsumer
-    from consumer.training.checkpoint import CheckpointFolder
+    from consumer.grpo.checkpoint import CheckpointFolder
+    from consumer.handle.async_consumer import AsyncRolloutConsumer
+    from consumer.handle.batch import Batch
+    from consumer.handle.publication import publish
+    from consumer.handle.rollout_consumer import RolloutConsumer
+    from consumer.handle.sharded_consumer import ShardedConsumer
+    from consumer.handle.torch_dataset import BatchDataset, padded_tensors
     from producer_workers.agent_loops.agent_loop import AgentLoop
     from producer_workers.agent_loops.environment import Answer, Environment
     from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
@@ -60,10 +60,10 @@ else:
         "AgentLoop": "producer_workers.agent_loops.agent_loop",
         "AgentLoopManager": "producer_workers.producer.producer",
         "Answer": "producer_workers.agent_loops.environment",
-        "AsyncRolloutConsumer": "consumer.async_consumer",
-        "Batch": "consumer.batches.batch",
-        "BatchDataset": "consumer.batches.torch_dataset",
-        "CheckpointFolder": "consumer.training.checkpoint",
+        "AsyncRolloutConsumer": "consumer.handle.async_consumer",
+        "Batch": "consumer.handle.batch",
+        "BatchDataset": "consumer.handle.torch_dataset",
+        "CheckpointFolder": "consumer.grpo.checkpoint",
         "ConfigError": "buffer.errors",
         "Dataset": "producer_workers.datasets.dataset",
         "EmbeddedServer": "buffer.server.embedded",
@@ -81,14 +81,14 @@ else:
         "Position": "buffer.batches.position",
         "RehearsalError": "rolloutmq.testing",
         "ReplayBuffer": "buffer.replay_buffer",
-        "RolloutConsumer": "consumer.rollout_consumer",
+        "RolloutConsumer": "consumer.handle.rollout_consumer",
         "RolloutGroup": "buffer.rollouts.group",
         "RolloutMQError": "buffer.errors",
         "RolloutState": "buffer.rollouts.rollout",
         "Run": "buffer.run",
         "RunLimits": "buffer.model.limits",
         "SampleParams": "buffer.rollouts.sampling",
-        "ShardedConsumer": "consumer.sharded_consumer",
+        "ShardedConsumer": "consumer.handle.sharded_consumer",
         "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
         "Status": "buffer.rollouts.rollout",
         "Store": "buffer.store.store",
@@ -97,8 +97,8 @@ else:
         "VersionSpan": "buffer.rollouts.rollout",
         "Worker": "producer_workers.worker.worker",
         "cheap": "producer_workers.user_code.cheap",
-        "padded_tensors": "consumer.batches.torch_dataset",
-        "publish": "consumer.publication",
+        "padded_tensors": "consumer.handle.torch_dataset",
+        "publish": "consumer.handle.publication",
         "rehearse": "rolloutmq.testing",
         "run_all": "producer_workers.agent_loops.single_turn",
     }

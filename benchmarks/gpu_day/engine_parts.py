@@ -27,9 +27,9 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.shared_folder import FolderSender
-from consumer.learner.learner import Learner
-from consumer.models.model_folder import load_model
-from consumer.weights.weights_snapshot import HostBuffers
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.models.model_folder import load_model
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, warm_start
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import Problem, warm_start
 
 MAX_TOKENS = 5
 """An answer is a sign, two digits and the end."""

@@ -189,7 +189,7 @@ def export(
     Its number of ranks does not matter. With [learner.lora] the folder is an adapter.
     """
     settings = fetch(_load(config, overrides))
-    from consumer.training.export import export_model
+    from consumer.grpo.export import export_model
 
     export_model(
         settings, settings.model_folder, step, folder, "float32" if float32 else "bfloat16"

@@ -17,7 +17,7 @@ from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection.url import mask_url
-from consumer.training.checkpoint import make_run
+from consumer.grpo.checkpoint import make_run
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
 

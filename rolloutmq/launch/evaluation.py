@@ -23,11 +23,11 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from consumer.publication import open_sender, publish
-from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.evaluation import Evaluator, log_wait_reason
-from consumer.training.step_log import StepWriter, read_evaluations
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.evaluation import Evaluator, log_wait_reason
+from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
+from consumer.handle.publication import open_sender, publish
+from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.preparation import run_command
 from rolloutmq.options import set_flags

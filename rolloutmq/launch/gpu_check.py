@@ -23,7 +23,7 @@ from buffer.config.load import load_config
 from buffer.errors import ModelError
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.history import StepLog, TrainedStep
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
 from rolloutmq.presets import presets_folder

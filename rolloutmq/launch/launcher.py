@@ -23,7 +23,7 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import open_store, own_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from consumer.training.checkpoint import CheckpointFolder, make_run
+from consumer.grpo.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos

@@ -20,9 +20,9 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.server.process import OWNER
 from buffer.store.store import Store
-from consumer.models.model_folder import check_model_folder
-from consumer.training.checkpoint import CheckpointFolder, make_again
-from consumer.training.step_log import read_evaluations
+from consumer.grpo.checkpoint import CheckpointFolder, make_again
+from consumer.grpo.models.model_folder import check_model_folder
+from consumer.grpo.reporting.step_log import read_evaluations
 from rolloutmq.launch.machine import machine_errors
 
 

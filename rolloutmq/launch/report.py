@@ -15,7 +15,7 @@ from buffer.errors import AccountError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.run import Run
 from buffer.store.connection.url import mask_url
-from consumer.training.step_log import Evaluations, read_evaluations
+from consumer.grpo.reporting.step_log import Evaluations, read_evaluations
 
 
 def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:

@@ -20,7 +20,7 @@ from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.server.process import OWNER
 from buffer.store.replies import role_held
-from consumer.training.checkpoint import make_again, make_run
+from consumer.grpo.checkpoint import make_again, make_run
 from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def train(run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: boo
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
         loop(run, settings, model_dir, take_over=take_over)
         return True
-    from consumer.ranks import join
-    from consumer.training.trainer import Trainer
-    from consumer.training.trainer_rank import TrainerRank
+    from consumer.grpo.trainer import Trainer
+    from consumer.grpo.trainer_rank import TrainerRank
+    from consumer.handle.ranks import join
 
     ranks = join()
     _check_nodes(settings, ranks.size)

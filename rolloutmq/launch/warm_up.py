@@ -13,8 +13,8 @@ from buffer.config.config import TrainingConfig
 from buffer.config.sections.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
 from buffer.monitoring.console import console as open_console
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
 
 
 def make_model(config: TrainingConfig) -> None:

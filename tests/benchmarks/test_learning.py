@@ -27,7 +27,7 @@ from benchmarks.learning.trial import (
 from buffer.rollouts.group import RolloutGroup
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from consumer.learner.train_controller import TrainController
+from consumer.grpo.learner.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 

@@ -15,7 +15,7 @@ from buffer.errors import RolloutMQError
 from buffer.maintenance.regeneration import Regeneration
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from tests.chaos.damage_run import CLIENTS, DamageRun, Trial
 from tests.chaos.plan import RUN
 

@@ -17,7 +17,7 @@ import pytest
 import tomlkit
 
 from buffer.server.embedded import EmbeddedServer
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"

@@ -18,7 +18,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout
 from tests.consumer.conftest import die

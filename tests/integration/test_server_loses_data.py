@@ -29,9 +29,9 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import die
-from tests.consumer.crew import at_work
+from tests.consumer.handle.crew import at_work
 from tests.servers import start_redis
 
 EVERYSEC = (

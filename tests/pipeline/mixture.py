@@ -9,8 +9,8 @@ from buffer.model.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
-from consumer.batches.batch import Batch
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.batch import Batch
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.curriculum import Curriculum, WeightFunction
 from producer_workers.producer.producer import AgentLoopManager

@@ -21,8 +21,8 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import TaskLimits
-from consumer.batches.batch import Batch, Stopped
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.batch import Batch, Stopped
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import AgentLoopManager
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard

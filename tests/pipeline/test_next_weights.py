@@ -14,8 +14,8 @@ from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
-from consumer.rollout_consumer import RolloutConsumer
-from tests.consumer.crew import wait_until
+from consumer.handle.rollout_consumer import RolloutConsumer
+from tests.consumer.handle.crew import wait_until
 from tests.pipeline.test_refused_weights import spoil
 from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, Yard, versions
 

@@ -15,8 +15,8 @@ from buffer.model.manifest import NotReady
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection import retry as outage_clock
 from buffer.store.store import Store
-from consumer.batches import outlook as batch_outlook
-from consumer.batches.outlook import BatchOutlook
+from consumer.handle import wait_rules as batch_outlook
+from consumer.handle.wait_rules import BatchOutlook
 from tests.pipeline.yard import TASK, Yard
 
 OUTAGE_S = 300.0

@@ -10,8 +10,8 @@ import pytest
 
 from buffer.errors import WeightsRefused
 from buffer.model.manifest import NotReady
-from consumer.batches import refused_weights
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle import refused_weights
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.pipeline.yard import TASK, Yard
 
 

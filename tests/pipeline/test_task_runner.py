@@ -18,7 +18,7 @@ from buffer.errors import TaskStopped
 from buffer.rollouts.group import GROUP_TIME
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.group_runs.group_runner import TaskRunner

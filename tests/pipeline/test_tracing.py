@@ -20,7 +20,7 @@ from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.store.store import Store
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.pipeline.site import Process, Site
 
 WHO = {"enqueue": "producer", "take": "trainer", "train": "trainer", "commit": "trainer"}

@@ -23,7 +23,7 @@ from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
-from consumer.policy.routing_replay import RecordedExperts
+from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.group_runs import expert_files

@@ -21,7 +21,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.training.sample_writer import SampleWriter
+from consumer.grpo.reporting.sample_writer import SampleWriter
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"

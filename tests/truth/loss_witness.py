@@ -18,14 +18,14 @@ from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.table import spans_of
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.policy.logprobs import TargetLogits
-from consumer.policy.micro_batch import MicroBatch
-from consumer.policy.packing import Packer
-from consumer.policy.train_batch import TrainBatch, Update
-from consumer.policy.vocabulary_projection import TokenLogprobs
-from consumer.ranks import ALONE, Ranks
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.logprobs import TargetLogits
+from consumer.grpo.policy.micro_batch import MicroBatch
+from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.train_batch import TrainBatch, Update
+from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.handle.ranks import ALONE, Ranks
 from tests.truth.witness import Content, Note, content
 
 BUDGET = 65_536

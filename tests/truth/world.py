@@ -25,7 +25,7 @@ from buffer.run import Run
 from buffer.store.payloads import checksum
 from buffer.store.store import Store
 from buffer.weights import folder_manifest
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.group_runs.group_runner import TaskRunner

@@ -14,7 +14,7 @@ from buffer.errors import ConfigError, ModelError
 from buffer.maintenance.repair.repair import Plan, Repair
 from buffer.model.ids import new_nonce
 from buffer.monitoring.console import console
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.options import Target
 from rolloutmq.output import plural
 

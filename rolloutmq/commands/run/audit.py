@@ -30,7 +30,7 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     from buffer.config.config import TrainingConfig
     from buffer.config.sources import fetch
     from buffer.open_run import open_store, server_url, wait_for_run
-    from consumer.audit.auditor import Auditor
+    from consumer.grpo.audit.auditor import Auditor
 
     settings = fetch(open_config(TrainingConfig, config, overrides))
     log_json("audit", settings.run.name)

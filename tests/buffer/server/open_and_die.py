@@ -14,7 +14,7 @@ from typing import Any
 from buffer.batches.position import Position
 from buffer.run import Run
 from buffer.store.store import Store
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 call = Store.call
 scripts = 0

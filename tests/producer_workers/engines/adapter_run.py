@@ -29,9 +29,9 @@ from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
-from consumer.learner.learner import Learner
-from consumer.training.trainer import Trainer
-from consumer.weights.weights_snapshot import WeightsSnapshot
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine

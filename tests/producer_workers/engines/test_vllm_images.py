@@ -25,7 +25,7 @@ from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store
-from consumer.examples.image_loop import train
+from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
@@ -281,7 +281,7 @@ prompt_repeat_k = 3
 sample = {{ max_tokens = 12, seed = 1 }}
 dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
 [trainer]
-loop = "consumer.examples.image_loop:train"
+loop = "examples.image_loop:train"
 [learner]
 learning_rate = 1e-3
 """

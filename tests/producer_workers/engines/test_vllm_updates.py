@@ -32,8 +32,8 @@ from buffer.store.store import Store
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.group_runs.engine_control import ControlledEngine

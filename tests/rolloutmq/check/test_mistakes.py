@@ -17,7 +17,7 @@ from buffer.config.config import Config
 from buffer.config.load import inspect_config
 from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.errors import HubError, ModelError
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ModelError
-from consumer.models.model_folder import load_model
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.launch.gpu_check import CONFIG, require_gpu
 from rolloutmq.launch.placement import place
 from tests.rolloutmq.conftest import in_process

@@ -17,7 +17,7 @@ from buffer.model.origin import Origin
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
 from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 

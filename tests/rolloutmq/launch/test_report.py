@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from buffer.monitoring.history import TrainedStep
-from consumer.training.step_log import Evaluations
+from consumer.grpo.reporting.step_log import Evaluations
 from rolloutmq.launch.report import accuracy_table, activation, plot
 
 WHITE = 1.0
