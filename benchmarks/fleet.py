@@ -29,7 +29,7 @@ from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.worker.worker import Worker
@@ -126,7 +126,7 @@ def read_meters(fleets: Sequence[Connection]) -> Meter:
 
 def _live(plan: FleetPlan, owner: Connection) -> None:
     # each engine warns that nobody should train on it
-    logging.getLogger("producer_workers.engines.simulated.engine").setLevel(logging.ERROR)
+    logging.getLogger("producer_workers.engines.simulated").setLevel(logging.ERROR)
     asyncio.run(_work(plan, owner))
 
 

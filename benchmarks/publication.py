@@ -28,7 +28,7 @@ from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from consumer.grpo.model_state.weights_folder import take_snapshot
+from consumer.grpo.model_state.weights_folder import snapshot_weights
 from consumer.grpo.model_state.weights_snapshot import HostBuffers
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
@@ -57,7 +57,7 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
     model = load_model(first, dtype=torch.bfloat16)
     copy_tokenizer(first, folder)
     buffers = HostBuffers()
-    snapshot = take_snapshot(model, ALONE, buffers)
+    snapshot = snapshot_weights(model, ALONE, buffers)
     shutil.rmtree(first)
     first.mkdir()
     snapshot.write(first)
@@ -94,7 +94,7 @@ async def update(
         sender.prune()
     seconds: dict[str, float] = {}
     clock = _clock(seconds)
-    snapshot = clock("snapshot", take_snapshot, model, ALONE, buffers)
+    snapshot = clock("snapshot", snapshot_weights, model, ALONE, buffers)
     published = clock("write", sender.write, version, snapshot.write)
     path = clock("fetch", FolderReceiver().fetch, published)
     began = time.perf_counter()

@@ -36,7 +36,7 @@ from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager

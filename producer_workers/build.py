@@ -39,7 +39,7 @@ from producer_workers.engines.base import (
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter, load_sample_filter
-from producer_workers.images.image_reader import ImageReader
+from producer_workers.image_reader import ImageReader
 from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge

@@ -21,8 +21,8 @@ import typer
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.model.extras import missing_extra
 from buffer.model.json_text import visible
-from buffer.monitoring.console import plain
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.console import plain
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """

@@ -20,13 +20,13 @@ import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
-from buffer.monitoring.sample_log import SampleLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.connection.nodes import Servers
 from buffer.store.connection.url import mask_url
 from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
+from consumer.grpo.reporting.sample_log import SampleLog
 
 RUNS = Path("runs")
 

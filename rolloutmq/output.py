@@ -17,7 +17,7 @@ from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
 from buffer.model.json_text import visible
-from buffer.monitoring.console import plain
+from rolloutmq.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"
 

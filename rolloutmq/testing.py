@@ -30,7 +30,7 @@ from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory,
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager

@@ -96,7 +96,7 @@ def test_who_loads_code_by_name_is_known() -> None:
         "buffer/model/order_policy.py",
         "producer_workers/agent_loops/agent_loop.py",
         "producer_workers/agent_loops/environment.py",
-        "producer_workers/agent_loops/gateway/loop.py",
+        "producer_workers/gateway/loop.py",
         "producer_workers/agent_loops/toolbox.py",
         "producer_workers/datasets/contained_dataset.py",
         "producer_workers/datasets/open.py",

@@ -18,7 +18,6 @@ from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.model.manifest import Manifest
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
@@ -35,6 +34,7 @@ from consumer.grpo.reporting.metrics import (
 from consumer.grpo.reporting.reporter import ChosenGroup, Reporter
 from consumer.grpo.reporting.sample_writer import SampleWriter, choose
 from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.reporting.token_texts import TokenTexts
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.publication import Publisher, open_sender, published

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import Metric
 
-from buffer.monitoring.process_metrics import process_registry
-from buffer.monitoring.prometheus import RunCollector
 from buffer.store.store import Store
 from docs.reference.markdown import table
+from rolloutmq.views.process_metrics import process_registry
+from rolloutmq.views.prometheus import RunCollector
 
 INTRODUCTION = """\
 # Every metric

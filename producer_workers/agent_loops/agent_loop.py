@@ -63,7 +63,7 @@ BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
-    "gateway": "producer_workers.agent_loops.gateway.loop:GatewayAgentLoop",
+    "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
 }
 
 _METHOD = "async def generate_group(self, states, engine, gid), which returns the states"

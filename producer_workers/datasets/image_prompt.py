@@ -20,8 +20,8 @@ from buffer.errors import ModelError
 from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import MediaFolder
 from producer_workers.datasets.dataset import Problem
-from producer_workers.images.image_file import ImageFile, load_image
-from producer_workers.images.image_reader import find_runs
+from producer_workers.image_reader import find_runs
+from producer_workers.images import ImageFile, load_image
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from buffer.errors import MediaError
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem
 from producer_workers.datasets.row_values import is_picture
-from producer_workers.images.image_file import check_image, png_of
+from producer_workers.images import check_image, png_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

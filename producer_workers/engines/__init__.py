@@ -18,7 +18,7 @@ def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) 
     """
     if config.kind == "simulated":
         from producer_workers.engines.model_folder import eos_ids, vocabulary_size
-        from producer_workers.engines.simulated.engine import SimulatedEngine
+        from producer_workers.engines.simulated import SimulatedEngine
 
         size, ends = vocabulary_size(model_dir), sorted(eos_ids(model_dir))
         of_model = {"vocab_size": size, "eos_token_id": ends[0] if ends else None}

@@ -24,7 +24,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
-from producer_workers.images.image_reader import ImageReader
+from producer_workers.image_reader import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "keep"]

@@ -17,7 +17,6 @@ from buffer.config.config import Config
 from buffer.config.load import inspect_config
 from buffer.errors import ConfigError, HubError, ModelError
 from buffer.model.byte_size import Bytes
-from buffer.monitoring.console import console as open_console
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import SECTIONS, Finding, failure
 from rolloutmq.check.memory import memory_findings
@@ -26,6 +25,7 @@ from rolloutmq.check.report import show
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES
+from rolloutmq.console import console as open_console
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import emit

@@ -10,7 +10,7 @@ import typer
 from rich.prompt import IntPrompt, Prompt
 
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console as open_console
+from rolloutmq.console import console as open_console
 from rolloutmq.init.project import KINDS, TINY, Choices, write_project
 from rolloutmq.launch.placement import count_gpus
 

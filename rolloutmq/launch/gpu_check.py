@@ -21,9 +21,9 @@ from rich.table import Table
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ModelError
-from buffer.monitoring.console import console as open_console
-from buffer.monitoring.history import StepLog, TrainedStep
 from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.reporting.step_log import StepLog, TrainedStep
+from rolloutmq.console import console as open_console
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
 from rolloutmq.presets import presets_folder

@@ -18,13 +18,12 @@ from rich.console import Console
 from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
-from buffer.monitoring.console import console as open_console
-from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import open_store, own_run
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.grpo.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.console import console as open_console
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
@@ -43,6 +42,7 @@ from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
+from rolloutmq.views.run_view import read_run_view
 
 POLL_S = 0.5
 """Seconds between two checks of the processes."""
@@ -301,7 +301,7 @@ class Launcher:
         if self._owned.record.stage is not Stage.STARTING:
             return
         try:
-            snap = take_snapshot(run)
+            snap = read_run_view(run)
         except StoreUnavailable:
             return  # the view shows it, and the next poll is soon
         if snap.trainer.is_alive and snap.producer.is_alive and snap.live_workers:

@@ -14,7 +14,6 @@ from buffer.config.config import ConfigFile, TrainingConfig
 from buffer.config.sources import fetch, names_any
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
-from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import embedded_server, run_nonce
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
@@ -24,6 +23,7 @@ from consumer.grpo.checkpoint import CheckpointFolder, make_again
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.reporting.step_log import read_evaluations
 from rolloutmq.launch.machine import machine_errors
+from rolloutmq.views.run_view import read_run_view
 
 
 def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedServer | None]:
@@ -91,7 +91,7 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
     is_reported = False
     while held := [
-        role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).is_alive
+        role for role in ("trainer", "producer") if getattr(read_run_view(run), role).is_alive
     ]:
         if time.monotonic() > end:
             raise RoleHeld(

@@ -12,10 +12,9 @@ from rich.table import Table
 from buffer.batches.account import Audit
 from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
-from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.run import Run
 from buffer.store.connection.url import mask_url
-from consumer.grpo.reporting.step_log import Evaluations, read_evaluations
+from consumer.grpo.reporting.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
 
 
 def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from buffer.config.config import TrainingConfig
 from buffer.config.sections.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console as open_console
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from rolloutmq.console import console as open_console
 
 
 def make_model(config: TrainingConfig) -> None:

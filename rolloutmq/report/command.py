@@ -9,7 +9,7 @@ import orjson
 import typer
 
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console
+from rolloutmq.console import console
 from rolloutmq.options import RUNS
 from rolloutmq.report.contents import read_contents
 from rolloutmq.run_owner import choose_folder

@@ -10,10 +10,9 @@ from typing import Any
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
-from buffer.monitoring.history import StepLog, TrainedStep
-from buffer.monitoring.sample_log import SampleLog
 from buffer.store.connection.url import mask_url
-from consumer.grpo.reporting.step_log import read_evaluations
+from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.grpo.reporting.step_log import StepLog, TrainedStep, read_evaluations
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record

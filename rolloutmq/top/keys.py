@@ -15,11 +15,11 @@ from rich.console import Console
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError
 from buffer.model.ids import group_id
-from buffer.monitoring.found_group import find_group
 from buffer.run import Run
 from rolloutmq.commands.look.show import print_group
 from rolloutmq.commands.steer.pause import hold
 from rolloutmq.top.live_view import LiveView
+from rolloutmq.views.found_group import find_group
 
 _MOST_BYTES = 64
 

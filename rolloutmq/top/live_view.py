@@ -15,9 +15,6 @@ from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
 from buffer.model.byte_size import format_size
-from buffer.monitoring.console import plain
-from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
 from rolloutmq.commands.look.status import (
     account_text,
@@ -28,8 +25,11 @@ from rolloutmq.commands.look.status import (
     workers_text,
 )
 from rolloutmq.commands.look.tail import event_text
+from rolloutmq.console import plain
 from rolloutmq.output import age, bar, count, plural, sparkline, state, table, worker_state
 from rolloutmq.top.starting import starting_lines
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.run_view import RunView, TaskView, read_run_view
 
 EVENTS = 5
 MOST_WORKERS = 8
@@ -62,11 +62,11 @@ class LiveView:
         """Return an empty history that reads the run's step log."""
         return History(self.run_dir)
 
-    def snapshot(self, run: Run) -> Snapshot:
+    def snapshot(self, run: Run) -> RunView:
         """Take a snapshot with a few calls and no payloads. Raises StoreUnavailable."""
-        return take_snapshot(run, events=EVENTS)
+        return read_run_view(run, events=EVENTS)
 
-    def render(self, snap: Snapshot, history: History) -> RenderableType:
+    def render(self, snap: RunView, history: History) -> RenderableType:
         """Return the whole screen."""
         parts: list[RenderableType] = [self._title(snap)]
         parts += [Text(plain(line), style="cyan") for line in self.lines]
@@ -88,11 +88,11 @@ class LiveView:
         parts += ["", *(_fit(event_text(event)) for event in snap.events)]
         return Group(*parts)
 
-    def line(self, snap: Snapshot, history: History) -> str:
+    def line(self, snap: RunView, history: History) -> str:
         """Return one line, for logs and pipes."""
         places = snap.places
         rewards = history.metric("rewards/mean")
-        wanted = sum(task.asked for task in snap.training)
+        wanted = sum(task.batch_share for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
             f"step {snap.taken} of {snap.last_step}",
@@ -113,7 +113,7 @@ class LiveView:
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
 
-    def _title(self, snap: Snapshot) -> Text:
+    def _title(self, snap: RunView) -> Text:
         up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))
         text = Text(" · ", style="dim").join([
             Text(f"run {snap.run}", style="bold"),
@@ -124,7 +124,7 @@ class LiveView:
         return _fit(Text("\n").join([text, mode_text(snap)]))
 
 
-def _barred(snap: Snapshot) -> list[str]:
+def _barred(snap: RunView) -> list[str]:
     barred = sum(worker.is_barred for worker in snap.live_workers)
     return [f"{barred} of them barred: see rolloutmq doctor"] if barred else []
 
@@ -164,7 +164,7 @@ def _curve(name: str, values: list[float], now: str) -> Text:
     )
 
 
-def groups_table(snap: Snapshot) -> Table:
+def groups_table(snap: RunView) -> Table:
     """Return the groups by stage, one row per task, with a sum that must match the account."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
@@ -187,18 +187,18 @@ def groups_table(snap: Snapshot) -> Table:
 
 def _ahead(task: TaskView) -> Text:
     """Return how far a task is ahead of the trainer, how far it may be, and what is ready."""
-    limit = task.may_start
-    started = task.started
+    limit = task.in_flight_limit
+    started = task.in_flight
     style = "yellow" if task.account.target and started >= limit else ""
     return Text.assemble(
         (f"{plain(task.account.task)[:12]:<13}", "bold"),
         ("ahead ", "dim"), (bar(started, limit, 16), "cyan"),
         (f" {started} of {limit if task.account.target else '(no target yet)'}", style),
-        (" · ready ", "dim"), f"{task.ready} of {task.asked or '?'}",
+        (" · ready ", "dim"), f"{task.ready} of {task.batch_share or '?'}",
     )  # fmt: skip
 
 
-def _waits(snap: Snapshot, history: History) -> list[Text]:
+def _waits(snap: RunView, history: History) -> list[Text]:
     """Return which process waits for which, now and as a share of the observed time."""
     cells = []
     for wait in (TRAINER, WORKERS, PRODUCER, PAUSED):
@@ -221,14 +221,14 @@ def _waits(snap: Snapshot, history: History) -> list[Text]:
     return [_fit(Text.assemble(cell, "   ", row)) for cell, row in zip(cells, rows, strict=True)]
 
 
-def _memory(snap: Snapshot) -> Text:
+def _memory(snap: RunView) -> Text:
     memory = snap.memory
     of = f" of {format_size(memory.high)}" if memory.high else ""
     wait = ", no new prompts" if memory.refuses_fresh else ""
     return Text(f"{format_size(memory.held)}{of}{wait}", style="yellow" if wait else "")
 
 
-def _workers(snap: Snapshot) -> list[Text]:
+def _workers(snap: RunView) -> list[Text]:
     live = {worker.id for worker in snap.live_workers}
     if not snap.workers:
         return [Text("no workers", style="dim" if snap.mode == "finish" else "yellow")]

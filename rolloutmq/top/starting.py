@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from buffer.monitoring.console import plain
-from buffer.monitoring.run_view import Snapshot, TaskView
+from rolloutmq.console import plain
 from rolloutmq.output import age, count
+from rolloutmq.views.run_view import RunView, TaskView
 
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 
 
-def starting_lines(snap: Snapshot, started_s: dict[str, float]) -> list[str]:
+def starting_lines(snap: RunView, started_s: dict[str, float]) -> list[str]:
     """Return a line for each process that has not joined yet, and for what is made for step 1.
 
     `started_s`: by process that the launcher has started, the seconds since then.

@@ -14,15 +14,15 @@ from rich.live import Live
 from rich.text import Text
 
 from buffer.errors import StoreUnavailable
-from buffer.monitoring.console import console
-from buffer.monitoring.history import History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
 from rolloutmq.top.keys import Keyboard, Steering
 from rolloutmq.top.live_view import LiveView
+from rolloutmq.views.history import History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RunView
 
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 
@@ -100,7 +100,7 @@ def watch(
         _print_lines(run, view, history, screen, is_over, every_s or LINE_S)
         return
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-        last: Snapshot | None = None
+        last: RunView | None = None
         while True:
             last = _refresh(run, view, history) or last
             if last is not None:
@@ -119,7 +119,7 @@ def watch(
                 live.start()
 
 
-def _refresh(run: Run, view: LiveView, history: History) -> Snapshot | None:
+def _refresh(run: Run, view: LiveView, history: History) -> RunView | None:
     """Take a snapshot; None, with the reason in `view.trouble`, while the server is unreachable."""
     try:
         snap = view.snapshot(run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from buffer.monitoring.http_endpoint import carries, read_token
+from rolloutmq.views.http_endpoint import carries, read_token
 
 
 class NoToken(Exception):

@@ -22,10 +22,10 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from buffer.monitoring.history import History
-from buffer.monitoring.sample_log import SampleLog
-from buffer.monitoring.token_texts import TokenTexts, model_folders
 from buffer.run import Run
+from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.grpo.reporting.token_texts import TokenTexts, model_folders
+from rolloutmq.views.history import History
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import ERRORS
 from rolloutmq.web.control_routes import ControlRoutes

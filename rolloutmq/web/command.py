@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from buffer.monitoring.console import console
-from buffer.monitoring.http_endpoint import cannot_listen, read_token
+from rolloutmq.console import console
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
+from rolloutmq.views.http_endpoint import cannot_listen, read_token
 
 EPILOG = """
 \b

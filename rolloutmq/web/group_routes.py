@@ -18,12 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
-from buffer.monitoring.found_group import FoundGroup, find_group, locate, payload_of
-from buffer.monitoring.json_views import group_json
-from buffer.monitoring.sample_log import Sample, SampleLog, add_texts, contains
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.query.record import GroupRecord
+from buffer.rollouts.group_json import group_json
 from buffer.run import Run
+from consumer.grpo.reporting.sample_log import Sample, SampleLog, add_texts, contains
+from consumer.grpo.reporting.token_texts import TokenTexts
+from rolloutmq.views.found_group import FoundGroup, find_group, locate, payload_of
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer, json_in, number_in
 

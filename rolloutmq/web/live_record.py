@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.monitoring.run_view import Snapshot
+from rolloutmq.views.run_view import RunView
 
 MOST_ROWS = 1200
 """When there are more, every second one is dropped, and new ones are added half as often."""
@@ -50,7 +50,7 @@ class LiveRecord:
         return self._rows[-1][0] if self._rows else 0
 
 
-def numbers_of(snap: Snapshot, waits: dict[str, float]) -> dict[str, float]:
+def numbers_of(snap: RunView, waits: dict[str, float]) -> dict[str, float]:
     """Return what charts show of a snapshot, by name."""
     numbers = {
         f"groups/{task.account.task}/{stage}": float(task.account.places[stage])

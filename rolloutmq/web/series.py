@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from buffer.monitoring.history import StepLog, TrainedStep
-from consumer.grpo.reporting.step_log import EVALUATIONS_FILE, STEPS_FILE, read_evaluations
+from consumer.grpo.reporting.step_log import (
+    EVALUATIONS_FILE,
+    STEPS_FILE,
+    StepLog,
+    TrainedStep,
+    read_evaluations,
+)
 
 MOST_ROWS = 2000
 """Rows of a table at most; of more steps, the extremes of each range of steps are sent."""

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from buffer.errors import RolloutMQError
-from buffer.monitoring.history import History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from rolloutmq.commands.administration.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.commands.administration.doctor import inspect
+from rolloutmq.views.history import History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.live_record import LiveRecord, numbers_of
 
 EVERY_S = 1.0
@@ -64,7 +64,7 @@ class Watcher:
 
     def _take(self) -> dict[str, Any]:
         try:
-            snap = take_snapshot(self._run, events=EVENTS)
+            snap = read_run_view(self._run, events=EVENTS)
             findings = worst_first([*diagnose(snap), *self._inspect(snap)])
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
@@ -85,14 +85,14 @@ class Watcher:
             ],
         }
 
-    def _inspect(self, snap: Snapshot) -> list[Symptom]:
+    def _inspect(self, snap: RunView) -> list[Symptom]:
         if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
             self._inspected = inspect(self._run, snap)
             self._inspected_at = time.monotonic()
         return self._inspected
 
 
-def _control(snap: Snapshot) -> dict[str, Any]:
+def _control(snap: RunView) -> dict[str, Any]:
     """Return who wants what of the run, and what an operator may decide now."""
     return {
         "operator_mode": snap.control.get("operator_mode", "run"),

@@ -28,7 +28,7 @@ from buffer.server.process import follow_owner, log_json
 from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge

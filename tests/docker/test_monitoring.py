@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from buffer.model.trainer_report import REPORTED
-from buffer.monitoring.prometheus import RunCollector
 from buffer.server.check import check_server
 from buffer.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
+from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports
 from tests.rolloutmq.populate import Scene
 from tests.servers import KINDS, _find_redis, raw_client

@@ -7,13 +7,13 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from buffer.monitoring.run_metrics import FAMILIES
 from buffer.store.keys import SLOTS
 from docs.reference import PAGES, REFERENCES
 from docs.reference.commands import command_reference
 from docs.reference.keys import key_reference
 from docs.reference.metrics import metric_reference
 from rolloutmq.cli import app
+from rolloutmq.views.run_metrics import FAMILIES
 
 
 @pytest.mark.parametrize("name", REFERENCES)

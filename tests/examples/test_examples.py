@@ -22,11 +22,10 @@ from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.store.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.reporting.step_log import read_evaluations
+from consumer.grpo.reporting.step_log import StepLog, read_evaluations
 from consumer.handle.rollout_consumer import RolloutConsumer
 from examples import low_level_loop, plain_loop
 from tests.consumer.handle.crew import MEMBERS, at_work, wait_until
@@ -135,7 +134,7 @@ LOOPS = {"plain": plain_loop.train, "low_level": low_level_loop.train}
 
 @pytest.mark.parametrize(
     ("site", "loop"),
-    [(f"examples.{name}_loop:train", name) for name in LOOPS],
+    [(f"consumer.examples.{name}_loop:train", name) for name in LOOPS],
     indirect=["site"],
     ids=list(LOOPS),
 )

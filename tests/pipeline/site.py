@@ -15,10 +15,10 @@ from pathlib import Path
 import orjson
 
 from buffer.batches.account import Audit
-from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from consumer.grpo.reporting.step_log import StepLog
 from tests.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]

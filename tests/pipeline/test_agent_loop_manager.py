@@ -13,10 +13,10 @@ from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.model.ids import new_nonce
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.mixture import TASKS, Mixture
 
 STATUS = ProduceBatchStatus
@@ -236,7 +236,7 @@ def test_curriculum_that_is_wrong_changes_nothing_and_logs_it_once_a_step(
         site.publish(1)
         site.rounds(3)
         assert len(site.take(2).groups) == 7
-        snap = take_snapshot(site.run)
+        snap = read_run_view(site.run)
     assert sum(said in record.getMessage() for record in caplog.records) == 1
     assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}
     assert said in snap.control["curriculum_error"]

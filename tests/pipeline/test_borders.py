@@ -26,11 +26,11 @@ from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED,
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Generation
+from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here

@@ -22,13 +22,13 @@ from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
 from tests.servers import KINDS
@@ -325,7 +325,7 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     assert {holder.turns for holder in seen} == {first.turns}
     assert seen[-1].doing == f"draws prompt 0 of task {TASK}"
     assert any(
-        f"draws prompt 0 of task {TASK}" in s.what for s in diagnose(take_snapshot(yard.run))
+        f"draws prompt 0 of task {TASK}" in s.what for s in diagnose(read_run_view(yard.run))
     )
     monkeypatch.setattr(roles, "HUNG_S", 0.0)
     wait_for(lambda: "no more heartbeats: this process hangs" in caplog.text)

@@ -26,13 +26,13 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, Version
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.build import make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.gateway.agents import AgentTask
 from producer_workers.worker import worker
 from rolloutmq.testing import RehearsalError, rehearse
 

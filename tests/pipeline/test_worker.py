@@ -17,9 +17,6 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
 from buffer.model.ids import new_nonce
-from buffer.monitoring.history import WORKERS, History
-from buffer.monitoring.prometheus import RunCollector
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -27,6 +24,9 @@ from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.group_runs import expert_files
+from rolloutmq.views.history import WORKERS, History
+from rolloutmq.views.prometheus import RunCollector
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model
@@ -443,7 +443,7 @@ def test_a_worker_without_a_job_waits_for_one_in_every_view(yard: Yard) -> None:
     async def scenario() -> None:
         async with yard.working(yard.worker()):
             await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["idle"])
-            history.observe(await asyncio.to_thread(take_snapshot, yard.run))
+            history.observe(await asyncio.to_thread(read_run_view, yard.run))
             states = await asyncio.to_thread(_workers_by_state, yard)
             assert states == {
                 "starting": 0,
@@ -469,14 +469,14 @@ def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) ->
 
     async def scenario() -> None:
         async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
-            await yard.until(lambda: take_snapshot(yard.run).judging == 1)
-            assert take_snapshot(yard.run).leases == 1
+            await yard.until(lambda: read_run_view(yard.run).judging == 1)
+            assert read_run_view(yard.run).leases == 1
             yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
-            await yard.until(lambda: take_snapshot(yard.run).leases == 2)
-            assert take_snapshot(yard.run).judging == 1
+            await yard.until(lambda: read_run_view(yard.run).leases == 2)
+            assert read_run_view(yard.run).judging == 1
             sampled.set()
             await yard.until_places(completed=2)
-            await yard.until(lambda: take_snapshot(yard.run).judging == 0)
+            await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
     asyncio.run(scenario())
 

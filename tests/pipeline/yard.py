@@ -28,7 +28,7 @@ from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.group_runs.loop_result import GroupFilter
 from producer_workers.judges.function_judge import FunctionJudge, call_here

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import RolloutState, VersionSpan
 from buffer.rollouts.sampling import SampleParams
-from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.engines.base import EngineDeadError, Generation
+from producer_workers.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.letter_engine import LetterEngine
 
 MINE = "tests.producer_workers.agents:"

@@ -38,7 +38,7 @@ from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
-from consumer.grpo.model_state.weights_folder import take_snapshot
+from consumer.grpo.model_state.weights_folder import snapshot_weights
 from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
@@ -263,7 +263,7 @@ class Learner:
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
-            return take_snapshot(self.model, self.ranks, self._host, dtype=dtype)
+            return snapshot_weights(self.model, self.ranks, self._host, dtype=dtype)
         return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
 
     def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:

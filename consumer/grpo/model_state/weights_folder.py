@@ -24,7 +24,7 @@ from consumer.handle.ranks import Ranks, balanced_shares
 INDEX = "model.safetensors.index.json"
 
 
-def take_snapshot(
+def snapshot_weights(
     model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, *, dtype: torch.dtype | None = None
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.

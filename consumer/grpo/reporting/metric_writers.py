@@ -27,8 +27,7 @@ from rich.progress import (
 from buffer.config.config import Config
 from buffer.errors import ConfigError
 from buffer.model.extras import install_command
-from buffer.monitoring.console import console as open_console
-from buffer.monitoring.sample_log import Sample
+from consumer.grpo.reporting.sample_log import Sample
 from consumer.grpo.reporting.sample_text import (
     COLUMNS,
     code_block,
@@ -56,7 +55,7 @@ class MetricWriter:
         """Write the metrics of one held-out task, `eval/*`, for the weights after a step."""
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples of one step (`buffer.monitoring.sample_log`)."""
+        """Write the samples of one step (`consumer.grpo.reporting.sample_log`)."""
 
     def close(self) -> None:
         """Write what is buffered, and release the destination."""
@@ -223,7 +222,7 @@ class ProgressBar(MetricWriter):
             TextColumn("reward {task.fields[reward]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console or open_console(stderr=True),
+            console=console or Console(stderr=True),
             refresh_per_second=2,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, reward="-")

@@ -1,6 +1,6 @@
 """Choose some groups of each train step, and append their texts to the sample log of the run.
 
-The format is in `buffer/monitoring/sample_log.py`.
+The format is in `consumer/grpo/reporting/sample_log.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 from isal import igzip
 
-from buffer.monitoring.sample_log import Sample, SampleFile, sample_files
 from consumer.grpo.reporting.metric_writers import MetricWriter
+from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
 
 STEPS_PER_FILE = 100
 FILES = 16

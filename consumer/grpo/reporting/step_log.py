@@ -1,14 +1,19 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
-A step that is trained again after a restart is logged again; the reader
-(`buffer.monitoring.history`) decides which entry counts. Of the evaluations of one task and step,
-the last one counts.
+One line of `steps.jsonl` for each train step: {"step": 12, "lineage": "…", "gids":
+["math-0000000042", …], "ended_s": 1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A trainer
+that restarts from a checkpoint trains later steps again, on the same groups, in a new lineage of
+weights. Its line for a step therefore replaces every earlier line of that step and of all later
+ones. What remains is the history of the weights that exist; no group may occur twice in it (I6).
+Of the evaluations of one task and step, the last one counts.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +88,81 @@ def append_line(file: Path, entry: dict[str, Any]) -> None:
         # on disk before the checkpoint of this step is
         stream.flush()
         os.fsync(stream.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One line of the trainer's log."""
+
+    step: int
+    lineage: str
+    gids: tuple[str, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+    ended_s: float | None = None
+    """seconds since 1970; None in a log without them"""
+
+    @classmethod
+    def parse(cls, line: dict[str, Any]) -> TrainedStep:
+        """Return the step in a decoded line; metrics that are not numbers are left out."""
+        metrics = (line.get("metrics") or {}).items()
+        return cls(
+            step=int(line["step"]),
+            lineage=str(line.get("lineage", "")),
+            gids=tuple(line.get("gids") or ()),
+            metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
+            ended_s=float(line["ended_s"]) if "ended_s" in line else None,
+        )
+
+
+class StepLog:
+    """Reads the trainer's log as it grows; `steps` is the remaining history, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[TrainedStep] = []
+        self.replaced = 0
+        self.torn = 0
+        self._offset = 0
+
+    def read_new(self) -> list[TrainedStep]:
+        """Read and return the steps added since the last call.
+
+        A line that is still being written is left for the next call.
+        """
+        if not self.path.is_file():
+            return []
+        if self.path.stat().st_size < self._offset:  # another run began in this folder
+            self.steps = []
+            self.replaced = self.torn = self._offset = 0
+        with self.path.open("rb") as log:
+            log.seek(self._offset)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        added = [step for line in whole.splitlines() if (step := self._parse(line))]
+        for step in added:
+            self._add(step)
+        return added
+
+    def _parse(self, line: bytes) -> TrainedStep | None:
+        if not line.strip():
+            return None
+        try:
+            return TrainedStep.parse(orjson.loads(line))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+            # a trainer killed while it writes leaves half a line; the next one writes it again
+            self.torn += 1
+            return None
+
+    def _add(self, step: TrainedStep) -> None:
+        while self.steps and self.steps[-1].step >= step.step:
+            self.steps.pop()
+            self.replaced += 1
+        self.steps.append(step)
+
+    def trained_twice(self) -> dict[str, list[int]]:
+        """Return the steps of every group that the remaining history trains more than once."""
+        trained: defaultdict[str, list[int]] = defaultdict(list)
+        for step in self.steps:
+            for gid in step.gids:
+                trained[gid].append(step.step)
+        return {gid: steps for gid, steps in trained.items() if len(steps) > 1}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from buffer.rollouts.rollout import MediaRef
 from producer_workers.engines.base import GenerationError
-from producer_workers.images.image_reader import ImageReader, collapse, find_runs
+from producer_workers.image_reader import ImageReader, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")
 """Names of the placeholder's id in config.json."""

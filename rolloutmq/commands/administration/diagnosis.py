@@ -9,8 +9,8 @@ from typing import Literal
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
-from buffer.monitoring.run_view import Snapshot, TaskView
 from rolloutmq.output import age, plural
+from rolloutmq.views.run_view import RunView, TaskView
 
 Level = Literal["note", "stuck", "fault"]
 
@@ -32,7 +32,7 @@ class Symptom:
     fix: str
 
 
-def diagnose(snap: Snapshot) -> list[Symptom]:
+def diagnose(snap: RunView) -> list[Symptom]:
     """Return what stops the run, or soon will, the worst first; empty if nothing does.
 
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
@@ -74,19 +74,19 @@ def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
     return sorted(symptoms, key=lambda symptom: order.index(symptom.level))
 
 
-def last_event_ms(snap: Snapshot) -> int | None:
+def last_event_ms(snap: RunView) -> int | None:
     """Return how many milliseconds ago the last event was."""
     return max(0, snap.now_ms - snap.events[-1][0]) if snap.events else None
 
 
-def _account(snap: Snapshot) -> Iterator[Symptom]:
+def _account(snap: RunView) -> Iterator[Symptom]:
     for fault in snap.faults:
         yield Symptom(
             "fault", fault, None, "`rolloutmq fsck` names the groups; keep the data folder as it is"
         )
 
 
-def _pauses(snap: Snapshot) -> Iterator[Symptom]:
+def _pauses(snap: RunView) -> Iterator[Symptom]:
     if snap.paused_by == "operator":
         yield Symptom(
             "stuck", f"paused by an operator ({snap.mode})", snap.paused_ms, "`rolloutmq resume`"
@@ -95,7 +95,7 @@ def _pauses(snap: Snapshot) -> Iterator[Symptom]:
         yield _trainer_pause(snap)
 
 
-def _trainer_pause(snap: Snapshot) -> Symptom:
+def _trainer_pause(snap: RunView) -> Symptom:
     late = sorted({worker.id for worker in snap.live_workers} - set(snap.acknowledged))
     level: Level = "stuck" if snap.paused_ms > PATIENCE_MS else "note"
     what = f"paused by the trainer ({snap.mode}), for a weight update"
@@ -116,7 +116,7 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
     return Symptom(level, f"{what}; it waits for {', '.join(late)}", snap.paused_ms, fix)
 
 
-def _role(snap: Snapshot, role: RoleHolder, name: str, start: str) -> Iterator[Symptom]:
+def _role(snap: RunView, role: RoleHolder, name: str, start: str) -> Iterator[Symptom]:
     if role.is_alive:
         return
     if role.silent_ms is None:
@@ -128,7 +128,7 @@ def _role(snap: Snapshot, role: RoleHolder, name: str, start: str) -> Iterator[S
     yield Symptom("stuck", what, role.silent_ms, fix + standby)
 
 
-def _slow_data_set(snap: Snapshot) -> Iterator[Symptom]:
+def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
     producer = snap.producer
     if producer.is_alive and producer.doing:
         level: Level = "stuck" if producer.doing_ms > PATIENCE_MS else "note"
@@ -139,12 +139,12 @@ def _slow_data_set(snap: Snapshot) -> Iterator[Symptom]:
         yield Symptom(level, f"the producer {producer.doing}", producer.doing_ms, fix)
 
 
-def _age_ms(snap: Snapshot) -> int:
+def _age_ms(snap: RunView) -> int:
     """Return the age of the run."""
     return max(0, snap.now_ms - int(snap.meta["created_ms"]))
 
 
-def _workers(snap: Snapshot) -> Iterator[Symptom]:
+def _workers(snap: RunView) -> Iterator[Symptom]:
     if not snap.live_workers:
         what = (
             f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
@@ -161,7 +161,7 @@ def _workers(snap: Snapshot) -> Iterator[Symptom]:
             yield Symptom("note", what, worker.silent_ms, fix)
 
 
-def _failed_audits(snap: Snapshot) -> Iterator[Symptom]:
+def _failed_audits(snap: RunView) -> Iterator[Symptom]:
     for worker, audit in snap.failed_audits.items():
         fix = (
             f"`rolloutmq workers --groups {worker}` lists the groups that it made; drop those that "
@@ -170,7 +170,7 @@ def _failed_audits(snap: Snapshot) -> Iterator[Symptom]:
         yield Symptom("note", f"worker {worker} failed an audit of {audit}", None, fix)
 
 
-def _barred(worker: WorkerRecord, snap: Snapshot) -> Symptom:
+def _barred(worker: WorkerRecord, snap: RunView) -> Symptom:
     others = [other for other in snap.live_workers if not other.is_barred]
     bad = plural(worker.bad_groups or 0, "group")
     reason = f"it submitted {bad} that the trainer cannot use"
@@ -182,7 +182,7 @@ def _barred(worker: WorkerRecord, snap: Snapshot) -> Symptom:
     return Symptom("note" if others else "stuck", what, worker.barred_for_ms, fix)
 
 
-def _weights(snap: Snapshot) -> Iterator[Symptom]:
+def _weights(snap: RunView) -> Iterator[Symptom]:
     newest = str(snap.weights)
     behind = [worker for worker in snap.live_workers if worker.weights != newest]
     if not behind:
@@ -207,7 +207,7 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     )
 
 
-def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
+def _unclaimed(snap: RunView) -> Iterator[Symptom]:
     """Report waiting groups that live workers do not claim.
 
     The workers serve other tasks or lanes, or hang.
@@ -235,7 +235,7 @@ def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
         )
 
 
-def _leases(snap: Snapshot) -> Iterator[Symptom]:
+def _leases(snap: RunView) -> Iterator[Symptom]:
     if snap.overdue:
         what = f"{plural(snap.overdue, 'lease')} expired and not revoked yet"
         yield Symptom(
@@ -256,7 +256,7 @@ def _leases(snap: Snapshot) -> Iterator[Symptom]:
         )
 
 
-def _memory(snap: Snapshot) -> Iterator[Symptom]:
+def _memory(snap: RunView) -> Iterator[Symptom]:
     memory = snap.memory
     if not memory.refuses_fresh:
         return
@@ -273,7 +273,7 @@ def _memory(snap: Snapshot) -> Iterator[Symptom]:
     yield Symptom("note", f"{what}; {left} taken batches are not committed", None, fix)
 
 
-def _stopped(snap: Snapshot) -> Iterator[Symptom]:
+def _stopped(snap: RunView) -> Iterator[Symptom]:
     for task in snap.tasks:
         if task.stop_reason:
             what = f"task {task.account.task} is stopped: {task.stop_reason}"
@@ -287,7 +287,7 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
             yield Symptom("note", what, None, "the batch of that step is what is ready")
 
 
-def _failing(snap: Snapshot) -> Iterator[Symptom]:
+def _failing(snap: RunView) -> Iterator[Symptom]:
     """Report tasks of which nothing succeeds, before they are stopped."""
     for task in snap.tasks:
         failures = int(task.number("failures_in_row"))
@@ -306,7 +306,7 @@ def _failing(snap: Snapshot) -> Iterator[Symptom]:
             yield Symptom("note", what, None, fix)
 
 
-def _error_age_ms(task: TaskView, snap: Snapshot) -> int | None:
+def _error_age_ms(task: TaskView, snap: RunView) -> int | None:
     """Return how long ago the newest error was; None without one."""
     error_ms = int(task.number("error_ms"))
     return max(0, snap.now_ms - error_ms) if error_ms else None
@@ -319,7 +319,7 @@ def _fix_of_errors(task: TaskView) -> str:
     )
 
 
-def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
+def _curriculum(snap: RunView) -> Iterator[Symptom]:
     if reason := snap.control.get("curriculum_error"):
         what = (
             f"task weights have not changed since step {snap.control['curriculum_step']}: {reason}"
@@ -332,7 +332,7 @@ def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
         )
 
 
-def _gone(snap: Snapshot) -> Iterator[Symptom]:
+def _gone(snap: RunView) -> Iterator[Symptom]:
     """Report groups that are kept of tasks that the config lacks."""
     for task in snap.tasks:
         account = task.account
@@ -346,7 +346,7 @@ def _gone(snap: Snapshot) -> Iterator[Symptom]:
             yield Symptom("note", what, None, fix)
 
 
-def _supply(snap: Snapshot) -> Iterator[Symptom]:
+def _supply(snap: RunView) -> Iterator[Symptom]:
     quiet_ms = last_event_ms(snap)
     for task in snap.training:
         if task.account.target and task.account.waiting + task.account.running == 0:
@@ -354,7 +354,7 @@ def _supply(snap: Snapshot) -> Iterator[Symptom]:
 
 
 def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
-    wanted = max(1, task.asked)
+    wanted = max(1, task.batch_share)
     account = task.account
     what = f"{account.task}: {task.ready} of {wanted} groups are ready, none waits or runs"
     if task.ready >= wanted:
@@ -375,7 +375,7 @@ def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
     return Symptom("stuck", what, quiet_ms, fix)
 
 
-def _recovery(snap: Snapshot) -> Iterator[Symptom]:
+def _recovery(snap: RunView) -> Iterator[Symptom]:
     if snap.control.get("recovering"):
         what = "a trainer began to open the run and did not finish"
         yield Symptom(
@@ -383,7 +383,7 @@ def _recovery(snap: Snapshot) -> Iterator[Symptom]:
         )
 
 
-def _dead(snap: Snapshot) -> Iterator[Symptom]:
+def _dead(snap: RunView) -> Iterator[Symptom]:
     if snap.dead:
         fix = "`rolloutmq dead` lists them with their reasons"
         yield Symptom("note", plural(snap.dead, "dead letter"), None, fix)

@@ -26,8 +26,6 @@ from buffer.errors import (
     StoreUnsafe,
     WireError,
 )
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
@@ -39,6 +37,7 @@ from rolloutmq.commands.administration.diagnosis import (
     last_event_ms,
     worst_first,
 )
+from rolloutmq.console import console
 from rolloutmq.options import (
     Address,
     AsJson,
@@ -49,14 +48,15 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, emit, plural
+from rolloutmq.views.run_view import RunView, read_run_view
 
 
-def inspect(run: Run, snap: Snapshot) -> list[Symptom]:
+def inspect(run: Run, snap: RunView) -> list[Symptom]:
     """Return the symptoms of a run that are not visible in its snapshot."""
     return [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
 
 
-def _damage(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
     groups = sum(task.account.entered for task in snap.tasks)
     databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
@@ -92,7 +92,7 @@ def _judges(run: Run) -> Iterator[Symptom]:
         yield Symptom("stuck", what, None, "`rolloutmq judge CONFIG`")
 
 
-def _weights(snap: Snapshot) -> Iterator[Symptom]:
+def _weights(snap: RunView) -> Iterator[Symptom]:
     """Report a weights folder whose files are not those that were published.
 
     A folder that this machine cannot see is checked by the workers.
@@ -113,7 +113,7 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
         )
 
 
-def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
+def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
     if not snap.dead:
         return
     try:
@@ -189,11 +189,11 @@ def doctor(
         )
 
 
-def diagnose_run(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
+def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]]:
     """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
     try:
         run = Run.open(store, name)
-        snap = take_snapshot(run)
+        snap = read_run_view(run)
         return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
     except StoreUnavailable:
         raise
@@ -215,7 +215,7 @@ def _show_server(screen: Console, address: Address, findings: list[Finding]) -> 
             screen.print(Text(f"       {found.fix}"))
 
 
-def _show_run(screen: Console, name: str, snap: Snapshot | None, symptoms: list[Symptom]) -> None:
+def _show_run(screen: Console, name: str, snap: RunView | None, symptoms: list[Symptom]) -> None:
     quiet = last_event_ms(snap) if snap else None
     screen.print()
     last_event = "" if quiet is None else f"  last event {age(quiet)} ago"

@@ -25,11 +25,11 @@ from rich.text import Text
 
 from buffer.batches.account import Account, Audit
 from buffer.errors import AccountError
-from buffer.monitoring.console import console
-from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.check import check_all
+from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.commands.administration.repair import repair_run, undo_repair
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import count, emit, plural, table
 

@@ -13,8 +13,8 @@ from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
 from buffer.maintenance.repair.repair import Plan, Repair
 from buffer.model.ids import new_nonce
-from buffer.monitoring.console import console
 from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.console import console
 from rolloutmq.options import Target
 from rolloutmq.output import plural
 

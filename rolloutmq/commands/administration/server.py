@@ -13,8 +13,8 @@ import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.maintenance.janitor import Swept
-from buffer.monitoring.console import console
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import (
     AsJson,
     RedisUrl,

@@ -11,11 +11,11 @@ from buffer.curation.group_export import Exported
 from buffer.errors import ConfigError
 from buffer.model.ids import POOLS
 from buffer.model.order_policy import load_order
-from buffer.monitoring.console import console
 from buffer.query.language import parse
 from buffer.store.signing import Key
 from rolloutmq.commands.data.snapshot import progress
 from rolloutmq.commands.look.groups import WHERE_HELP, read_where
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit, plural
 

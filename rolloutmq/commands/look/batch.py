@@ -13,10 +13,10 @@ from buffer.errors import ConfigError
 from buffer.model.byte_size import format_size
 from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
-from buffer.monitoring.console import console
-from buffer.monitoring.sample_log import Sample
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from consumer.grpo.reporting.sample_log import Sample
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target, stopped_samples
 from rolloutmq.output import count, emit, facts, table
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from buffer.model.byte_size import format_size
-from buffer.monitoring.console import plain
-from buffer.monitoring.history import StepLog
+from consumer.grpo.reporting.step_log import StepLog
+from rolloutmq.console import plain
 from rolloutmq.output import age, state, table
 from rolloutmq.run_owner import known_folders, last_change, read_record
 

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from buffer.errors import ConfigError, QueryError
 from buffer.model.ids import POOLS
-from buffer.monitoring.console import console
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, Limit, OneTask, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, state, table, version_style
 

@@ -12,9 +12,9 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console, plain
 from rolloutmq.commands.look.log_files import Entry, LogFiles
 from rolloutmq.commands.look.tail import is_unread
+from rolloutmq.console import console, plain
 from rolloutmq.options import RUNS, AsJson, RunDir
 from rolloutmq.output import emit_line, version_style
 from rolloutmq.run_owner import choose_folder, is_owned

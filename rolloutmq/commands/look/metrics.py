@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.monitoring.console import console
-from buffer.monitoring.http_endpoint import read_token
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from rolloutmq.output import emit
+from rolloutmq.views.http_endpoint import read_token
 
 if TYPE_CHECKING:
-    from buffer.monitoring.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
 
 
 EPILOG = """
@@ -63,7 +63,7 @@ def metrics(
     """
     from prometheus_client import generate_latest
 
-    from buffer.monitoring.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
 
     with open_server(redis_url, run_dir) as (store, _):
         collector = RunCollector(store, choose_run(store, run) if run else None)
@@ -76,7 +76,7 @@ def metrics(
 
 
 def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
-    from buffer.monitoring.http_endpoint import MetricsEndpoint
+    from rolloutmq.views.http_endpoint import MetricsEndpoint
 
     pages = {"/workers_wanted": collector.read_workers_wanted}
     endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)

@@ -12,14 +12,14 @@ import typer
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
 from buffer.model.byte_size import format_size
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 from rolloutmq.commands.look.folder_list import folders_table, read_folders
+from rolloutmq.console import console
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
 from rolloutmq.output import age, count, emit, state, table
+from rolloutmq.views.run_view import RunView, read_run_view
 
 EPILOG = """
 \b
@@ -38,7 +38,7 @@ class RunLine:
     """One line of the list; `snap` is None while the run is being restored or removed."""
 
     name: str
-    snap: Snapshot | None
+    snap: RunView | None
 
     @property
     def seen_ms(self) -> int | None:
@@ -115,7 +115,7 @@ def _read_server(
 
 def _line_of(store: Store, name: str) -> RunLine:
     try:
-        return RunLine(name, take_snapshot(Run.open(store, name)))
+        return RunLine(name, read_run_view(Run.open(store, name)))
     except RunNotFound:
         return RunLine(name, None)
 

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from buffer.errors import ConfigError
 from buffer.model.ids import split_group_id
-from buffer.monitoring.console import console, plain
-from buffer.monitoring.found_group import FoundGroup, find_group
 from buffer.rollouts.rollout import VersionSpan
+from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
     GroupId,
@@ -25,6 +24,7 @@ from rolloutmq.options import (
     stopped_samples,
 )
 from rolloutmq.output import count, emit, facts, state, version_style
+from rolloutmq.views.found_group import FoundGroup, find_group
 
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
 

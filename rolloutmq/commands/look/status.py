@@ -9,10 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.control.role_holder import RoleHolder
-from buffer.monitoring.console import console, plain
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
+from rolloutmq.console import console, plain
 from rolloutmq.options import (
     Address,
     AsJson,
@@ -23,6 +21,8 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, bar, count, emit, facts, plural, state, table
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RunView, TaskView, read_run_view
 
 EPILOG = "Example: rolloutmq status --json | python -m json.tool"
 
@@ -44,7 +44,7 @@ def status(
     """
     with open_server(redis_url, run_dir) as (store, address):
         names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
-        snapshots = [take_snapshot(Run.open(store, name)) for name in names]
+        snapshots = [read_run_view(Run.open(store, name)) for name in names]
     if len(snapshots) == 1:
         emit(describe(snapshots[0])) if as_json else show(console(), snapshots[0])
     elif as_json:
@@ -53,7 +53,7 @@ def status(
         _list_runs(address, snapshots)
 
 
-def _brief(snap: Snapshot) -> dict[str, Any]:
+def _brief(snap: RunView) -> dict[str, Any]:
     steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
     workers = len(snap.live_workers)
     return {
@@ -65,7 +65,7 @@ def _brief(snap: Snapshot) -> dict[str, Any]:
     }
 
 
-def show(screen: Console, snap: Snapshot) -> None:
+def show(screen: Console, snap: RunView) -> None:
     """Print the status of one run."""
     created = age(snap.now_ms - int(snap.meta.get("created_ms", 0)))
     dead = Text(f"{snap.dead}  (rolloutmq dead)", style="yellow") if snap.dead else "0"
@@ -94,7 +94,7 @@ def show(screen: Console, snap: Snapshot) -> None:
             screen.print(losses)
 
 
-def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
+def curriculum_facts(snap: RunView) -> list[tuple[str, Text]]:
     """Return why the curriculum is not followed; nothing if it is."""
     reason = snap.control.get("curriculum_error", "")
     return (
@@ -102,7 +102,7 @@ def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
     )
 
 
-def mode_text(snap: Snapshot) -> Text:
+def mode_text(snap: RunView) -> Text:
     """Return the mode, who set it, since when, and how many workers confirmed it."""
     if snap.paused_by is None:
         return Text.assemble(state(snap.mode), f" for {age(snap.paused_ms)}")
@@ -128,7 +128,7 @@ def role_text(role: RoleHolder) -> Text:
     return Text(f"{role.word}, last seen {age(role.silent_ms)} ago", style=style)
 
 
-def workers_text(snap: Snapshot) -> Text:
+def workers_text(snap: RunView) -> Text:
     """Return how many workers are alive, their rate, and their groups."""
     live = len(snap.live_workers)
     known = len(snap.workers)
@@ -138,7 +138,7 @@ def workers_text(snap: Snapshot) -> Text:
     return Text(f"{live} alive{silent} · {rate} · {running}", style="" if live else "yellow")
 
 
-def judged_text(snap: Snapshot) -> str:
+def judged_text(snap: RunView) -> str:
     """Return how many running groups only wait for their judge; "" for none."""
     return (
         f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} being judged"
@@ -147,13 +147,13 @@ def judged_text(snap: Snapshot) -> str:
     )
 
 
-def memory_text(snap: Snapshot) -> Text:
+def memory_text(snap: RunView) -> Text:
     """Return the payload bytes, and their limits."""
     memory = snap.memory
     return Text(str(memory), style="yellow" if memory.refuses_fresh else "")
 
 
-def places_table(snap: Snapshot) -> Any:
+def places_table(snap: RunView) -> Any:
     """Return the groups by stage, one column per task."""
     names = [task.account.task for task in snap.tasks]
     grid = table("groups", *names, right=names)
@@ -170,7 +170,7 @@ def places_table(snap: Snapshot) -> Any:
     return grid
 
 
-def account_text(snap: Snapshot) -> Text:
+def account_text(snap: RunView) -> Text:
     """Return whether every group is in exactly one place; red if not."""
     if snap.faults:
         return Text(
@@ -182,13 +182,13 @@ def account_text(snap: Snapshot) -> Text:
 
 def task_text(task: TaskView) -> Text:
     """Return how far ahead of the trainer a task is, and how far it may be."""
-    limit = count(task.may_start) if task.account.target else "no target yet"
+    limit = count(task.in_flight_limit) if task.account.target else "no target yet"
     reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
-    near = "yellow" if task.account.target and task.started >= task.may_start else ""
+    near = "yellow" if task.account.target and task.in_flight >= task.in_flight_limit else ""
     return Text.assemble(
         (f"{task.account.task:<12} ", "bold"),
         ("ahead ", "dim"),
-        (f"{count(task.started)} of {limit} groups", near),
+        (f"{count(task.in_flight)} of {limit} groups", near),
         (" · produced ", "dim"),
         f"{count(task.number('produced_tokens'))} tokens",
         *_seconds(task),
@@ -237,7 +237,7 @@ def staleness_text(task: TaskView) -> Text:
     return text
 
 
-def _list_runs(address: Address, snapshots: list[Snapshot]) -> None:
+def _list_runs(address: Address, snapshots: list[RunView]) -> None:
     screen = console()
     if not snapshots:
         screen.print(f"There is no run on {address}.")

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
-from buffer.monitoring.console import console, plain
 from buffer.run import Run
+from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit_line
 

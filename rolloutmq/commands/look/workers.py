@@ -11,8 +11,8 @@ from rich.text import Text
 
 from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
-from buffer.monitoring.console import console, plain
 from consumer.grpo.audit.audit_log import groups_of
+from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
 from rolloutmq.output import age, count, emit, state, table, worker_state
 

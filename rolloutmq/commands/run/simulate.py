@@ -10,8 +10,8 @@ import orjson
 import typer
 from rich.table import Table
 
-from buffer.monitoring.console import console as open_console
 from producer_workers.simulation.advice import Advice, Simulated, as_config, name_of
+from rolloutmq.console import console as open_console
 
 if TYPE_CHECKING:
     from producer_workers.simulation.lengths import Lengths

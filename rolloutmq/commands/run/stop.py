@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from buffer.monitoring.console import console
 from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.console import console
 from rolloutmq.options import RUNS, AsJson, RunDir
 from rolloutmq.output import age, emit
 from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from buffer.errors import ConfigError
-from buffer.monitoring.console import console
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
 from rolloutmq.output import age, emit, plural
 

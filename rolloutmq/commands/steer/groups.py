@@ -11,9 +11,8 @@ from rich.text import Text
 
 from buffer.errors import ConfigError
 from buffer.groups.record_walk import RecordWalk
-from buffer.monitoring.console import console, plain
-from buffer.monitoring.found_group import locate
 from buffer.run import Run
+from rolloutmq.console import console, plain
 from rolloutmq.options import (
     AsJson,
     GroupId,
@@ -26,6 +25,7 @@ from rolloutmq.options import (
     open_target,
 )
 from rolloutmq.output import age, emit, plural, table
+from rolloutmq.views.found_group import locate
 
 DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
 

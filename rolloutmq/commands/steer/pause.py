@@ -16,11 +16,11 @@ import typer
 
 from buffer.control.control import ControlState, Mode
 from buffer.errors import ConfigError, PauseTimeout
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
+from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import age, emit, plural
+from rolloutmq.views.run_view import read_run_view
 
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 RESUME_EPILOG = "Example: rolloutmq resume --wait"
@@ -138,7 +138,7 @@ def hold(run: Run, mode: Mode, report: Report) -> tuple[ControlState, bool]:
     Returns the control state, and whether it is new.
     """
     before = run.control.state()
-    is_orphan = mode is Mode.RUN and take_snapshot(run).is_orphaned
+    is_orphan = mode is Mode.RUN and read_run_view(run).is_orphaned
     changed = _operator_mode(run) is not mode or is_orphan
     state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
     if is_orphan:

@@ -15,7 +15,7 @@ from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.model.settings_record import SettingsRecord
-from buffer.monitoring.console import console, plain
+from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
 from rolloutmq.output import emit, table
 

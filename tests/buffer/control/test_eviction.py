@@ -12,10 +12,10 @@ import pytest
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
 from buffer.model.ids import new_nonce
-from buffer.monitoring.run_view import take_snapshot
 from buffer.server.check import check_server
 from buffer.store import eviction
 from buffer.store.store import Store
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 from tests.servers import SAFE, raw_client, start_redis
 
@@ -110,11 +110,11 @@ def test_who_was_replaced_is_still_told_that(scene: Scene) -> None:
 
 
 def test_views_and_checks_of_the_server_name_it(scene: Scene) -> None:
-    assert not take_snapshot(scene.run).faults
+    assert not read_run_view(scene.run).faults
     evict(scene.raw, "volatile-random")
-    assert not take_snapshot(scene.run).faults  # it takes keys with an expiry only
+    assert not read_run_view(scene.run).faults  # it takes keys with an expiry only
     scene.raw.config_set("maxmemory-policy", "allkeys-random")
-    assert any("allkeys-random" in fault for fault in take_snapshot(scene.run).faults)
+    assert any("allkeys-random" in fault for fault in read_run_view(scene.run).faults)
     scene.raw.config_set("maxmemory-policy", "noeviction")
     found = [finding for finding in check_server(scene.raw) if "evicted" in finding.what]
     assert [finding.level for finding in found] == ["warning"]

@@ -9,7 +9,7 @@ import pytest
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced
-from buffer.monitoring.run_view import take_snapshot
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 
 
@@ -55,6 +55,6 @@ def test_a_trainer_reports_its_waits_and_pauses(scene: Scene) -> None:
     role = HeldRole(scene.run.control, "trainer", waited_s=lambda: 12.5, pauses=pauses)
     role.nonce = scene.open_trainer()
     role.renew()
-    snap = take_snapshot(scene.run)
+    snap = read_run_view(scene.run)
     assert snap.control["trainer_waited_ms"] == "12500"
     assert (snap.pauses.counts, snap.pauses.total_s) == (pauses.counts, 400.02)

@@ -11,10 +11,10 @@ from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import ReleaseKind, Result
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, Status
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)
@@ -138,7 +138,7 @@ def test_rollouts_in_which_no_judge_found_an_answer_are_counted(scene: Scene) ->
         scene.run.buffer.submit("w0", job, group, 4, filtered=filtered)  # again, as a lost reply
     counters = scene.counters()
     assert (counters["unparsed"], counters["raw_rewards_count"]) == ("3", "6")
-    (task,) = [each for each in take_snapshot(scene.run).tasks if each.account.task == "math"]
+    (task,) = [each for each in read_run_view(scene.run).tasks if each.account.task == "math"]
     assert task.unparsed == 0.5
     scene.check()
 

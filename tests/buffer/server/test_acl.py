@@ -17,7 +17,6 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import StoreError, StoreUnavailable
-from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import can_wait_for_disk
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.run import Run
@@ -26,6 +25,7 @@ from buffer.server.check import require_all_safe
 from buffer.store.store import Store
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 from tests.rolloutmq.conftest import ROOT, rolloutmq
 from tests.servers import SAFE, Server, raw_client, start_redis, start_server
@@ -118,7 +118,7 @@ def work(site: Site) -> None:
 def look(run: Run) -> None:
     """Do what a viewer does."""
     assert run.account.fsck().clean
-    take_snapshot(run)
+    read_run_view(run)
     assert run.groups.find({"stage": "waiting"}, limit=5)
     run.buffer.count_statuses()
     run.fleet.workers()

@@ -9,15 +9,15 @@ import pytest
 import redis
 
 from buffer.maintenance.remove_run import remove_run
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 from tests.servers import Server
 
 READS: dict[str, Callable[[Run], Any]] = {
     "progress": lambda run: run.read_progress(),
-    "snapshot": lambda run: [task.ready for task in take_snapshot(run).tasks],
+    "snapshot": lambda run: [task.ready for task in read_run_view(run).tasks],
     "workers": lambda run: [worker.id for worker in run.fleet.workers()],
     "holder": lambda run: run.control.holder("trainer").nonce,
     "removed": lambda run: remove_run(run.store, run.keys) > 20,

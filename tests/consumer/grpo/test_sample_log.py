@@ -14,14 +14,14 @@ import pytest
 
 from buffer.model.job import PayloadRef
 from buffer.model.manifest import ManifestEntry
-from buffer.monitoring.sample_log import SampleLog, describe_sample, sample_files
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from consumer.grpo.reporting import sample_writer
 from consumer.grpo.reporting.metric_writers import MetricWriter
 from consumer.grpo.reporting.reporter import MOST_WAITING, ChosenGroup, Reporter
+from consumer.grpo.reporting.sample_log import SampleLog, describe_sample, sample_files
 from consumer.grpo.reporting.sample_writer import SampleWriter, choose
+from consumer.grpo.reporting.token_texts import TokenTexts
 
 LARGE = 2**30
 

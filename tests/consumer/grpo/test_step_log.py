@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.monitoring.history import StepLog
-from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.reporting.step_log import StepLog, StepWriter
 
 
 def steps(folder: Path) -> StepLog:

@@ -18,8 +18,6 @@ from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.sample_log import SampleLog
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -28,7 +26,8 @@ from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.export import export_model
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
+from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.buffer.time_machine import put_back, remember

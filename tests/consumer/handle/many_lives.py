@@ -31,7 +31,6 @@ import torch
 import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
@@ -43,6 +42,7 @@ from consumer.grpo.learner.advantages import estimate_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState
+from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.batches.ledger import BAD_GROUPS
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
 from tests.consumer.handle.crew import Crew, at_work, wait_until
 from tests.rolloutmq.conftest import ROOT
@@ -85,7 +85,7 @@ def test_floods_of_garbage_are_contained(
         if name == "worker_barred"
     ]
     assert sorted(found) == sorted(barred)
-    symptoms = "\n".join(symptom.what for symptom in diagnose(take_snapshot(run)))
+    symptoms = "\n".join(symptom.what for symptom in diagnose(read_run_view(run)))
     assert all(f"worker {worker} is barred" in symptoms for worker in barred)
     audit = run.account.fsck()
     assert audit.clean, (audit.faults, audit.lost, audit.doubled)

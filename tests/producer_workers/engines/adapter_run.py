@@ -21,7 +21,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
@@ -31,6 +30,7 @@ from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of

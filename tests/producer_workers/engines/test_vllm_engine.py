@@ -18,8 +18,6 @@ from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.tensor_exchange import TensorServer
-from producer_workers.agent_loops.gateway.agents import AgentTask
-from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
@@ -35,6 +33,8 @@ from producer_workers.engines.base import (
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import generation_of, is_cpu_build
+from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.engines.conformance import (
     LONG,
     NEXT,

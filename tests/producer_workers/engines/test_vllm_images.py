@@ -18,20 +18,20 @@ from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.load import load_config
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
 from buffer.store.media_folder import MediaFolder
 from buffer.store.store import Store
+from consumer.grpo.reporting.step_log import StepLog
 from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
-from producer_workers.images.image_file import png_of
-from producer_workers.images.image_reader import ImageReader, ReadImage
+from producer_workers.image_reader import ImageReader, ReadImage
+from producer_workers.images import png_of
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (

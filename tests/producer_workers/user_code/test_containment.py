@@ -18,10 +18,10 @@ from buffer.errors import RolloutMQError
 from buffer.model.order_policy import Finished
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
-from producer_workers.agent_loops.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.build import _make_filter
 from producer_workers.datasets.open import open_dataset
+from producer_workers.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.user_code.checked_result import check_answer

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from buffer.monitoring.history import TrainedStep
-from consumer.grpo.reporting.step_log import Evaluations
+from consumer.grpo.reporting.step_log import Evaluations, TrainedStep
 from rolloutmq.launch.report import accuracy_table, activation, plot
 
 WHITE = 1.0

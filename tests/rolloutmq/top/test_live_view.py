@@ -11,9 +11,6 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
@@ -21,10 +18,13 @@ from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.starting import starting_lines
 from rolloutmq.top.top import watch
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
 from tests.rolloutmq.populate import Scene, write_steps
 
 
-def drawn(view: LiveView, snap: Snapshot, history: History, **settings: object) -> str:
+def drawn(view: LiveView, snap: RunView, history: History, **settings: object) -> str:
     screen = Console(file=io.StringIO(), width=80, highlight=False, markup=False, **settings)  # type: ignore[arg-type]
     screen.print(view.render(snap, history))
     return screen.file.getvalue()  # type: ignore[attr-defined,no-any-return]
@@ -92,13 +92,13 @@ def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:
 
 def _commands_of(run: Run) -> int:
     before = int(run.store.control.info("stats")["total_commands_processed"])
-    take_snapshot(run)
+    read_run_view(run)
     return int(run.store.control.info("stats")["total_commands_processed"]) - before
 
 
 def test_history_says_who_waits_and_for_which_part_of_the_time(scene: Scene) -> None:
     history = History()
-    first = take_snapshot(scene.run)
+    first = read_run_view(scene.run)
     later = dataclasses.replace(first, now_ms=first.now_ms + 1000, taken=3)
     history.observe(dataclasses.replace(first, committed=2))
     assert history.waits == {TRAINER: 1.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 0.0}
@@ -113,14 +113,14 @@ def test_history_counts_idle_workers(scene: Scene, store: Store) -> None:
     scene.claim("w1", 4)
     scene.join("w2")
     history = History()
-    history.observe(take_snapshot(scene.run))
+    history.observe(read_run_view(scene.run))
     assert history.waits[WORKERS] == pytest.approx(1 / 3)
 
 
 def test_history_counts_a_pause(scene: Scene) -> None:
     scene.run.control.set_mode("operator", Mode.DRAIN)
     history = History()
-    history.observe(take_snapshot(scene.run))
+    history.observe(read_run_view(scene.run))
     assert history.waits == {TRAINER: 0.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 1.0}
 
 

@@ -203,7 +203,7 @@ function drawTasks({ status, waits }) {
 function task([name, task]) {
   const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
-    bar("ahead", task.started, task.may_start || task.started, `${task.started} / ${task.may_start}`, task.may_start && task.started >= task.may_start ? "near" : ""),
+    bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
     ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
     task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
     task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,

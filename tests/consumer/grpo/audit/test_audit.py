@@ -17,7 +17,6 @@ import pytest
 from buffer.batches.audits import Position, Verdict
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, WireError
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
@@ -28,6 +27,7 @@ from consumer.grpo.audit.auditor import Auditor
 from consumer.grpo.audit.difference import check_auditable
 from rolloutmq.cli import main
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
 from tests.consumer.grpo.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.grpo.models.tiny import build_model, make_group
@@ -115,7 +115,7 @@ def test_a_worker_that_differs_is_barred_and_its_groups_are_listed(
     assert not is_barred(yard, "honest")
     events = [fields for _, (_, name, fields) in yard.run.events.read() if name == "audit_failed"]
     assert [(fields["worker"], fields["gid"]) for fields in events] == [("hostile", forged)]
-    symptoms = "\n".join(symptom.what for symptom in diagnose(take_snapshot(yard.run)))
+    symptoms = "\n".join(symptom.what for symptom in diagnose(read_run_view(yard.run)))
     assert f"worker hostile failed an audit of {forged}: its logprobs are" in symptoms
     assert f"weights {newest} (root mean square" in symptoms
     made = groups_of(yard.config.run.folder, "hostile")

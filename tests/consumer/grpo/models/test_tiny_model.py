@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.errors import DatasetError, ModelError
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.weights.new_folder import new_folder
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from consumer.grpo.reporting.token_texts import TokenTexts
 from tests.consumer.grpo.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="

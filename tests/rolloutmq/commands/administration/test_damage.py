@@ -16,13 +16,13 @@ import pytest
 import redis
 
 from buffer.errors import RolloutMQError
-from buffer.monitoring.console import console
-from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.store.store import Store
 from rolloutmq.commands.administration import doctor
 from rolloutmq.commands.administration.doctor import diagnose_run
 from rolloutmq.commands.look.status import show
+from rolloutmq.console import console
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.busy_run import busy_run, moves
 from tests.buffer.damage import Harm, every_harm
 from tests.buffer.scene import Scene
@@ -185,7 +185,7 @@ def look(scene: Scene) -> None:
     fsck(scene)
     diagnose_run(scene.store, scene.name)
     with redirect_stdout(io.StringIO()):
-        show(console(), take_snapshot(Run.open(scene.store, scene.name)))
+        show(console(), read_run_view(Run.open(scene.store, scene.name)))
 
 
 def gids_of(scene: Scene, step: int) -> list[str]:

@@ -11,12 +11,12 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.model.ids import group_id
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.run_view import take_snapshot
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps
 
@@ -161,7 +161,7 @@ def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -
 
 def _found(scene: Scene) -> str:
     return " | ".join(
-        symptom.what for symptom in diagnose(take_snapshot(scene.run)) if symptom.level == "stuck"
+        symptom.what for symptom in diagnose(read_run_view(scene.run)) if symptom.level == "stuck"
     )
 
 
@@ -207,5 +207,5 @@ def test_diagnosis_of_a_producer_that_enqueues_nothing(store: Store) -> None:
 def test_diagnosis_of_a_trainers_pause_names_the_late(scene: Scene) -> None:
     state = scene.run.control.set_mode("trainer", Mode.KEEP, nonce=scene.trainer)
     scene.beat("w0", ack=state.epoch)
-    notes = [symptom.what for symptom in diagnose(take_snapshot(scene.run))]
+    notes = [symptom.what for symptom in diagnose(read_run_view(scene.run))]
     assert any("for a weight update; it waits for w1" in note for note in notes)

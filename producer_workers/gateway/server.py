@@ -19,20 +19,20 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError
-from producer_workers.agent_loops.gateway.openai_api import (
+from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
+from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.gateway.openai_api import (
     ChatRequest,
     ParsedRequest,
     TextRequest,
     refusal,
 )
-from producer_workers.agent_loops.gateway.session import (
+from producer_workers.gateway.session import (
     ContextFull,
     Session,
     SessionClosed,
     Turn,
 )
-from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
-from producer_workers.engines.base import EngineDeadError, GenerationError
 
 log = logging.getLogger("rolloutmq.worker")
 

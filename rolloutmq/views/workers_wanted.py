@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from buffer.monitoring.run_view import Snapshot
+from rolloutmq.views.run_view import RunView
 
 WINDOW_S = 300.0
 """Half-life of an observation's weight."""
@@ -28,7 +28,7 @@ MOST_AT_ONCE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """One observation of a run.
 
     `waited_s` is the time that the trainer has waited in all; `busy` is the number of workers'
@@ -47,28 +47,28 @@ class WorkersWanted:
 
     Usage:
         wanted = WorkersWanted()
-        wanted.observe(look_at(take_snapshot(run)))
+        wanted.observe(observation_in(read_run_view(run)))
     """
 
     def __init__(self, *, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seconds = self._waited_s = self._busy_s = 0.0
-        self._last: Look | None = None
+        self._last: Observation | None = None
         self.value = 0
 
-    def observe(self, look: Look | None) -> int:
+    def observe(self, seen: Observation | None) -> int:
         """Count the time since the last observation in the state of that one; return `value`.
 
         None: the run is paused, and nothing can be learned.
         """
         last = self._last
-        self._last = look
-        if look is not None and not (self.value and look.live):
+        self._last = seen
+        if seen is not None and not (self.value and seen.live):
             # until more is known, the present fleet is right; an empty one needs a worker
-            self.value = max(1, self.value, look.live)
-        elif last and look and last.trainer == look.trainer and last.live and look.at_s > last.at_s:
-            self._count(last, look)
-            self._settle(look.live)
+            self.value = max(1, self.value, seen.live)
+        elif last and seen and last.trainer == seen.trainer and last.live and seen.at_s > last.at_s:
+            self._count(last, seen)
+            self._settle(seen.live)
         return self.value
 
     def end(self) -> int:
@@ -77,12 +77,12 @@ class WorkersWanted:
         self.value = 0
         return 0
 
-    def _count(self, last: Look, look: Look) -> None:
-        seconds = look.at_s - last.at_s
+    def _count(self, last: Observation, seen: Observation) -> None:
+        seconds = seen.at_s - last.at_s
         kept = 0.5 ** (seconds / self._window_s)
         self._seconds = self._seconds * kept + seconds
         self._waited_s = self._waited_s * kept + min(
-            max(look.waited_s - last.waited_s, 0.0), seconds
+            max(seen.waited_s - last.waited_s, 0.0), seconds
         )
         self._busy_s = self._busy_s * kept + last.busy * seconds
 
@@ -93,7 +93,7 @@ class WorkersWanted:
             self.value = max(1, math.ceil(wanted - DEADBAND))
 
 
-def look_at(snap: Snapshot) -> Look | None:
+def observation_in(snap: RunView) -> Observation | None:
     """Return the observation in a snapshot; None while the run is paused or has no trainer."""
     if snap.mode != "run" or not snap.trainer.is_alive:
         return None
@@ -103,4 +103,6 @@ def look_at(snap: Snapshot) -> Look | None:
     busy = sum(min(1.0, has / may) for has, may in zip(held, room, strict=True) if may)
     waited_ms = int(snap.control.get("trainer_waited_ms", 0))
     seen_ms = snap.now_ms - (snap.trainer.silent_ms or 0)
-    return Look(seen_ms / 1000, snap.control.get("trainer", ""), waited_ms / 1000, busy, len(live))
+    return Observation(
+        seen_ms / 1000, snap.control.get("trainer", ""), waited_ms / 1000, busy, len(live)
+    )

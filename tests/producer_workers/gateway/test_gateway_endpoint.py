@@ -26,13 +26,13 @@ from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway import server, session
-from producer_workers.agent_loops.gateway.agents import AgentTask
-from producer_workers.agent_loops.gateway.server import Endpoint
-from producer_workers.agent_loops.gateway.session import Session
-from producer_workers.agent_loops.gateway.token_budget import TokenBudget
 from producer_workers.agent_loops.tool_parsers import OwnToolParser
-from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.gateway import server, session
+from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.session import Session
+from producer_workers.gateway.token_budget import TokenBudget
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]

@@ -11,8 +11,8 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 
 from buffer.errors import ConfigError
-from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.store.store import Store
+from rolloutmq.views.http_endpoint import MetricsEndpoint
 
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
 """The environment variable with the token that readers on other machines must send."""

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from buffer.errors import ConfigError
 from buffer.rollouts.rollout import RolloutState, Status
-from producer_workers.agent_loops.gateway.verifiers_agent import verifiers_agent
 from producer_workers.agent_loops.multi_turn import turns_of
+from producer_workers.gateway.verifiers_agent import verifiers_agent
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 

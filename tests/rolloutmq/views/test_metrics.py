@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
 from buffer.model.ids import new_nonce
-from buffer.monitoring.http_endpoint import MetricsEndpoint
-from buffer.monitoring.process_metrics import serve_process
-from buffer.monitoring.prometheus import RunCollector
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from rolloutmq.views.http_endpoint import MetricsEndpoint
+from rolloutmq.views.process_metrics import serve_process
+from rolloutmq.views.prometheus import RunCollector
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
 

@@ -18,7 +18,7 @@ from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.rollouts.rollout import MediaRef
 from buffer.store.media_folder import SCHEME, MediaFolder
-from producer_workers.images.image_file import load_image
+from producer_workers.images import load_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -34,7 +34,7 @@ from producer_workers.engines.base import (
     WeightsError,
 )
 from producer_workers.engines.model_folder import read_shapes
-from producer_workers.engines.simulated.request_trace import (
+from producer_workers.engines.request_trace import (
     TracedRequest,
     draw_pace,
     read_trace,

@@ -33,7 +33,7 @@ RECENT_MS = 60_000
 class TaskView:
     """One task: its account, what is ready, and how old that is.
 
-    `asked` is the number of its groups in one batch; 0: unknown.
+    `batch_share` is the number of its groups in one batch; 0: unknown.
     """
 
     account: TaskAccount
@@ -43,7 +43,7 @@ class TaskView:
     ready: int
     too_old: int
     staleness: dict[str, int]
-    asked: int
+    batch_share: int
     stale_threshold: int
     """staleness from which its groups are expired"""
     is_gone: bool = False
@@ -76,13 +76,13 @@ class TaskView:
         return self.number("failed") > 0 and not self.number("raw_rewards_count")
 
     @property
-    def started(self) -> int:
+    def in_flight(self) -> int:
         """Groups between the cursor and the trainer, which `target - consumed` limits."""
         account = self.account
         return account.waiting + account.running + self.ready
 
     @property
-    def may_start(self) -> int:
+    def in_flight_limit(self) -> int:
         """Most groups that may be between the cursor and the trainer."""
         return max(0, self.account.target - self.account.consumed)
 
@@ -111,7 +111,7 @@ class TaskView:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunView:
     """One reading of a run; times are in ms of the server's clock."""
 
     run: str
@@ -225,7 +225,7 @@ def evictions(run: Run) -> list[str]:
     return [str(found)] if found.takes_all and found.keys else []
 
 
-def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
+def read_run_view(run: Run, *, events: int = 8) -> RunView:
     """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
 
     O(tasks + workers + log N), and no payload bytes.
@@ -240,7 +240,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
-    return Snapshot(
+    return RunView(
         run=run.name,
         now_ms=now_ms,
         meta=_hash(run.keys.meta, "meta", replies["meta"]),
@@ -336,13 +336,13 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,
         staleness={} if is_eval else counts,
-        asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        batch_share=_batch_share(replies["header"], name) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=run.limits.tasks[name].is_gone,
     )
 
 
-def _asked(header: bytes | None, task: str) -> int:
+def _batch_share(header: bytes | None, task: str) -> int:
     """Return how many groups of a task the newest batch asked for; 0 without its manifest."""
     words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
     asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)

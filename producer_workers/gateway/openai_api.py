@@ -29,11 +29,11 @@ from pydantic import (
 )
 
 from buffer.rollouts.sampling import StructuredOutput
-from producer_workers.agent_loops.gateway.sampling_overrides import (
+from producer_workers.gateway.sampling_overrides import (
     SamplingOverrides,
     structure_of,
 )
-from producer_workers.agent_loops.gateway.session import Session, Turn
+from producer_workers.gateway.session import Session, Turn
 
 Json = dict[str, Any]
 

@@ -24,12 +24,12 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.rollouts.rollout import ToolCall
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.sampling_overrides import SamplingOverrides
-from producer_workers.agent_loops.gateway.segment import Messages, Segment
-from producer_workers.agent_loops.gateway.token_budget import TokenBudget
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
+from producer_workers.gateway.sampling_overrides import SamplingOverrides
+from producer_workers.gateway.segment import Messages, Segment
+from producer_workers.gateway.token_budget import TokenBudget
 
 log = logging.getLogger("rolloutmq.worker")
 

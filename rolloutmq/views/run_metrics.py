@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from buffer.control.control import Mode
 from buffer.control.histogram import Histogram
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.monitoring.run_view import Snapshot, TaskView
+from rolloutmq.views.run_view import RunView, TaskView
 
 Cells = Iterable[tuple[tuple[str, ...], float]]
 """(values of the labels except `run`, number)"""
@@ -46,10 +46,10 @@ class _Family(NamedTuple):
     name: str
     text: str
     labels: tuple[str, ...]
-    read: Callable[[Snapshot], Cells]
+    read: Callable[[RunView], Cells]
     make: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
 
-    def metric(self, snaps: dict[str, Snapshot]) -> Metric:
+    def metric(self, snaps: dict[str, RunView]) -> Metric:
         """Return the metric of all runs."""
         family: Any = self.make(f"rolloutmq_{self.name}", self.text, labels=["run", *self.labels])
         for run, snap in snaps.items():
@@ -64,9 +64,9 @@ class _HistogramFamily(NamedTuple):
     name: str
     text: str
     labels: tuple[str, ...]
-    read: Callable[[Snapshot], Times]
+    read: Callable[[RunView], Times]
 
-    def metric(self, snaps: dict[str, Snapshot]) -> Metric:
+    def metric(self, snaps: dict[str, RunView]) -> Metric:
         """Return the histogram of all runs."""
         name = f"rolloutmq_{self.name}"
         family: Any = HistogramMetricFamily(name, self.text, labels=["run", *self.labels])
@@ -78,12 +78,12 @@ class _HistogramFamily(NamedTuple):
         return family  # type: ignore[no-any-return]
 
 
-def _of_run(name: str, text: str, read: Callable[[Snapshot], float]) -> _Family:
+def _of_run(name: str, text: str, read: Callable[[RunView], float]) -> _Family:
     return _Family(name, text, (), lambda snap: [((), float(read(snap)))])
 
 
 def _of_task(name: str, text: str, read: Callable[[TaskView], float]) -> _Family:
-    def cells(snap: Snapshot) -> Cells:
+    def cells(snap: RunView) -> Cells:
         return (((task.account.task,), float(read(task))) for task in snap.tasks)
 
     return _Family(name, text, ("task",), cells)
@@ -92,7 +92,7 @@ def _of_task(name: str, text: str, read: Callable[[TaskView], float]) -> _Family
 def _of_worker(name: str, text: str, read: Callable[[WorkerRecord], float | None]) -> _Family:
     """Return a metric of all live workers; those that do not report the number are left out."""
 
-    def cells(snap: Snapshot) -> Cells:
+    def cells(snap: RunView) -> Cells:
         numbers = ((worker.id, read(worker)) for worker in snap.live_workers)
         return (((worker,), number) for worker, number in numbers if number is not None)
 
@@ -107,25 +107,25 @@ def _task_counter(name: str, text: str, field: str) -> _Family:
     return _counter(_of_task(name, text, lambda task: task.number(field)))
 
 
-def _places(snap: Snapshot) -> Cells:
+def _places(snap: RunView) -> Cells:
     return (
         ((t.account.task, place), n) for t in snap.tasks for place, n in t.account.places.items()
     )
 
 
-def _backlog(snap: Snapshot) -> Cells:
+def _backlog(snap: RunView) -> Cells:
     return (((t.account.task, lane), n) for t in snap.tasks for lane, n in t.backlog.items())
 
 
-def _staleness(snap: Snapshot) -> Cells:
+def _staleness(snap: RunView) -> Cells:
     return (((t.account.task, label), n) for t in snap.training for label, n in t.staleness.items())
 
 
-def _rewards(snap: Snapshot) -> Cells:
+def _rewards(snap: RunView) -> Cells:
     return (((t.account.task,), t.mean_reward) for t in snap.tasks if t.mean_reward is not None)
 
 
-def _failures(snap: Snapshot) -> Cells:
+def _failures(snap: RunView) -> Cells:
     for task in snap.tasks:
         for cause, number in task.failures_by_cause.items():
             yield (task.account.task, cause), number
@@ -134,7 +134,7 @@ def _failures(snap: Snapshot) -> Cells:
 def _of_step(name: str, text: str, metric: str) -> _Family:
     """Return a metric of the last train step, where the trainer reports it."""
 
-    def cells(snap: Snapshot) -> Cells:
+    def cells(snap: RunView) -> Cells:
         found = _step_metrics(snap)
         return [((), found[metric])] if metric in found else []
 
@@ -144,22 +144,22 @@ def _of_step(name: str, text: str, metric: str) -> _Family:
 def _of_step_by(name: str, text: str, label: str, metrics: Mapping[str, str]) -> _Family:
     """Return several metrics of the last train step as one; `metrics`: their names by label."""
 
-    def cells(snap: Snapshot) -> Cells:
+    def cells(snap: RunView) -> Cells:
         found = _step_metrics(snap)
         return [((value,), found[metric]) for value, metric in metrics.items() if metric in found]
 
     return _Family(name, text, (label,), cells)
 
 
-def _step_metrics(snap: Snapshot) -> Mapping[str, float]:
+def _step_metrics(snap: RunView) -> Mapping[str, float]:
     return snap.report.training.metrics if snap.report.training else {}
 
 
-def _reported_step(snap: Snapshot) -> Cells:
+def _reported_step(snap: RunView) -> Cells:
     return [((), snap.report.training.step)] if snap.report.training else []
 
 
-def _step_rewards(snap: Snapshot) -> Cells:
+def _step_rewards(snap: RunView) -> Cells:
     tasks = [task.account.task for task in snap.training]
     for task in tasks:
         reward = snap.report.reward_of(task, is_only=len(tasks) == 1)
@@ -167,46 +167,46 @@ def _step_rewards(snap: Snapshot) -> Cells:
             yield (task,), reward
 
 
-def _step_tokens_per_s(snap: Snapshot) -> Cells:
+def _step_tokens_per_s(snap: RunView) -> Cells:
     found = _step_metrics(snap)
     if found.get("time/step_s") and "response_len/tokens" in found:
         yield (), found["response_len/tokens"] / found["time/step_s"]
 
 
-def _evaluations(snap: Snapshot) -> Cells:
+def _evaluations(snap: RunView) -> Cells:
     for task, evaluation in snap.report.evaluations.items():
         for name in ("accuracy", "score"):
             if f"eval/{name}" in evaluation.metrics:
                 yield (task, name), evaluation.metrics[f"eval/{name}"]
 
 
-def _evaluated_steps(snap: Snapshot) -> Cells:
+def _evaluated_steps(snap: RunView) -> Cells:
     return (((task,), done.step) for task, done in snap.report.evaluations.items())
 
 
-def _steps(snap: Snapshot) -> Cells:
+def _steps(snap: RunView) -> Cells:
     return [(("taken",), snap.taken), (("committed",), snap.committed), (("freed",), snap.freed)]
 
 
-def _mode(snap: Snapshot) -> Cells:
+def _mode(snap: RunView) -> Cells:
     return (((mode.value,), float(mode.value == snap.mode)) for mode in Mode)
 
 
-def _roles(snap: Snapshot) -> Cells:
+def _roles(snap: RunView) -> Cells:
     return (((holder.role,), float(holder.is_alive)) for holder in (snap.trainer, snap.producer))
 
 
-def _silences(snap: Snapshot) -> Cells:
+def _silences(snap: RunView) -> Cells:
     for holder in (snap.trainer, snap.producer):
         if holder.silent_ms is not None:
             yield (holder.role,), holder.silent_ms / 1000
 
 
-def _waited(snap: Snapshot) -> float:
+def _waited(snap: RunView) -> float:
     return int(snap.control.get("trainer_waited_ms", 0)) / 1000
 
 
-def _workers(snap: Snapshot) -> Cells:
+def _workers(snap: RunView) -> Cells:
     # states that no worker has are 0, so that a graph of them does not end
     counts = Counter({state.value: 0 for state in WorkerState})
     counts.update(worker.state for worker in snap.live_workers)
@@ -214,15 +214,15 @@ def _workers(snap: Snapshot) -> Cells:
     return (((state,), number) for state, number in counts.items())
 
 
-def _judge_times(snap: Snapshot) -> Times:
+def _judge_times(snap: RunView) -> Times:
     return (((worker.id,), worker.judge_times) for worker in snap.live_workers)
 
 
-def _pauses(snap: Snapshot) -> Times:
+def _pauses(snap: RunView) -> Times:
     return [((), snap.pauses)]
 
 
-def _marks(snap: Snapshot) -> Cells:
+def _marks(snap: RunView) -> Cells:
     return [(("low",), snap.memory.low), (("high",), snap.memory.high)]
 
 
@@ -232,9 +232,9 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _Family("staleness_groups", "Ready groups by staleness.", ("task", "staleness"), _staleness),
     _of_task("groups_ready", "Groups that a batch may have.", lambda t: t.ready),
     _of_task("groups_too_old", "Groups that are about to expire.", lambda t: t.too_old),
-    _of_task("groups_ahead", "Groups between data set and trainer.", lambda t: t.started),
-    _of_task("groups_ahead_limit", "Most groups that may be there.", lambda t: t.may_start),
-    _of_task("batch_groups", "Groups of a task in a batch.", lambda t: t.asked),
+    _of_task("groups_ahead", "Groups between data set and trainer.", lambda t: t.in_flight),
+    _of_task("groups_ahead_limit", "Most groups that may be there.", lambda t: t.in_flight_limit),
+    _of_task("batch_groups", "Groups of a task in a batch.", lambda t: t.batch_share),
     _of_task(
         "task_stopped", "1 after too many failed tries in a row.", lambda t: bool(t.stop_reason)
     ),

@@ -1,6 +1,6 @@
 """The metrics of all runs of a server for Prometheus, read when it asks.
 
-One reading of a run is a handful of calls without payloads (`take_snapshot`). `run_metrics.py`
+One reading of a run is a handful of calls without payloads (`read_run_view`). `run_metrics.py`
 lists the metrics of a run.
 """
 
@@ -15,12 +15,12 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import StoreError
-from buffer.monitoring.run_metrics import FAMILIES
-from buffer.monitoring.run_view import Snapshot, take_snapshot
-from buffer.monitoring.workers_wanted import WorkersWanted, look_at
 from buffer.run import Run
 from buffer.server.check import ServerMemory, read_memory
 from buffer.store.store import Store
+from rolloutmq.views.run_metrics import FAMILIES
+from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.workers_wanted import WorkersWanted, observation_in
 
 
 class RunCollector(Collector):
@@ -72,13 +72,13 @@ class RunCollector(Collector):
         registry.register(self)
         return registry
 
-    def poll(self) -> dict[str, Snapshot]:
+    def poll(self) -> dict[str, RunView]:
         """Read each run once, and return the snapshots by name.
 
         Each reading also improves the estimate of how many workers are wanted.
         """
         names = [name for name in Run.names(self._store) if self._name in (None, name)]
-        snaps = {name: take_snapshot(Run.open(self._store, name)) for name in names}
+        snaps = {name: read_run_view(Run.open(self._store, name)) for name in names}
         with self._lock:
             self._wanted = {run: self._wanted.get(run) or WorkersWanted() for run in snaps}
             for run, snap in snaps.items():
@@ -86,7 +86,7 @@ class RunCollector(Collector):
                 if snap.mode == Mode.FINISH:
                     wanted.end()
                 else:
-                    wanted.observe(look_at(snap))
+                    wanted.observe(observation_in(snap))
         return snaps
 
     def read_workers_wanted(self) -> dict[str, int]:

@@ -21,11 +21,11 @@ from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
-from producer_workers.agent_loops.gateway.agents import AgentTask
-from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.engines.base import EngineDeadError, Generation
+from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM, TOOL

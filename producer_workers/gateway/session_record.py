@@ -16,7 +16,7 @@ from typing import Any
 
 from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.agent_loops.gateway.segment import Segment
+from producer_workers.gateway.segment import Segment
 
 
 class SessionRecord:

@@ -1,19 +1,15 @@
-"""Snapshots and groups as JSON, for `--json` of the commands and for the browser view."""
+"""A view of a run as JSON, for `--json` of the commands and for the browser view."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from msgspec import to_builtins
-
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
-from buffer.monitoring.run_view import Snapshot, TaskView
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from rolloutmq.views.run_view import RunView, TaskView
 
 
-def describe(snap: Snapshot) -> dict[str, Any]:
+def describe(snap: RunView) -> dict[str, Any]:
     """Return a snapshot as `status --json` prints it."""
     return {
         "run": snap.run,
@@ -57,8 +53,8 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         "cursor": task.account.cursor,
         "target": task.account.target,
         "consumed": task.account.consumed,
-        "started": task.started,
-        "may_start": task.may_start,
+        "in_flight": task.in_flight,
+        "in_flight_limit": task.in_flight_limit,
         "backlog": task.backlog,
         "ready": task.ready,
         "too_old": task.too_old,
@@ -86,7 +82,7 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
-def _worker_json(worker: WorkerRecord, snap: Snapshot) -> dict[str, Any]:
+def _worker_json(worker: WorkerRecord, snap: RunView) -> dict[str, Any]:
     names = (
         "id",
         "engine",
@@ -115,44 +111,3 @@ def _worker_json(worker: WorkerRecord, snap: Snapshot) -> dict[str, Any]:
         "failed_audit": snap.failed_audits.get(worker.id, ""),
         "facts": dict(worker.facts),
     }
-
-
-def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
-    """Return a group as `show --json` prints it: what its members share, and each of them.
-
-    `tokens` adds ids, logprobs and masks.
-    """
-    shared: dict[str, Any] = to_builtins(group.shared)
-    shared.pop("sample", None)
-    if tokens:
-        shared["prompt_ids"] = group.prompt_ids.tolist()
-    members = [_member_json(rollout, tokens) for rollout in group.states]
-    for member, rollout in zip(members, group.states, strict=True):
-        if rollout.messages != group.shared.messages:
-            member["messages"] = rollout.messages
-    return shared | {"members": members}
-
-
-def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
-    member = {
-        "index": rollout.index,
-        "status": rollout.status,
-        "response": rollout.response,
-        "tokens": len(rollout.response_ids),
-        "reward": rollout.reward,
-        "finish_reason": rollout.finish_reason,
-        "error": rollout.error,
-        "session_id": rollout.session_id,
-        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
-        "spans": [span._asdict() for span in rollout.spans],
-        "sample_params": rollout.sample_params.model_dump(),
-    }
-    if tokens:
-        member |= {
-            "response_ids": rollout.response_ids.tolist(),
-            "logprobs": rollout.logprobs.tolist(),
-        }
-        member["response_mask"] = (
-            None if rollout.response_mask is None else rollout.response_mask.tolist()
-        )
-    return member

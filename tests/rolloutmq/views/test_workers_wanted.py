@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer.monitoring.workers_wanted import Look, WorkersWanted
+from rolloutmq.views.workers_wanted import Observation, WorkersWanted
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Fleet:
     stock: float = 0.0
     training_s: float = 0.0
 
-    def run(self, seconds: float, random_: random.Random) -> Look:
+    def run(self, seconds: float, random_: random.Random) -> Observation:
         end_s = self.now_s + seconds
         busy_s = 0.0
         need_s = self.demand_s * random_.uniform(1 - self.noise, 1 + self.noise)
@@ -51,7 +51,7 @@ class Fleet:
             else:
                 self.waited_s += tick
             self.now_s += tick
-        return Look(self.now_s, "t", self.waited_s, busy_s / seconds, self.workers)
+        return Observation(self.now_s, "t", self.waited_s, busy_s / seconds, self.workers)
 
 
 @settings(max_examples=30)
@@ -83,22 +83,22 @@ def test_a_fleet_scaled_by_it_neither_starves_nor_flaps(
 @pytest.mark.parametrize("live", [0, 3])
 def test_nobody_works_yet(live: int) -> None:
     wanted = WorkersWanted()
-    assert wanted.observe(Look(0, "t", 0, 0, live)) == max(1, live)
+    assert wanted.observe(Observation(0, "t", 0, 0, live)) == max(1, live)
 
 
 def test_time_without_a_trainer_teaches_nothing() -> None:
     wanted = WorkersWanted()
     for second in range(0, 600, 15):
-        wanted.observe(Look(second, "t", 0.5 * second, 4, 4))
+        wanted.observe(Observation(second, "t", 0.5 * second, 4, 4))
     assert wanted.value == 8
     for second in range(600, 1200, 15):
-        wanted.observe(Look(second, "t", 300, 0, 4) if second % 30 else None)
+        wanted.observe(Observation(second, "t", 300, 0, 4) if second % 30 else None)
     assert wanted.value == 8
-    assert wanted.observe(Look(1200, "another trainer", 0, 0, 4)) == 8
+    assert wanted.observe(Observation(1200, "another trainer", 0, 0, 4)) == 8
     assert wanted.end() == 0
 
 
 def test_one_look_never_asks_for_more_than_four_times_the_fleet() -> None:
     wanted = WorkersWanted()
-    wanted.observe(Look(0, "t", 0, 2, 2))
-    assert wanted.observe(Look(15, "t", 15, 2, 2)) == 8
+    wanted.observe(Observation(0, "t", 0, 2, 2))
+    assert wanted.observe(Observation(15, "t", 15, 2, 2)) == 8

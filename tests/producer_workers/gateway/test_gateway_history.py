@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.agents import AgentTask, ProgramAgent
-from producer_workers.agent_loops.gateway.openai_api import ChatRequest
-from tests.producer_workers.agent_loops.test_gateway_endpoint import USER, Desk, at_desk
+from producer_workers.gateway.agents import AgentTask, ProgramAgent
+from producer_workers.gateway.openai_api import ChatRequest
 from tests.producer_workers.agents import PROGRAM
+from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 HALVES = st.characters(categories=["Cs"])

@@ -23,7 +23,7 @@ from secrets import token_hex
 from typing import Any
 
 from buffer.errors import ConfigError, RolloutMQError
-from producer_workers.agent_loops.gateway.agents import AgentTask
+from producer_workers.gateway.agents import AgentTask
 
 log = logging.getLogger("rolloutmq.worker")
 

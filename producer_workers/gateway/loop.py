@@ -20,22 +20,22 @@ from buffer.model.dotted_path import load_object
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.agents import (
+from producer_workers.agent_loops.loopback import keep_loopback_direct
+from producer_workers.agent_loops.single_turn import run_all
+from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.agent_loops.tool_parsers import tool_parser
+from producer_workers.engines.base import Engine
+from producer_workers.gateway.agents import (
     AgentError,
     AgentRunner,
     AgentTask,
     FunctionAgent,
     ProgramAgent,
 )
-from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
-from producer_workers.agent_loops.gateway.server import Endpoint
-from producer_workers.agent_loops.gateway.session import Session
-from producer_workers.agent_loops.gateway.session_record import SessionRecord, without_record
-from producer_workers.agent_loops.loopback import keep_loopback_direct
-from producer_workers.agent_loops.single_turn import run_all
-from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.agent_loops.tool_parsers import tool_parser
-from producer_workers.engines.base import Engine
+from producer_workers.gateway.segment import Segment, common_prompt
+from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.session import Session
+from producer_workers.gateway.session_record import SessionRecord, without_record
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
 Rollouts = list[tuple[RolloutState, Segment | None]]

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.monitoring.history import StepLog
-from buffer.monitoring.json_views import group_json
-from buffer.monitoring.token_texts import TokenTexts
 from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.group_json import group_json
+from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.reporting.token_texts import TokenTexts
 
 log = logging.getLogger("rolloutmq.samples")
 

@@ -1,0 +1,51 @@
+"""A group as JSON, for `show --json`, the sample log and the browser view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import to_builtins
+
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState
+
+
+def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
+    """Return a group as `show --json` prints it: what its members share, and each of them.
+
+    `tokens` adds ids, logprobs and masks.
+    """
+    shared: dict[str, Any] = to_builtins(group.shared)
+    shared.pop("sample", None)
+    if tokens:
+        shared["prompt_ids"] = group.prompt_ids.tolist()
+    members = [_member_json(rollout, tokens) for rollout in group.states]
+    for member, rollout in zip(members, group.states, strict=True):
+        if rollout.messages != group.shared.messages:
+            member["messages"] = rollout.messages
+    return shared | {"members": members}
+
+
+def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
+    member = {
+        "index": rollout.index,
+        "status": rollout.status,
+        "response": rollout.response,
+        "tokens": len(rollout.response_ids),
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "error": rollout.error,
+        "session_id": rollout.session_id,
+        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
+        "spans": [span._asdict() for span in rollout.spans],
+        "sample_params": rollout.sample_params.model_dump(),
+    }
+    if tokens:
+        member |= {
+            "response_ids": rollout.response_ids.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+        }
+        member["response_mask"] = (
+            None if rollout.response_mask is None else rollout.response_mask.tolist()
+        )
+    return member

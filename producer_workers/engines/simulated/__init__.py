@@ -1,1 +1,0 @@
-"""Simulate an engine: lengths and latencies without a model."""

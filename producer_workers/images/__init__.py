@@ -1,1 +1,0 @@
-"""Read images of prompts by reference."""
