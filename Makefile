@@ -7,10 +7,10 @@ SOAK_S ?= 3600
 TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
 SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/buffer/config tests/buffer/query/test_query.py tests/buffer/weights \
-	tests/consumer/grpo/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker group_runs)
+	tests/consumer/grpo/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-machine bench fuzz audit images compose lint format type arch check gpu-check chaos soak clean
+.PHONY: help setup demo test test-unit test-histories bench fuzz audit images compose lint format type arch check gpu-check chaos soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,8 +118,8 @@ audit: setup ## known vulnerabilities of all packages in .venv, by pip-audit, wh
 wheel: setup ## the wheel, into dist: the same bytes for the same commit
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PY) -m hatchling build -t wheel -d dist
 
-test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
-	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/machine/test_machine.py -k valkey
+test-histories: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
+	@HISTORIES=2000 $(PYTEST) tests/buffer/histories/test_histories.py -k valkey
 
 images: ## the CPU image; the CUDA one: make images BUILD=cuda
 	@docker build -f docker/Dockerfile --build-arg BUILD=$(or $(BUILD),cpu) -t rolloutmq:$(or $(BUILD),cpu) .

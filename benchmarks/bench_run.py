@@ -9,10 +9,10 @@ from benchmarks.server import BenchServer
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.keys import Keys
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.keys import Keys
 
 TASK = "math"
 WORKER = "w0"

@@ -37,8 +37,8 @@ from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.load import load_judge
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "math"

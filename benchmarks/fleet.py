@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from buffer.config.distributions import Fixed
 from buffer.config.sections.engine import SimulatedConfig
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -10,7 +10,7 @@ from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.fill import fill
 from benchmarks.server import BenchServer
-from buffer.store.scripts import library
+from buffer.redis.scripts import library
 
 BATCH = 512
 THRESHOLD = 5

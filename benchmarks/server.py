@@ -18,8 +18,8 @@ from typing import Any
 
 import redis
 
-from buffer.server.embedded import EmbeddedServer, valkey_binary
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
+from buffer.redis.store import Store
 
 _KEEP_NOTHING = ("--appendonly", "no", "--save", "", "--maxmemory-policy", "noeviction")
 

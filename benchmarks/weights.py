@@ -34,9 +34,9 @@ from buffer.weights.transport import WeightsSender
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.group_runs.engine_control import ControlledEngine
-from producer_workers.group_runs.inbox import Inbox
-from producer_workers.group_runs.next_weights import WeightSource
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.weight_updates import WeightSource
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),

@@ -19,12 +19,12 @@ from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ConfigError, RunExists, RunNotFound, StoreUnavailable
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
+from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.server.check import Finding, fsync_policy, require_all_safe
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.server.check import Finding, fsync_policy, require_all_safe
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.connection_errors import describe_connection_error
-from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -10,24 +10,24 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
-from buffer.groups.intake import Intake, described, stamped
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
+from buffer.groups.put_groups import GroupPut, described, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
 from buffer.query.scan import GroupScan
+from buffer.redis.payloads import pin_listed
+from buffer.redis.replies import unknown_reply
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from buffer.store.payloads import pin_listed
-from buffer.store.replies import unknown_reply
 
 
 class ReplayBuffer(Pools):
@@ -68,7 +68,7 @@ class ReplayBuffer(Pools):
             ConfigError: there is no such task.
             MemoryFull: the run holds as many payload bytes as it may.
         """
-        intake = Intake(
+        intake = GroupPut(
             self._store, self._keys, self._limits, self._payloads, "put", self.order_function
         )
         copies = [stamped(states, weights, ageless) for states in groups]

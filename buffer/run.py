@@ -6,11 +6,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from buffer.batches import memory
-from buffer.batches.account import Account
-from buffer.batches.audits import Audits
-from buffer.batches.ledger import BatchLedger
-from buffer.batches.trainer_opening import TrainerOpening
 from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
@@ -25,7 +20,12 @@ from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
-from buffer.maintenance.janitor import Janitor
+from buffer.janitor import Janitor
+from buffer.ledger import memory
+from buffer.ledger.account import Account
+from buffer.ledger.audits import Audits
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.limits import (
@@ -40,6 +40,13 @@ from buffer.model.origin import Origin
 from buffer.model.settings_record import SettingsRecord
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
+from buffer.redis.key_fields import limits_in
+from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import Advance, no_advance, unfenced, unknown_reply
+from buffer.redis.signing import Key, Keyring, Signer
+from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
@@ -54,13 +61,6 @@ from buffer.run_fields import (
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store.key_fields import limits_in
-from buffer.store.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
-from buffer.store.media_folder import MediaFolder
-from buffer.store.payloads import PayloadStore
-from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
-from buffer.store.signing import Key, Keyring, Signer
-from buffer.store.store import Store
 
 
 class Run:

@@ -8,9 +8,9 @@ from buffer.control.continuation import Continuation, Start, begin_run, continue
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.model.origin import Origin
-from buffer.store.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:

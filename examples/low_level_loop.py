@@ -13,8 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
+from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder

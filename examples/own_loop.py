@@ -25,23 +25,23 @@ from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

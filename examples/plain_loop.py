@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
+from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.checkpoint import CheckpointFolder

@@ -19,9 +19,9 @@ from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.monitoring.tracing import Tracer
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
@@ -37,8 +37,6 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.engines.model_folder import eos_ids
-from producer_workers.group_runs.group_runner import TaskRunner
-from producer_workers.group_runs.loop_result import GroupFilter, load_sample_filter
 from producer_workers.image_reader import ImageReader
 from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
@@ -53,6 +51,8 @@ from producer_workers.producer.strategy import load_should_continue, strategies_
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.loop_border import GroupFilter, load_sample_filter
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
+from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.rollouts.rollout import MediaRef
-from buffer.store.media_folder import SCHEME, MediaFolder
 from producer_workers.images import load_image
 
 if TYPE_CHECKING:

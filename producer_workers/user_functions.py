@@ -17,11 +17,11 @@ from buffer.errors import ConfigError, raise_together
 from buffer.model.dotted_path import check_module, is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
-from producer_workers.group_runs.loop_result import load_sample_filter
 from producer_workers.judges.load import load_judge
 from producer_workers.producer.curriculum import load_weight_function
 from producer_workers.producer.strategy import load_should_continue
 from producer_workers.user_code.sandbox import check_sandbox
+from producer_workers.worker.loop_border import load_sample_filter
 
 _NAMED_OPTIONS = ("agent", "environment", "tools")
 """The options of agent loops that name functions and classes."""

@@ -17,11 +17,13 @@ from rolloutmq import own_packages as own_packages
 # isort: split
 
 if TYPE_CHECKING:
-    from buffer.batches.position import Position
     from buffer.control.control import Mode
     from buffer.errors import ConfigError, RolloutMQError
+    from buffer.ledger.position import Position
     from buffer.model.limits import RunLimits, TaskLimits
     from buffer.model.manifest import Manifest, NotReady
+    from buffer.redis.server.embedded import EmbeddedServer
+    from buffer.redis.store import Store
     from buffer.replay_buffer import ReplayBuffer
     from buffer.rollouts.group import RolloutGroup
     from buffer.rollouts.rollout import (
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     )
     from buffer.rollouts.sampling import SampleParams
     from buffer.run import Run
-    from buffer.server.embedded import EmbeddedServer
-    from buffer.store.store import Store
     from buffer.weights.shared_folder import FolderSender
     from consumer.grpo.checkpoint import CheckpointFolder
     from consumer.handle.async_consumer import AsyncRolloutConsumer
@@ -66,7 +66,7 @@ else:
         "CheckpointFolder": "consumer.grpo.checkpoint",
         "ConfigError": "buffer.errors",
         "Dataset": "producer_workers.datasets.dataset",
-        "EmbeddedServer": "buffer.server.embedded",
+        "EmbeddedServer": "buffer.redis.server.embedded",
         "Engine": "producer_workers.engines.base",
         "Environment": "producer_workers.agent_loops.environment",
         "FolderSender": "buffer.weights.shared_folder",
@@ -78,7 +78,7 @@ else:
         "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
         "NotReady": "buffer.model.manifest",
         "PolicyVersion": "buffer.rollouts.rollout",
-        "Position": "buffer.batches.position",
+        "Position": "buffer.ledger.position",
         "RehearsalError": "rolloutmq.testing",
         "ReplayBuffer": "buffer.replay_buffer",
         "RolloutConsumer": "consumer.handle.rollout_consumer",
@@ -91,7 +91,7 @@ else:
         "ShardedConsumer": "consumer.handle.sharded_consumer",
         "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
         "Status": "buffer.rollouts.rollout",
-        "Store": "buffer.store.store",
+        "Store": "buffer.redis.store",
         "TaskLimits": "buffer.model.limits",
         "ToolCall": "buffer.rollouts.rollout",
         "VersionSpan": "buffer.rollouts.rollout",

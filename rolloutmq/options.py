@@ -20,12 +20,12 @@ import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
+from buffer.redis.connection.nodes import Servers
+from buffer.redis.connection.url import mask_url
+from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.connection.nodes import Servers
-from buffer.store.connection.url import mask_url
-from buffer.store.connection_errors import describe_connection_error
-from buffer.store.store import Store
 from consumer.grpo.reporting.sample_log import SampleLog
 
 RUNS = Path("runs")

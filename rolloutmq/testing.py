@@ -21,21 +21,21 @@ from buffer.errors import RolloutMQError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"
@@ -157,7 +157,7 @@ async def _play(
         async with asyncio.timeout(timeout_s):
             return await _first_batch(run, producer, working, count)
     except TimeoutError as error:
-        places = {place: n for place, n in run.account.totals().tasks[0].places.items() if n}
+        places = {place: n for place, n in run.account.totals().tasks[0].stages.items() if n}
         raise RehearsalError(
             f"not ready after {timeout_s:g} s; groups by stage: {places}"
         ) from error
@@ -195,7 +195,7 @@ def _raise_if_incomplete(run: Run) -> None:
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:
         raise RehearsalError(f"a problem cannot be used: {stop.reason}")
-    places = run.account.totals().tasks[0].places
+    places = run.account.totals().tasks[0].stages
     if passed_over := places["dropped"]:
         raise RehearsalError(
             f"{passed_over} problems were passed over: their prompts are too large to be stored",

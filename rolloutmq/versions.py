@@ -53,7 +53,7 @@ def server_version(url: str) -> str:
     import redis  # here, because it takes 0.2 s
 
     from buffer.errors import ConfigError
-    from buffer.store.connection.url import open_client
+    from buffer.redis.connection.url import open_client
 
     try:
         with open_client(url, timeout_s=_DEADLINE_S) as client:
@@ -75,7 +75,7 @@ def _commit() -> str:
 
 def _embedded_server() -> str:
     from buffer.errors import StoreError
-    from buffer.server.embedded import valkey_binary  # here, because it imports redis
+    from buffer.redis.server.embedded import valkey_binary  # here, because it imports redis
 
     try:
         said = _output(str(valkey_binary()), "--version")

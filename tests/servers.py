@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import redis
 
-from buffer.server.embedded import EmbeddedServer, valkey_binary
-from buffer.store.connection.in_memory import open_memory
+from buffer.redis.connection.in_memory import open_memory
+from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")

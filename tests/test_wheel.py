@@ -90,8 +90,8 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from rolloutmq.presets import presets_folder
 from rolloutmq.web.app import STATIC
 
@@ -132,7 +132,7 @@ import pathlib, sys
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq import RolloutConsumer, Run, Store
 
 with EmbeddedServer(pathlib.Path("server")) as server:

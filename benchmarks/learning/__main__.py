@@ -22,7 +22,7 @@ import typer
 from benchmarks.learning.plot import plot
 from benchmarks.learning.sums import make_model
 from benchmarks.learning.trial import Setting, run_trial
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 
 RESULTS = Path(__file__).parents[1] / "results"
 

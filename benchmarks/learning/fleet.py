@@ -17,10 +17,10 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.model.ids import group_id, new_nonce
 from buffer.open_run import wait_for_run
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.producer.strategy import contexts
 
 TASK = "sums"

@@ -17,9 +17,9 @@ from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.control.control import Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

@@ -25,7 +25,7 @@ from buffer.config.sections.run_settings import RunSection
 from buffer.config.sections.task import TaskSection, inherit_held_out
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -27,9 +27,9 @@ from buffer.model.origin import FIELD, Origin
 from buffer.model.settings_record import FIELD as RECORD
 from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting
-from buffer.store.keys import Keys
-from buffer.store.replies import unfenced, unknown_reply
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
+from buffer.redis.eviction import EvictionWatch
+from buffer.redis.key_fields import HINT, key_gone
+from buffer.redis.keys import Keys
+from buffer.redis.replies import opened, unfenced
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.eviction import EvictionWatch
-from buffer.store.key_fields import HINT, key_gone
-from buffer.store.keys import Keys
-from buffer.store.replies import opened, unfenced
-from buffer.store.store import Store
 
 Who = Literal["trainer", "operator"]
 

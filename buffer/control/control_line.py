@@ -19,10 +19,10 @@ import redis
 
 from buffer.control.control import ControlState
 from buffer.errors import RunDamaged
-from buffer.store.connection.url import open_client
-from buffer.store.keys import Keys, SlotKeys
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.connection.url import open_client
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.store.key_fields import text_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 Event = tuple[int, str, dict[str, str]]
 """Milliseconds since 1970, name, fields."""

@@ -13,9 +13,9 @@ from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
 from buffer.model.job import Job, digest_of
 from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 
 LOST_SLICE = 200
 """Groups that one call of the server takes from a worker at most."""

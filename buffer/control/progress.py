@@ -12,17 +12,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.model.ids import LANES, POOLS
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.staleness import next_step
-from buffer.store.connection.bulk_io import Command
-from buffer.store.key_fields import read_counts, require_fields, text_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 
 NO_SUMS = (
     "target",
     "running",
     "cursor",
-    "ahead",
+    "reentered",
     "failures_in_row",
     "filtered_in_row",
     "tail_step",
@@ -72,7 +72,7 @@ class TaskProgress:
     """groups that run now; the following fields are of the moment, too"""
     cursor: int = 0
     """number of the next draw"""
-    ahead: int = 0
+    reentered: int = 0
     """groups submitted beyond the cursor, after the server lost data"""
     failures_in_row: int = 0
     filtered_in_row: int = 0

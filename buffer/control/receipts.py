@@ -20,9 +20,9 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
 from buffer.model.limits import RunLimits
-from buffer.store.connection.retry import OutageClock
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.connection.retry import OutageClock
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.control")
 

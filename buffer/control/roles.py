@@ -20,8 +20,8 @@ from buffer.control.role_holder import Role
 from buffer.control.work import Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.store.connection.retry import LogOnce, OutageClock
-from buffer.store.eviction import EvictionWatch
+from buffer.redis.connection.retry import LogOnce, OutageClock
+from buffer.redis.eviction import EvictionWatch
 
 log = logging.getLogger("rolloutmq.control")
 

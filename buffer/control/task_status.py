@@ -22,10 +22,10 @@ from typing import Literal, cast
 from buffer.control.control import ControlState, Mode, shorten_reason
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced
+from buffer.redis.store import Store
 from buffer.rollouts.staleness import staleness
-from buffer.store.keys import Keys
-from buffer.store.replies import unfenced
-from buffer.store.store import Store
 
 HaltKind = Literal["", "enough", "broken", "failing"]
 

@@ -1,6 +1,6 @@
 """Imports groups from a file into the pools of a run.
 
-All lines are checked first, then each group is put (`buffer.groups.intake`). They are completed
+All lines are checked first, then each group is put (`buffer.groups.put_groups`). They are completed
 groups with the versions of the file; one without spans never becomes stale.
 """
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
-from buffer.groups.intake import Intake
+from buffer.groups.put_groups import GroupPut
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import Advance, no_advance
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.replies import Advance, no_advance
-from buffer.store.store import Store
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class GroupImport:
         They go to `task`, or by default to the task that each line names. Raises DatasetError with
         file and line before anything is imported; any later error reports what was imported.
         """
-        intake = Intake(
+        intake = GroupPut(
             self._store, self._keys, self._limits, self._payloads, "imported", self._order_function
         )
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
@@ -140,7 +140,7 @@ class GroupImport:
             )
         return _Part(name, first, last, lines)
 
-    def _check(self, path: Path, part: _Part, intake: Intake) -> None:
+    def _check(self, path: Path, part: _Part, intake: GroupPut) -> None:
         try:
             intake.check(part.group(group_id(part.task, IMPORTED_FROM)))
         except (ValueError, WireError) as error:

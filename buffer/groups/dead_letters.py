@@ -16,9 +16,9 @@ import orjson
 
 from buffer.errors import RunDamaged
 from buffer.model.ids import split_group_id
-from buffer.store.key_fields import HINT, read_counts
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 _SLICE = 500
 """Letters that one round trip reads."""

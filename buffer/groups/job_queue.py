@@ -18,13 +18,13 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, sta
 from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
+from buffer.redis.connection.retry import SYSTEM_RANDOM
+from buffer.redis.key_fields import read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import pin_listed
+from buffer.redis.replies import unfenced
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.connection.retry import SYSTEM_RANDOM
-from buffer.store.key_fields import read_counts
-from buffer.store.keys import Keys
-from buffer.store.payloads import pin_listed
-from buffer.store.replies import unfenced
-from buffer.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ they report that and change nothing; the caller then calls a function of this fi
 from __future__ import annotations
 
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.replies import unfenced
-from buffer.store.scripts import Arg
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
 
 _SLICE = 250
 """Groups that one call moves or adds: the server answers other clients in between."""

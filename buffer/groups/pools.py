@@ -17,14 +17,14 @@ from buffer.model.ids import POOLS, split_group_id
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import unknown_reply
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.signed_bytes import split_signed
 from buffer.rollouts.staleness import AgeLimit, next_step
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.replies import unknown_reply
-from buffer.store.store import Store
 
 PoolStatus = Literal["completed", "aborted", "expired"]
 

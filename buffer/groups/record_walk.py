@@ -13,9 +13,9 @@ from itertools import islice
 import numpy as np
 
 from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
-from buffer.store.key_fields import read_counts, require_fields, text_fields
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 PAGE = 500
 """Members, entries or records that one round trip reads."""
@@ -53,10 +53,10 @@ class RecordWalk:
 
     def _living(self, task: str) -> Iterator[int]:
         key = self._keys.progress(task)
-        names = ("cursor", "reach", "put", "imported")
+        names = ("cursor", "highest_draw", "put", "imported")
         (counts,) = self._store.each("records", [("HMGET", key, *names)])
-        cursor, reach, put, imported = read_counts("progress", key, names, counts)
-        yield from self._living_between(task, 0, max(cursor, reach))
+        cursor, highest_draw, put, imported = read_counts("progress", key, names, counts)
+        yield from self._living_between(task, 0, max(cursor, highest_draw))
         yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
 
     def _living_between(self, task: str, start: int, stop: int) -> Iterator[int]:

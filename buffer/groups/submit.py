@@ -17,14 +17,14 @@ from buffer.groups.claim import fenced
 from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import ScriptCall, Upload
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
 from buffer.rollouts.rollout import Status
-from buffer.store.keys import Keys, SlotKeys
-from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.replies import unknown_reply
-from buffer.store.script_calls import ScriptCall, Upload
-from buffer.store.store import Store
 
 GROUPS_PER_TRIP = 32
 """Bounds what is sent again after a lost connection."""

@@ -88,7 +88,7 @@ end
 local drawn = enqueued + unusable + skipped
 if enqueued + unusable > 0 then redis.call('HINCRBY', progress, 'enqueued', enqueued + unusable) end
 if unusable > 0 then redis.call('HINCRBY', progress, 'dropped', unusable) end
-if skipped > 0 then redis.call('HINCRBY', progress, 'ahead', -skipped) end
+if skipped > 0 then redis.call('HINCRBY', progress, 'reentered', -skipped) end
 move_cursor(cursors, progress, task, start + drawn)
 redis.call('HSET', progress, 'target', int(target), 'enqueue_op', operation, 'enqueue_count', enqueued)
 count_bytes(bytes, came, 0)

@@ -12,11 +12,11 @@
 -- ARGV task  name
 -- ARGV limit 1..512  largest number of draws
 -- replies OK cursor left (1 = the next draw may exist, too) | FENCED
--- keeps I1 (`ahead` decreases as the cursor increases), I3 (skips nothing that must still be drawn), I7, I13 (absolute)
+-- keeps I1 (`reentered` decreases as the cursor increases), I3 (skips nothing that must still be drawn), I7, I13 (absolute)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local cursor, ahead = next_draw(cursors, task), num(redis.call('HGET', progress, 'ahead'))
-local stop = cursor + math.min(limit, ahead)
+local cursor, reentered = next_draw(cursors, task), num(redis.call('HGET', progress, 'reentered'))
+local stop = cursor + math.min(limit, reentered)
 local draw = cursor
 while draw < stop do
   local ended = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
@@ -25,6 +25,6 @@ while draw < stop do
 end
 if draw > cursor then
   move_cursor(cursors, progress, task, draw)
-  redis.call('HSET', progress, 'ahead', int(ahead - (draw - cursor)))
+  redis.call('HSET', progress, 'reentered', int(reentered - (draw - cursor)))
 end
-return {'OK', int(draw), (draw == stop and stop < cursor + ahead) and 1 or 0}
+return {'OK', int(draw), (draw == stop and stop < cursor + reentered) and 1 or 0}

@@ -21,7 +21,7 @@
 -- ARGV task, count, threshold  name, 1..1_000_000, ''|0.. xKEYS  of each; its stale threshold in steps, '' = nothing is too old
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
---       | BLOCKED task | UNORDERED task (nothing was done; see buffer/batches/ledger.py)
+--       | BLOCKED task | UNORDERED task (nothing was done; see buffer/ledger/ledger.py)
 --       | DAMAGED record (it is gone, and its group is in the pool: nothing was done)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
 -- memory that only a checkpoint frees), I13 (step)

@@ -18,7 +18,7 @@ for _, jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress
   for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do reply[#reply + 1] = redis.call('XLEN', jobs) end
   for _, pool in ipairs({completed, aborted, expired}) do reply[#reply + 1] = redis.call('ZCARD', pool) end
   local counters = redis.call('HMGET', progress, 'cursor', 'enqueued', 'target', 'consumed', 'running',
-    'taken', 'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'ahead', 'reach')
+    'taken', 'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'reentered', 'highest_draw')
   for k = 1, 14 do reply[#reply + 1] = num(counters[k]) end
   for _, bitmap in ipairs({archived, filtered, dropped}) do reply[#reply + 1] = redis.call('BITCOUNT', bitmap) end
 end

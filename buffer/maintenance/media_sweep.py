@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import ENDS, split_group_id
-from buffer.store.keys import Keys
-from buffer.store.media_folder import MediaFolder
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -62,7 +62,7 @@ class MediaSweep:
             self._pass = None
         ended = self._ended(gids)
         # read after the choice: a group that ended before a snapshot's hold is not in the snapshot
-        if not ended or self._ask("exists", self._keys.hold):
+        if not ended or self._ask("exists", self._keys.snapshot_lock):
             return 0, self._pass is not None
         for gid in ended:
             self._media.free(gid)

@@ -18,13 +18,13 @@ from typing import Any
 
 import redis
 
-from buffer.batches.position import Position
 from buffer.errors import RolloutMQError, RunExists
+from buffer.ledger.position import Position
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.limits import REGENERATING
-from buffer.store.keys import Keys
-from buffer.store.replies import opened
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.replies import opened
+from buffer.redis.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Leftovers:
     """Counts what a server still has of a run that is to be cleared.
 
     `groups`: records of groups that are not trained. `steps`: train steps after the checkpoint.
-    `outside`: groups that were imported or put and are not trained; None if that is unknown.
+    `added_by_hand`: groups that were imported or put and are not trained; None if that is unknown.
     """
 
     groups: int
     steps: int
-    outside: int | None
+    added_by_hand: int | None
 
 
 class Regeneration:
@@ -77,8 +77,8 @@ class Regeneration:
         ]
         known = [count for count in entered if count is not None]
         trained = sum(map(len, self.position.trained.imported.values()))
-        outside = max(0, sum(known) - trained) if len(known) == len(entered) else None
-        return Leftovers(groups, max(0, taken - self.position.step), outside)
+        added_by_hand = max(0, sum(known) - trained) if len(known) == len(entered) else None
+        return Leftovers(groups, max(0, taken - self.position.step), added_by_hand)
 
     def describe(self, run: str, left: Leftovers) -> str:
         """Return in a sentence what is kept, and what is generated again or lost."""
@@ -88,8 +88,8 @@ class Regeneration:
         kept = f"{base}: {trained} groups are trained, and stay so" if position.step else base
         again = f"{left.groups} groups that the server has, {left.steps} steps after it"
         text = f"run {run!r} is made again from {kept}. Cleared, and generated again: {again}"
-        if left.outside:
-            text += f". Not generated again: {left.outside} groups that were imported or put"
+        if left.added_by_hand:
+            text += f". Not generated again: {left.added_by_hand} groups that were imported or put"
         return text
 
     def clear(self, store: Store, keys: Keys, nonce: str, timeout_ms: int) -> None:

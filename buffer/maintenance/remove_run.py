@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from buffer.model.limits import REMOVING
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 SLICE = 500
 """Keys in one round trip."""

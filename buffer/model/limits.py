@@ -173,7 +173,7 @@ class RunLimits(LiveLimits):
     """no archived batch is freed before an exporter has confirmed its copy"""
     media: str = ""
     """absolute path of the folder of files that payloads refer to as run://…; "" = none
-    (buffer/store/media_folder.py)
+    (buffer/redis/media_folder.py)
     """
     wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""

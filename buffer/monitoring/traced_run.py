@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from buffer.batches.ledger import BatchLedger
 from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import JobQueue, Serves, serving_order
 from buffer.groups.submit import SubmitOutcome
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.monitoring.tracing import Tracer, now_ns, open_tracer
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.keys import Keys
-from buffer.store.payloads import PayloadStore
-from buffer.store.store import Store
 
 
 def trace_run(run: Run, process: str) -> Tracer | None:

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import QueryError
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse
 from buffer.query.plan import EVERY, VersionRange, allowed_values, is_exact, narrow, version_range
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.store.connection.bulk_io import Command
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 PAGE = 500
 """Groups in one round trip: between two of them the server answers other clients."""

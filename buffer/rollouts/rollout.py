@@ -114,7 +114,7 @@ class MediaRef(BaseModel):
 
     `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, from which
     a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group
-    (buffer/store/media_folder.py).
+    (buffer/redis/media_folder.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

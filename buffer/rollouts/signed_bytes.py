@@ -9,7 +9,7 @@
 A reader inspects the bytes: no msgpack map and no zstd frame begins like this. The process that
 adds a line has read the payload that ends with the line before, and has checked that this line has
 its token and SHA-256. So a trainer can check who made each part, without the earlier bytes.
-`buffer.store.signing` makes and checks MACs.
+`buffer.redis.signing` makes and checks MACs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ import redis
 from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
 from buffer.model.ids import ENDS, LANES, POOLS
 from buffer.model.limits import SCHEMA, RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.snapshot.folder import Item, Kind
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 
 LEDGERS = ("train", "eval")
 

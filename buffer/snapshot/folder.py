@@ -5,7 +5,7 @@
     index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools,
                           orders, dead letters, records, counters
     payloads-00000.msgpack
-    media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
+    media-00000.msgpack   files that payloads refer to (buffer/redis/media_folder.py)
 
 A file is a sequence of msgpack arrays [kind, key, data]; keys have no prefix, so that a run can be
 restored under another name. The manifest is written last and the folder renamed into place: it is
@@ -39,7 +39,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from buffer.errors import SchemaVersionError, SnapshotError
-from buffer.store.media_folder import SCHEME, MediaFolder
+from buffer.redis.media_folder import SCHEME, MediaFolder
 
 FORMAT = "rolloutmq-snapshot"
 VERSION = 1

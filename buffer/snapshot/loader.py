@@ -18,10 +18,14 @@ from typing import Any
 import orjson
 import redis
 
-from buffer.batches.account import Account
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
 from buffer.groups.record_walk import PAGE
+from buffer.ledger.account import Account
 from buffer.model.limits import LOADING, SCHEMA, RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.replies import Advance
+from buffer.redis.store import Store
 from buffer.snapshot.folder import (
     Item,
     read_items,
@@ -30,10 +34,6 @@ from buffer.snapshot.folder import (
     restored,
     verify,
 )
-from buffer.store.keys import Keys
-from buffer.store.media_folder import MediaFolder
-from buffer.store.replies import Advance
-from buffer.store.store import Store
 
 SILENT_MS = 60_000
 """Silence after which a loader counts as dead; the next one removes what it left."""

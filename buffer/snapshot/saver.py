@@ -2,8 +2,8 @@
 
 If the index changes while it is copied, it is copied again, a few times; a busy run is paused for
 that copy (workers may keep what they hold). Payloads are copied afterwards, while the run
-continues: bytes that a record names never change, and the key `hold` keeps `PayloadStore.collect`
-from freeing any. The hold expires by itself.
+continues: bytes that a record names never change, and the key `snapshot_lock` keeps
+`PayloadStore.collect` from freeing any. The hold expires by itself.
 
 A group's payload is named by its record. An archived group has no record: while its batch is
 retained, only the manifest names it. A payload that is missing is an error, except that of a dead
@@ -24,6 +24,11 @@ from buffer.errors import SnapshotError
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
+from buffer.redis.keys import Keys, payload_name
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.payloads import PayloadStore, join
+from buffer.redis.replies import Advance
+from buffer.redis.store import Store
 from buffer.snapshot.cut import IndexCut
 from buffer.snapshot.folder import (
     Item,
@@ -33,11 +38,6 @@ from buffer.snapshot.folder import (
     new_snapshot,
     write_manifest,
 )
-from buffer.store.keys import Keys, payload_name
-from buffer.store.media_folder import MediaFolder
-from buffer.store.payloads import PayloadStore, join
-from buffer.store.replies import Advance
-from buffer.store.store import Store
 
 
 class Named(NamedTuple):
@@ -229,7 +229,7 @@ class _Hold:
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
-        self._key = keys.hold
+        self._key = keys.snapshot_lock
         self._nonce = secrets.token_hex(16)
         self._renewed_s = 0.0
 

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from buffer.errors import WireError
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.keys import Keys
-from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm
 from buffer.weights.host_folders import HostFolders

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights import redis_chunks, shared_folder
 from buffer.weights.announcement import Announcement

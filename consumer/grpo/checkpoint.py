@@ -1,6 +1,6 @@
 """Checkpoints: the trainer's position, its weights and its optimizer, in one folder (I6).
 
-<folder>/step-000012/trainer.json           the position (buffer/batches/position.py)
+<folder>/step-000012/trainer.json           the position (buffer/ledger/position.py)
                      state-*.safetensors     of each rank (saved_state.py)
 
 Invariant: a folder under its final name is complete.
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import orjson
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError, RolloutMQError
+from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")

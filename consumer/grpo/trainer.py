@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run

@@ -31,12 +31,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.batches.position import Position
-from buffer.batches.trainer_opening import Opening
 from buffer.control.control import ControlState, Mode
 from buffer.control.event_log import START, Event
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run

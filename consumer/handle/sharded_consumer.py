@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from buffer.batches.position import Position
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import CheckpointNow, Fenced, GroupChanged, StepFailed
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import (
     CheckpointNow,
     ExpiredBatch,
@@ -16,6 +15,7 @@ from buffer.errors import (
     PayloadMissing,
     TaskStopped,
 )
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run

@@ -29,17 +29,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.batches.account import TaskAccount
 from buffer.control.control import ControlState, Mode
 from buffer.control.fleet import Refusals
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
+from buffer.ledger.account import TaskAccount
 from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
+from buffer.redis.connection.retry import OutageClock
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
-from buffer.store.connection.retry import OutageClock
 from consumer.handle.batch import Stopped
 from consumer.handle.refused_weights import RefusalWatch
 
@@ -264,7 +264,7 @@ def _counters(tasks: list[TaskAccount]) -> str:
     rows = []
     for task in tasks:
         numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
-        numbers.update(task.places)
+        numbers.update(task.stages)
         counts = ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
         rows.append(f"{task.task}: {counts}")
     return "; ".join(rows)

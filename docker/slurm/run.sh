@@ -27,7 +27,7 @@ printf 'include %s\nrequirepass %s\nbind 0.0.0.0\nport %s\ndir %s\n' \
 printf 'redis://:%s@%s:%s/0\n' "$(cat "$folder/password")" "$(hostname -f)" "$port" > "$folder/url"
 REDIS_URL=$(cat "$folder/url")
 export REDIS_URL
-"$(python -c 'from buffer.server.embedded import valkey_binary; print(valkey_binary())')" "$folder/own.conf" &
+"$(python -c 'from buffer.redis.server.embedded import valkey_binary; print(valkey_binary())')" "$folder/own.conf" &
 server=$!
 clients=()
 

@@ -1,4 +1,4 @@
-"""The page of all Redis keys, from the table in `buffer.store.keys` and the scripts' headers."""
+"""The page of all Redis keys, from the table in `buffer.redis.keys` and the scripts' headers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from buffer.errors import ScriptError
-from buffer.store.keys import CLUSTER_TABLE, TABLE, KeyRow, Keys
-from buffer.store.scripts import library
+from buffer.redis.keys import CLUSTER_TABLE, TABLE, KeyRow, Keys
+from buffer.redis.scripts import library
 from docs.reference.markdown import table
 
 INTRODUCTION = """\

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import Metric
 
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from docs.reference.markdown import table
 from rolloutmq.views.process_metrics import process_registry
 from rolloutmq.views.prometheus import RunCollector

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ModelError
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef
-from buffer.store.media_folder import MediaFolder
 from producer_workers.datasets.dataset import Problem
 from producer_workers.image_reader import find_runs
 from producer_workers.images import ImageFile, load_image

@@ -25,9 +25,9 @@ from rq.results import Result
 
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import RolloutState
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue

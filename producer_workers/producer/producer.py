@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from buffer.batches.memory import MemoryUse
 from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
@@ -25,9 +24,10 @@ from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
+from buffer.ledger.memory import MemoryUse
 from buffer.model.origin import Origin
+from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts

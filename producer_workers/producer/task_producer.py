@@ -11,14 +11,14 @@ import logging
 import time
 from itertools import islice
 
-from buffer.batches.memory import MemoryUse
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
 from buffer.errors import ConfigError, PayloadMissing
+from buffer.ledger.memory import MemoryUse
 from buffer.model.ids import new_nonce
+from buffer.redis.payloads import CHUNK_BYTES
 from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
-from buffer.store.payloads import CHUNK_BYTES
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan
 
@@ -99,7 +99,9 @@ class SamplerWithReplayBuffer:
         if memory.refuses(self._run.limits.tasks[self.task].lane):
             # the script decides; but it would refuse most of what is drawn and stored for it
             room = 1
-        cursor = self._run.jobs.next_draw(nonce, self.task) if progress.ahead else progress.cursor
+        cursor = (
+            self._run.jobs.next_draw(nonce, self.task) if progress.reentered else progress.cursor
+        )
         prompts = self._prompts(cursor, room)
         if payloads := {gid: data for gid, _, data in prompts if data}:
             self._run.payloads.write_prompts(payloads)

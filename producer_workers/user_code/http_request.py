@@ -15,7 +15,7 @@ import orjson
 
 from buffer.errors import AnswerTooLong, ConfigError, JudgeError
 from buffer.model.extras import install_command
-from buffer.store.connection.retry import Backoff
+from buffer.redis.connection.retry import Backoff
 
 log = logging.getLogger("rolloutmq.judge")
 

@@ -1,1 +1,1 @@
-"""The process of a rollout worker: claims, control state, heartbeats."""
+"""The rollout worker: claims groups, samples and judges them, submits them, reports to the run."""

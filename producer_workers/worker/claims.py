@@ -8,9 +8,9 @@ import logging
 from buffer.errors import StoreUnavailable
 from buffer.groups.claim import Claim
 from buffer.model.ids import new_nonce
+from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
 from producer_workers.worker.capacity import Vacancy
 
 log = logging.getLogger("rolloutmq.worker")

@@ -17,7 +17,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.control_line import ControlConnection
 from buffer.errors import RunDamaged
 from buffer.run import Run
-from producer_workers.group_runs.inbox import (
+from producer_workers.worker.inbox import (
     ControlLineBroken,
     HintReceived,
     Inbox,

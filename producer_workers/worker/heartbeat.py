@@ -17,15 +17,15 @@ from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
+from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
-from producer_workers.group_runs.engine_control import ControlledEngine
-from producer_workers.group_runs.group_runner import GroupRunner
-from producer_workers.group_runs.inbox import HeartbeatAnswered, Inbox, PartFailed
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.control_client import ControlView
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.group_runner import GroupRunner
+from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 
 from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from buffer.store.connection.retry import LogOnce
-from producer_workers.group_runs.inbox import Inbox, JobsMayWait, PartFailed
+from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 

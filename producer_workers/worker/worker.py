@@ -49,10 +49,17 @@ from buffer.model.limits import Concurrency
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.group_runs.doomed_groups import DoomedGroups
-from producer_workers.group_runs.engine_control import ControlledEngine
-from producer_workers.group_runs.group_runner import GroupRunner, TaskRunner
-from producer_workers.group_runs.inbox import (
+from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.user_code.contained_tasks import contain_exits
+from producer_workers.worker.capacity import Capacity, Vacancy
+from producer_workers.worker.claims import Claims
+from producer_workers.worker.control_client import ControlClient, ControlView
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.expiring_groups import DoomedGroups
+from producer_workers.worker.group_runner import GroupRunner, TaskRunner
+from producer_workers.worker.heartbeat import Heartbeat, Reporter
+from producer_workers.worker.held_groups import PendingGroups, Protection
+from producer_workers.worker.inbox import (
     ControlLineBroken,
     Event,
     GroupFinished,
@@ -67,17 +74,10 @@ from producer_workers.group_runs.inbox import (
     StopAsked,
     WeightsFetched,
 )
-from producer_workers.group_runs.next_weights import WeightSource
-from producer_workers.group_runs.pending_groups import PendingGroups, Protection
-from producer_workers.group_runs.shared_engine import SharedEngine
-from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.contained_tasks import contain_exits
-from producer_workers.worker.capacity import Capacity, Vacancy
-from producer_workers.worker.claims import Claims
-from producer_workers.worker.control_client import ControlClient, ControlView
-from producer_workers.worker.heartbeat import Heartbeat, Reporter
 from producer_workers.worker.loop_watch import LoopWatch
+from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.wake_up import WakeUp
+from producer_workers.worker.weight_updates import WeightSource
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.launch.child import Child
 
 

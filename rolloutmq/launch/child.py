@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
-from buffer.server.process import OWNER
-from buffer.store.connection.retry import Backoff
+from buffer.redis.connection.retry import Backoff
+from buffer.redis.server.process import OWNER
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which a restart would fail in the same way."""

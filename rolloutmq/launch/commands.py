@@ -9,8 +9,8 @@ import typer
 
 from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
-from buffer.server.process import follow_owner, log_json
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
+from buffer.redis.server.process import follow_owner, log_json
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
 from rolloutmq.output import emit, table

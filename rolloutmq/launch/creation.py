@@ -15,8 +15,8 @@ from buffer.config.config import TrainingConfig
 from buffer.config.sources import fetch
 from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
+from buffer.redis.server.embedded import EmbeddedServer
 from consumer.grpo.checkpoint import make_run
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server

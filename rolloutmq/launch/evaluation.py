@@ -17,12 +17,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
+from buffer.ledger.position import Position
+from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import Evaluator, log_wait_reason
 from consumer.grpo.reporting.step_log import StepWriter, read_evaluations

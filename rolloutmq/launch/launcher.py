@@ -19,8 +19,8 @@ from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
+from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
 from consumer.grpo.checkpoint import CheckpointFolder, make_run
 from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.console import console as open_console

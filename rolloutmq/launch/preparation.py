@@ -15,10 +15,10 @@ from buffer.config.sources import fetch, names_any
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.server.process import OWNER
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.server.process import OWNER
-from buffer.store.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder, make_again
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.reporting.step_log import read_evaluations

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from buffer.batches.account import Audit
 from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
+from buffer.ledger.account import FsckReport
+from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from buffer.store.connection.url import mask_url
 from consumer.grpo.reporting.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
 
 
@@ -99,7 +99,7 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     return account_line(audit)
 
 
-def account_line(audit: Audit) -> str:
+def account_line(audit: FsckReport) -> str:
     """Return what `rolloutmq fsck` found, in one line."""
     faults = f" · {audit.faults[0]}" if audit.faults else ""
     return f"account: lost {len(audit.lost)} · in two places {len(audit.doubled)}{faults}"
@@ -126,13 +126,13 @@ def accuracy_table(evaluations: Evaluations) -> Table:
     return table
 
 
-def _account_table(audit: Audit) -> Table:
-    places = list(audit.tasks[0].places)
+def _account_table(audit: FsckReport) -> Table:
+    places = list(audit.tasks[0].stages)
     table = Table(title="groups by stage (fsck)", title_justify="left", show_edge=False)
     for column in ("stage", *(task.task for task in audit.tasks)):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for place in places:
-        counts = [task.places[place] for task in audit.tasks]
+        counts = [task.stages[place] for task in audit.tasks]
         if any(counts):
             table.add_row(place, *map(str, counts))
     table.add_section()

@@ -18,15 +18,15 @@ from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
-from buffer.server.process import OWNER
-from buffer.store.replies import role_held
+from buffer.redis.replies import role_held
+from buffer.redis.server.process import OWNER
 from consumer.grpo.checkpoint import make_again, make_run
 from rolloutmq.commands.steer.settings import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
+    from buffer.redis.store import Store
     from buffer.run import Run
-    from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.trainer")
 

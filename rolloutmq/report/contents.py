@@ -10,7 +10,7 @@ from typing import Any
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog, TrainedStep, read_evaluations
 from rolloutmq.output import age

@@ -169,15 +169,15 @@ def groups_table(snap: RunView) -> Table:
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
-        places = task.account.places
+        places = task.account.stages
         cells = [
             Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS
         ]
         total = sum(places.values())
-        wrong = total != task.account.entered
+        wrong = total != task.account.total
         cells.append(
             Text(
-                f"{total}!={task.account.entered}" if wrong else str(total),
+                f"{total}!={task.account.total}" if wrong else str(total),
                 style="bold red" if wrong else "bold",
             )
         )

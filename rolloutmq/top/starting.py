@@ -26,7 +26,7 @@ def starting_lines(snap: RunView, started_s: dict[str, float]) -> list[str]:
     ]
     lines += _loading(missing)
     if snap.taken == 0 and started_s:
-        lines += [_progress(task) for task in snap.tasks if sum(task.account.places.values())]
+        lines += [_progress(task) for task in snap.tasks if sum(task.account.stages.values())]
     return lines
 
 
@@ -43,7 +43,7 @@ def _loading(workers_ms: dict[str, float]) -> list[str]:
 
 def _progress(task: TaskView) -> str:
     """Return how many groups of a task are made, of an evaluation or for the first batch."""
-    places = task.account.places
+    places = task.account.stages
     open_ = places["waiting"] + places["running"]
     name = plain(task.account.task)
     if task.is_eval:

@@ -105,7 +105,7 @@ def locate(run: Run, gid: str) -> FoundGroup:
             f"run {run.name!r} has no task {task!r}",
             hint=f"its tasks: {', '.join(run.limits.tasks)}",
         )
-    places = run.account.places(task, draw)
+    places = run.account.stages(task, draw)
     record = run.record(gid)
     trace = trace_id(run.nonce, gid)
     if not record:

@@ -11,7 +11,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 
 from buffer.errors import ConfigError
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from rolloutmq.views.http_endpoint import MetricsEndpoint
 
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"

@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import StoreError
+from buffer.redis.server.check import ServerMemory, read_memory
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import ServerMemory, read_memory
-from buffer.store.store import Store
 from rolloutmq.views.run_metrics import FAMILIES
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.workers_wanted import WorkersWanted, observation_in

@@ -46,7 +46,7 @@ def describe(snap: RunView) -> dict[str, Any]:
 
 def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
     return {
-        "places": task.account.places,
+        "places": task.account.stages,
         "enqueued": task.account.enqueued,
         "put": task.account.put,
         "imported": task.account.imported,

@@ -109,7 +109,7 @@ def _task_counter(name: str, text: str, field: str) -> _Family:
 
 def _places(snap: RunView) -> Cells:
     return (
-        ((t.account.task, place), n) for t in snap.tasks for place, n in t.account.places.items()
+        ((t.account.task, place), n) for t in snap.tasks for place, n in t.account.stages.items()
     )
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.batches.account import TaskAccount
-from buffer.batches.ledger import LedgerSteps
-from buffer.batches.memory import MemoryUse
 from buffer.control.event_log import Event, parse_event
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
+from buffer.ledger.account import TaskAccount
+from buffer.ledger.ledger import LedgerSteps
+from buffer.ledger.memory import MemoryUse
 from buffer.model.ids import LANES
 from buffer.model.trainer_report import TrainerReport
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.key_fields import read_counts, require_fields, text_fields
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
@@ -192,7 +192,7 @@ class RunView:
         """Groups by place, all tasks together."""
         sums: dict[str, int] = {}
         for task in self.tasks:
-            for place, groups in task.account.places.items():
+            for place, groups in task.account.stages.items():
                 sums[place] = sums.get(place, 0) + groups
         return sums
 

@@ -53,7 +53,7 @@ class LiveRecord:
 def numbers_of(snap: RunView, waits: dict[str, float]) -> dict[str, float]:
     """Return what charts show of a snapshot, by name."""
     numbers = {
-        f"groups/{task.account.task}/{stage}": float(task.account.places[stage])
+        f"groups/{task.account.task}/{stage}": float(task.account.stages[stage])
         for task in snap.tasks
         for stage in STAGES
     }

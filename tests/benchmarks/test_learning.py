@@ -24,9 +24,9 @@ from benchmarks.learning.trial import (
     train,
     train_in_process,
 )
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.grpo.learner.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)

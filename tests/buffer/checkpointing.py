@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer.batches.position import Position
-from buffer.batches.trainer_opening import Opening
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import Manifest
 from tests.buffer.scene import Scene

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from buffer.model.limits import RunLimits
-from buffer.store.connection.nodes import Servers
-from buffer.store.store import Store
+from buffer.redis.connection.nodes import Servers
+from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import Server, store_server
 

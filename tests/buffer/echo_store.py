@@ -11,9 +11,9 @@ from typing import Any
 
 import redis
 
-from buffer.store.connection.bulk_io import Command
-from buffer.store.script_calls import Upload
-from buffer.store.scripts import Arg, KeysByName, library
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.script_calls import Upload
+from buffer.redis.scripts import Arg, KeysByName, library
 from tests.buffer.keyspace import changed, dump
 from tests.buffer.two_trip_store import TwoTripStore
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import redis
 
-from buffer.batches.account import Account
+from buffer.ledger.account import Account
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.script_contract import Slot
-from buffer.store.scripts import Arg, Script, library
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.script_contract import Slot
+from buffer.redis.scripts import Arg, Script, library
+from buffer.redis.store import Store
 from tests.buffer.keyspace import exact
 from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.time_machine import Moment, put_back, remember

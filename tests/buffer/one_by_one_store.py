@@ -9,8 +9,8 @@ from typing import Any
 
 import redis
 
-from buffer.store.script_calls import Upload
-from buffer.store.scripts import Arg, KeysByName, Script, library
+from buffer.redis.script_calls import Upload
+from buffer.redis.scripts import Arg, KeysByName, Script, library
 from tests.buffer.two_trip_store import TwoTripStore
 
 

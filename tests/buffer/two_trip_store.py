@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer.store.connection.bulk_io import Command
-from buffer.store.scripts import Arg, KeysByName
-from buffer.store.store import Store
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.scripts import Arg, KeysByName
+from buffer.redis.store import Store
 
 
 class TwoTripStore(Store):

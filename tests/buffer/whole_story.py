@@ -6,13 +6,13 @@ from pathlib import Path
 
 import orjson
 
-from buffer.batches import audits
-from buffer.batches.audits import Finding
-from buffer.batches.position import Position
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
+from buffer.ledger import audits
+from buffer.ledger.audits import Finding
+from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.job import EndedEarly

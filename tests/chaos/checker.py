@@ -196,7 +196,7 @@ class Checker:
             entered = counted["enqueued"] + counted["put"] + counted["imported"]
             if entered != (total := sum(gid.startswith(f"{task}-") for gid in places)):
                 yield f"{task}: {entered} counted as entered, {total} found"
-            if counted["enqueued"] != counted["cursor"] + counted["ahead"]:
+            if counted["enqueued"] != counted["cursor"] + counted["reentered"]:
                 yield f"{task}: {counted['enqueued']} counted as enqueued, the cursor is at {counted['cursor']}"
 
     def _put_away(self) -> Iterator[str]:

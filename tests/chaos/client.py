@@ -21,15 +21,14 @@ from buffer.config.sections.engine import SimulatedConfig
 from buffer.config.sections.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
+from buffer.redis.server.process import follow_owner, log_json
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.server.process import follow_owner, log_json
-from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
@@ -37,6 +36,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal

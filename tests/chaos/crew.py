@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer.server.process import OWNER
+from buffer.redis.server.process import OWNER
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.history import History
 from tests.chaos.plan import FENCED, LOST, Folders

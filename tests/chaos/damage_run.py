@@ -21,9 +21,9 @@ import orjson
 from buffer.errors import RunError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.chaos.checker import Checker
 from tests.chaos.crew import ROOT, until
 from tests.chaos.damaged_keys import PREFIX, TARGETS, WAYS, Target, strike

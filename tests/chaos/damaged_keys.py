@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.store.keys import TABLE
+from buffer.redis.keys import TABLE
 from tests.chaos.plan import INLINE, RUN
 
 PREFIX = f"rmq:{{{RUN}}}:"
@@ -121,7 +121,7 @@ TARGETS = (
     _named("order:<task>:completed", f"order:{INLINE}:completed"),
     _named("age:<task>", f"age:{INLINE}"),
     _named("progress:<task>", f"progress:{INLINE}"),
-    _named("ended:<task>:<place>", f"ended:{INLINE}:archived"),
+    _named("ended:<task>:<stage>", f"ended:{INLINE}:archived"),
     _named("ledger:<name>", "ledger:train"),
     _named("ledger:<name>", "ledger:eval", "unused"),
     Target("batch:<name>:<step>", newest_batch),

@@ -11,7 +11,7 @@ import redis
 
 LANES, POOLS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired")
 ENDS = ("archived", "filtered", "dropped")
-COUNTED = (*ENDS, "dead", "running", "taken", "enqueued", "put", "imported", "cursor", "ahead")
+COUNTED = (*ENDS, "dead", "running", "taken", "enqueued", "put", "imported", "cursor", "reentered")
 
 
 def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.crew import Crew, until
 from tests.chaos.failover_nemesis import FailoverNemesis

@@ -20,10 +20,10 @@ from typing import Any
 
 import orjson
 
-from buffer.store.connection.bulk_io import Command
-from buffer.store.script_calls import Upload
-from buffer.store.scripts import Arg, KeysByName
-from buffer.store.store import Store
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.script_calls import Upload
+from buffer.redis.scripts import Arg, KeysByName
+from buffer.redis.store import Store
 
 Event = dict[str, Any]
 

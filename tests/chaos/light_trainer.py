@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.model.manifest import ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run

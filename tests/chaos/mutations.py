@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from buffer.store.connection import bulk_io
-from buffer.store.scripts import Script, assemble, sources
+from buffer.redis.connection import bulk_io
+from buffer.redis.scripts import Script, assemble, sources
 
 MUTATIONS = {
     # I1

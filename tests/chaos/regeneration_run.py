@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from buffer.batches.position import Position
 from buffer.errors import RolloutMQError
+from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from tests.chaos.damage_run import CLIENTS, DamageRun, Trial
 from tests.chaos.plan import RUN

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import redis
 
-from buffer.server.embedded import EmbeddedServer, valkey_binary
-from buffer.store.keys import Keys
+from buffer.redis.keys import Keys
+from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from tests.chaos.backbone import Backbone
 from tests.chaos.plan import RUN
 from tests.chaos.way import Way

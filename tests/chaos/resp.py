@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from buffer.store.scripts import library
+from buffer.redis.scripts import library
 
 _NAMES = {script.sha.encode(): name for name, script in library().items()}
 

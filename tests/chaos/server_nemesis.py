@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import StoreError
-from buffer.server.embedded import valkey_binary
+from buffer.redis.server.embedded import valkey_binary
 from tests.chaos.nemesis import SPELL_S, Nemesis
 from tests.chaos.plan import LEASE_MS, RUN, SERVER
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.store.keys import TABLE
+from buffer.redis.keys import TABLE
 from tests.chaos.damage_run import CLIENTS, all_trials, run_trials
 from tests.chaos.damaged_keys import TARGETS
 from tests.chaos.harness import Plan

@@ -9,9 +9,9 @@ import pytest
 
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.handle import taker
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.grpo.models.tiny import build_model

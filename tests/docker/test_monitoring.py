@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from buffer.model.trainer_report import REPORTED
-from buffer.server.check import check_server
-from buffer.server.embedded import valkey_binary
+from buffer.redis.server.check import check_server
+from buffer.redis.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
 from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports

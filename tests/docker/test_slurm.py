@@ -47,7 +47,7 @@ from pathlib import Path
 
 from buffer.weights.shared_folder import FolderSender
 from consumer.handle.publication import publish
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.grpo.checkpoint import CheckpointFolder
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "tour.ipynb"

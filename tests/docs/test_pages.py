@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import tomlkit
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.consumer.grpo.models.tiny import build_model
 
 ROOT = Path(__file__).parents[2]

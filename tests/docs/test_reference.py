@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from buffer.store.keys import SLOTS
+from buffer.redis.keys import SLOTS
 from docs.reference import PAGES, REFERENCES
 from docs.reference.commands import command_reference
 from docs.reference.keys import key_reference

@@ -16,14 +16,14 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.position import Position
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
 from buffer.errors import ConfigError
+from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
 from buffer.open_run import create_run
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.reporting.step_log import StepLog, read_evaluations
 from consumer.handle.rollout_consumer import RolloutConsumer

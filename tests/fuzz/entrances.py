@@ -22,10 +22,10 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     from buffer.curation.rollout_line import RolloutLine, group_of
     from buffer.errors import ConfigError, JudgeError, QueryError, RunDamaged, WireError
     from buffer.query.language import parse
+    from buffer.redis.connection.url import open_client, seeds
     from buffer.rollouts import wire
     from buffer.rollouts.group import RolloutGroup
     from buffer.rollouts.rollout import RolloutState, Status
-    from buffer.store.connection.url import open_client, seeds
     from producer_workers.datasets.records import problem_of
     from producer_workers.user_code.checked_result import check_reward
 

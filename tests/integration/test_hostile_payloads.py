@@ -13,11 +13,11 @@ from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
 from buffer.model.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout

@@ -19,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from buffer.batches.position import Position
-from buffer.batches.trainer_opening import Opening
 from buffer.errors import LedgerError, LostRun
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import die
 from tests.consumer.handle.crew import at_work
@@ -255,7 +255,7 @@ def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_e
             program = [
                 sys.executable,
                 "-m",
-                "tests.buffer.server.open_and_die",
+                "tests.buffer.redis.server.open_and_die",
                 url,
                 str(position),
                 str(calls),

@@ -6,7 +6,7 @@ A story is a function of `tests/buffer/invariants`: `test_mutations.py` requires
 from __future__ import annotations
 
 EXPLAINED: dict[str, tuple[str, ...]] = {
-    "needs a caller against the protocol (a checkpoint of another run, a prompt that was not stored, a take before the pools are clamped, a commit of more than is trained, a step behind the committed one): tests/buffer/batches/test_trainer.py, test_batches.py, tests/buffer/groups/test_producing.py": (
+    "needs a caller against the protocol (a checkpoint of another run, a prompt that was not stored, a take before the pools are clamped, a commit of more than is trained, a step behind the committed one): tests/buffer/ledger/test_trainer.py, test_batches.py, tests/buffer/groups/test_producing.py": (
         "I3 | enqueue | if samples > 0 and size == 0 then | if false then",
         "I6 | commit | keep = math.min(keep, committed) | {'retain_batches': 9}",
         "I6 | take_batch | if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end | {'retain_batches': 9}",
@@ -21,13 +21,13 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I6 | commit | if step > taken then return {'GAP', int(taken)} end",
         "I6 | trainer_open | if not again and taken < step and not behind then return {'BEHIND', int(taken)} end",
         "I8 | dissolve_batch | math.min(tonumber(version), after[lineage] or lowest) | tonumber(version)",
-        "I12 | reassert | count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))",
+        "I12 | mark_trained | count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))",
         "I12 | restore_batch | count_bytes(bytes, entry.size, | count_bytes(bytes, 0,",
     ),
-    "needs a forged key: tests/buffer/server/test_acl_matrix.py": (
+    "needs a forged key: tests/buffer/redis/server/test_acl_matrix.py": (
         "I3 | enqueue | local start = next_draw(cursors, task) | local start = num(redis.call('HGET', progress, 'cursor'))",
     ),
-    "needs a batch that may be short, or several tasks: tests/buffer/batches/test_batches.py": (
+    "needs a batch that may be short, or several tasks: tests/buffer/ledger/test_batches.py": (
         "I5 | take_batch | if ready_in_all == 0 then return {'EMPTY'} end",
     ),
     "needs a trainer that dies between quarantine and refill, and its late call: story who_was_replaced_changes_nothing": (
@@ -46,7 +46,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I8 | quarantine | cut_of(header, string.match(gid, '^(.*)%-%d+$')) | '-inf'",
         "I8 | refill | cut_of(header, task) | '-inf'",
     ),
-    "needs weights of three lineages, and groups of two of them: tests/buffer/batches/test_trainer.py": (
+    "needs weights of three lineages, and groups of two of them: tests/buffer/ledger/test_trainer.py": (
         "I8 | include/staleness | if tonumber(fork) < tonumber(version) then version = fork end",
         "I8 | rescore | for _, member in ipairs(pooled.members) do redis.call('ZADD', pooled.pool, pooled.top, member) end",
         "I8 | trainer_open | redis.call('HSET', control, 'recovering', int(math.min(step, tonumber(undone or step))))",
@@ -68,12 +68,12 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I11 | claim | if bad and barred_ms ~= '0' then | if false then",
         "I11 | quarantine | now - num(since) > window_ms | false",
     ),
-    "bytes that nobody needs stay in memory, which breaks no invariant of the index: tests/buffer/batches/test_memory.py, story bytes_that_nobody_needs_are_freed": (
+    "bytes that nobody needs stay in memory, which breaks no invariant of the index: tests/buffer/ledger/test_memory.py, story bytes_that_nobody_needs_are_freed": (
         "I12 | submit | if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[2]) end",
         "I12 | commit | redis.call('SADD', garbage, unpack(prompts))",
         "I12 | forget | redis.call('SADD', garbage, unpack(payloads))",
     ),
-    "a server in memory never refuses a script: tests/buffer/batches/test_full_server.py": (
+    "a server in memory never refuses a script: tests/buffer/ledger/test_full_server.py": (
         "I12 | heartbeat | #!lua flags=allow-oom | #!lua",
         "I12 | reconcile | #!lua flags=allow-oom | #!lua",
         "I12 | receipt | #!lua flags=allow-oom | #!lua",

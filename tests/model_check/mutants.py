@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from buffer.store.scripts import library
+from buffer.redis.scripts import library
 from tests.buffer.invariants.batch_mutations import BATCHES
 from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
 from tests.buffer.invariants.mutation import Mutation

@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from buffer.batches.position import Position
 from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.replies import unfenced
+from buffer.redis.script_calls import Upload
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
-from buffer.store.replies import unfenced
-from buffer.store.script_calls import Upload
-from buffer.store.store import Store
 
 TASK = "t"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from buffer.batches.position import Position
 from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id
 from buffer.model.job import Job
 from buffer.model.manifest import Manifest, NotReady

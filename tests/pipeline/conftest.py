@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from producer_workers.worker import worker
 from tests.buffer.scene import Scene
 from tests.pipeline.mixture import LIMITS as MIXED

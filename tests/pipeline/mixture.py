@@ -107,4 +107,4 @@ class Mixture:
     def places(self, task: str = "math") -> dict[str, int]:
         """Where groups of a task are; only places that are not empty."""
         accounts = {account.task: account for account in self.run.account.totals().tasks}
-        return {place: n for place, n in accounts[task].places.items() if n}
+        return {place: n for place, n in accounts[task].stages.items() if n}

@@ -9,9 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+from buffer.redis.store import Store
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.records import ToProblem, problem_of
 from producer_workers.producer.producer import AgentLoopManager

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import orjson
 
-from buffer.batches.account import Audit
+from buffer.ledger.account import FsckReport
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.grpo.reporting.step_log import StepLog
 from tests.warm_process import start_command
 
@@ -213,7 +213,7 @@ class Site:
             f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs
         )
 
-    def audit(self) -> Audit:
+    def audit(self) -> FsckReport:
         """fsck, with the server started if it went away with the run."""
         with_server = self.server
         mine = not with_server.is_running

@@ -31,10 +31,10 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.group_runs.group_runner import TaskRunner
-from producer_workers.group_runs.loop_result import GroupFilter
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.loop_border import GroupFilter
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, SLOW_S, TASK, WatchedEngine, Yard

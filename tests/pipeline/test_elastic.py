@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.site import Site
 from tests.pipeline.yard import LIMITS, Yard

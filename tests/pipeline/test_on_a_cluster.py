@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.batches.account import Audit
+from buffer.ledger.account import FsckReport
 from tests.pipeline.test_disaggregated import ROOT, SHARE, consumer_of, play, take
 from tests.pipeline.yard import TASK, Yard
 from tests.servers import Server
@@ -70,7 +70,7 @@ def test_a_cluster_serves_a_whole_run(
     assert nodes_of(yard, trained) == set()
 
 
-def account(yard: Yard) -> Audit:
+def account(yard: Yard) -> FsckReport:
     audit = yard.run.account.fsck()
     assert audit.clean, (audit.faults, audit.lost, audit.doubled)
     assert audit.tasks[0].task == TASK

@@ -12,9 +12,9 @@ from buffer.control.roles import HeldRole
 from buffer.errors import ProducerGone
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.connection import retry as outage_clock
-from buffer.store.store import Store
+from buffer.redis.connection import retry as outage_clock
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from consumer.handle import wait_rules as batch_outlook
 from consumer.handle.wait_rules import BatchOutlook
 from tests.pipeline.yard import TASK, Yard

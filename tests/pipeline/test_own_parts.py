@@ -1,12 +1,13 @@
 """A user's own data set, judge, environment, agent loop and agent program in a whole run.
 
-The parts are those of configs/README.md, the agent program knows only HTTP; processes and the
+The parts are those of my_task.py, the agent program knows only HTTP; processes and the
 (tiny) model are real. What was trained must be what was sampled.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -19,12 +20,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.multi_turn import turns_of
-from tests.pipeline.site import ROOT, Site
+from tests.pipeline.site import Site
 
 STEPS = 2
 
@@ -52,18 +53,25 @@ with open(os.path.join(sys.argv[1], os.environ["OPENAI_API_KEY"]), "w") as file:
 """
 
 
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+TASKS = """
+[tasks.twice]
+agent_loop = "my_task:Twice"
+agent_loop_options = { doubt = " Sure? " }      # by name, to its __init__
+judge = "my_task:score"
+dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
+[tasks.hints]
+agent_loop = "multi_turn"
+agent_loop_options = { environment = "my_task:Hints", max_turns = 3 }
+judge = "my_task:score"
+dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
+"""
 
 
 @pytest.fixture
 def site(make_site: Callable[..., Site]) -> Site:
-    """Three tasks: two of the README as they stand there, and one whose agent is a program."""
+    """Three tasks: two with the parts of my_task.py, and one whose agent is a program."""
     site = make_site(steps=STEPS)
-    (code,) = [block for block in blocks("python") if block.startswith("# my_task.py")]
-    (tasks,) = [block for block in blocks("toml") if "my_task:Twice" in block]
-    (site.folder / "my_task.py").write_text(code, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("my_task.py"), site.folder)
     (site.folder / "agent.py").write_text(AGENT, encoding="utf-8")
     (site.folder / "seen").mkdir()
     program = [sys.executable, str(site.folder / "agent.py"), str(site.folder / "seen")]
@@ -81,7 +89,7 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
         text.replace("batch_size = 4", "batch_size = 6")
         + '[engine]\nkind = "transformers"\ndevice = "cpu"\n'
     )
-    text += '[retention]\npolicy = "last"\nbatches = 10\n' + tasks + web + few
+    text += '[retention]\npolicy = "last"\nbatches = 10\n' + TASKS + web + few
     text = re.sub(r"(?m)^(judge = .*)$", r"\1\nprompt_repeat_k = 2", text)
     site.config.write_text(text, encoding="utf-8")
     return site

@@ -236,7 +236,7 @@ def check_draws(yard: Yard) -> None:
     cursor = yard.run.jobs.cursor(TASK)
     stream = yard.store.control.xrange(yard.run.keys.jobs(TASK, "fresh"))
     waiting = [fields[b"gid"].decode() for _, fields in stream]
-    dropped = {draw for draw in range(cursor) if yard.run.account.places(TASK, draw) == ["dropped"]}
+    dropped = {draw for draw in range(cursor) if yard.run.account.stages(TASK, draw) == ["dropped"]}
     assert waiting == [group_id(TASK, draw) for draw in range(cursor) if draw not in dropped]
     rows = {
         (s.extra["epoch"], s.extra["row"]) for s in (yard.group(gid).states[0] for gid in waiting)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from buffer.control.progress import ProduceProgress
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import Status
-from buffer.store.store import Store
 from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.store.keys import Keys
+from buffer.redis.keys import Keys
 from tests.pipeline.site import Site
 from tests.pipeline.test_run_command import child
 

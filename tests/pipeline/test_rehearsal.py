@@ -22,9 +22,9 @@ from buffer.config.load import load_config
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.model.ids import new_nonce
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
-from buffer.store.store import Store
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

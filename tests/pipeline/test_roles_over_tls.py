@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.server.acl import ROLES, user_name
+from buffer.redis.server.acl import ROLES, user_name
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
 from tests.servers import raw_client

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from buffer.control.control import Mode
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
 

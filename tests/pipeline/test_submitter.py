@@ -16,7 +16,7 @@ from buffer.model.ids import new_nonce
 from buffer.model.job import Job, Result
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from producer_workers.group_runs.submitter import Submitter
+from producer_workers.worker.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 
 

@@ -21,8 +21,8 @@ from buffer.rollouts.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture

@@ -18,8 +18,8 @@ from buffer.config.load import load_config
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.store import Store
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.pipeline.site import Process, Site
 

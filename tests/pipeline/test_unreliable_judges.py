@@ -20,9 +20,9 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from producer_workers.worker import loop_watch
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.yard import FIRST, TASK, Letters, Yard
 from tests.servers import KINDS

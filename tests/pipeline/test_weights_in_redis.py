@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
+from buffer.redis.connection.retry import Backoff
+from buffer.redis.payloads import CHUNK_BYTES
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.connection.retry import Backoff
-from buffer.store.payloads import CHUNK_BYTES
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from buffer.weights.registry import open_receiver, open_sender
-from producer_workers.group_runs import engine_control
+from producer_workers.worker import engine_control
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
 

@@ -17,13 +17,13 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
 from buffer.model.ids import new_nonce
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.group_runs import expert_files
+from producer_workers.worker import expert_files
 from rolloutmq.views.history import WORKERS, History
 from rolloutmq.views.prometheus import RunCollector
 from rolloutmq.views.run_view import read_run_view

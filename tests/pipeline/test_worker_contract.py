@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import pytest
 
 from buffer.control.control import Mode
+from buffer.redis.signing import PRODUCER, Key, write_keys
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.signed_bytes import signers
-from buffer.store.signing import PRODUCER, Key, write_keys
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import checksums, delta, tensor_file
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.redis_chunks import VersionStore

@@ -45,12 +45,13 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def readme_block() -> Callable[[str], str]:
-    """Return the code of configs/README.md that begins with the name of a file."""
-    text = (Path(__file__).parents[2] / "configs" / "README.md").read_text(encoding="utf-8")
+    """Return the code of docs/pages/tools_and_agents.md that begins with the name of a file."""
+    page = Path(__file__).parents[2] / "docs" / "pages" / "tools_and_agents.md"
+    text = page.read_text(encoding="utf-8")
 
     def block(name: str) -> str:
         found = re.search(rf"```python\n# {re.escape(name)}\b.*?\n(.*?)```", text, re.DOTALL)
-        assert found, f"configs/README.md has no {name}"
+        assert found, f"{page} has no {name}"
         return found[1]
 
     return block

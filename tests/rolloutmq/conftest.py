@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from rolloutmq.cli import main
 from tests.rolloutmq.populate import Scene, populate
 

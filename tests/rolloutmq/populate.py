@@ -14,11 +14,11 @@ from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.grpo.reporting.sample_log import describe_sample
 from consumer.grpo.reporting.sample_writer import SampleWriter
 from consumer.grpo.reporting.token_texts import TokenTexts

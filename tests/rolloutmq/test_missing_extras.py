@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from buffer.model.extras import EXTRAS, install_command
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.rolloutmq.conftest import ROOT
 from tests.rolloutmq.populate import populate
 

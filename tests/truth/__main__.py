@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.consumer.grpo.models.tiny import build_model
 from tests.truth.case import TOKEN_BYTES, Case, largest_cases, random_case
 from tests.truth.trainer import train, train_in_turns

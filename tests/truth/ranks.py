@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from consumer.handle.ranks import join
 from consumer.handle.sharded_consumer import ShardedConsumer
 from tests.chaos.history import History

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Batch

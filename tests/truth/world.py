@@ -17,22 +17,22 @@ from buffer.control.control import Mode
 from buffer.model.ids import new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.payloads import checksum
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.store import Store
 from buffer.weights import folder_manifest
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.chaos.history import History, read_history

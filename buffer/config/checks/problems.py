@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from buffer.store.connection.url import mask_url
+from buffer.redis.connection.url import mask_url
 
 FIXED = "x-fixed"
 """Key of a section's JSON schema: the names of what cannot change while a run continues, and why.

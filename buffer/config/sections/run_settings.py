@@ -22,8 +22,8 @@ from buffer.model.byte_size import Bytes
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
+from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.rollouts.staleness import stale_threshold
-from buffer.store.connection.url import SCHEMES, mask_url
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
 

@@ -14,7 +14,7 @@ from buffer.config.sections.section import YEAR_S, DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import TaskSettings
 
-FILTERS = {"not_all_equal": "producer_workers.group_runs.loop_result:not_all_equal"}
+FILTERS = {"not_all_equal": "producer_workers.worker.loop_border:not_all_equal"}
 """The filters with a name, and their functions. To add one, write its function and add it here."""
 
 

@@ -2,7 +2,7 @@
 
 -- Payloads in the run's slot are keys of the script: their bytes are counted and their expiry is removed here. In a
 -- cluster they lie in other slots: no key is given, the caller's size is believed, and they are listed for the caller,
--- who removes their expiry (buffer/store/payloads.py). `others`: number of keys before the chunks.
+-- who removes their expiry (buffer/redis/payloads.py). `others`: number of keys before the chunks.
 local function seen_bytes(payloads, others, chunks, size)
   if #payloads == 0 then return size end
   local found = 0

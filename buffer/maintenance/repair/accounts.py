@@ -60,8 +60,8 @@ def _draws(state: Rebuilt, task: str, fields: Hash) -> dict[str, int]:
     return {
         "cursor": cursor,
         "enqueued": len(drawn),
-        "ahead": len(drawn) - cursor,
-        "reach": _reach(fields.get("reach"), cursor, reach),
+        "reentered": len(drawn) - cursor,
+        "highest_draw": _reach(fields.get("highest_draw"), cursor, reach),
         "put": put,
         "imported": outside - put,
     }

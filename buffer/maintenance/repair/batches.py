@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.image import Hash
 from buffer.maintenance.repair.records import count, is_count, is_group, is_stored
 from buffer.maintenance.repair.state import Rebuilt

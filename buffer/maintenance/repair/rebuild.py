@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from buffer.batches.position import Position
 from buffer.control.control import Mode
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.accounts import accounts, byte_count
 from buffer.maintenance.repair.batches import LEDGERS, LedgerRepair, dissolve
 from buffer.maintenance.repair.draws import close_what_cannot_return, lose_unusable, settle_ends
@@ -23,9 +23,9 @@ from buffer.maintenance.repair.records import count, is_count
 from buffer.maintenance.repair.state import Rebuilt
 from buffer.model.ids import LANES
 from buffer.model.limits import RunLimits
+from buffer.redis.key_fields import are_settings
+from buffer.redis.keys import TABLE
 from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.store.key_fields import are_settings
-from buffer.store.keys import TABLE
 
 _FORK = re.compile(r"[^:\s]+:\d+")
 ROLE = re.compile(r"(trainer|producer)(_(seen_ms|name|turns|doing|doing_ms|closed))?|repaired")
@@ -99,7 +99,7 @@ def settings(image: Image) -> dict[str, Value]:
 def others(image: Image) -> dict[str, Value]:
     """Return the keys that no group depends on, where they can be read."""
     values = {}
-    for name in ("report", "events", "unpinned", "weights", "suspects", "audits", "hold"):
+    for name in ("report", "events", "unpinned", "weights", "suspects", "audits", "snapshot_lock"):
         value = image.values.get(name)
         if value and value.kind == TABLE[name].type.lower():
             values[name] = value

@@ -17,8 +17,8 @@ from typing import Any
 
 import redis
 
-from buffer.batches.position import Position
 from buffer.errors import RoleHeld, SnapshotError
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.backup import SavedKey, read_backup, write_backup
 from buffer.maintenance.repair.garbage import prompts_ahead
 from buffer.maintenance.repair.image import PAGE, Image, Value, read_image
@@ -26,8 +26,8 @@ from buffer.maintenance.repair.rebuild import ROLE, rebuild
 from buffer.maintenance.repair.records import count
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
-from buffer.store.keys import Keys
-from buffer.store.store import Store
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 
 _MARK = "repaired"
 """Field of `control`: the operation of the last repair, until a process opens the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.image import Hash, Image
 from buffer.maintenance.repair.records import is_group, usable
 from buffer.model.ids import ENDS, IMPORTED_FROM, group_id

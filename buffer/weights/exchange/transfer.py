@@ -18,9 +18,9 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot

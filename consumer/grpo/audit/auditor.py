@@ -27,9 +27,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from buffer.batches.audits import Finding, Position
 from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
+from buffer.ledger.audits import Finding, Position
 from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
-from buffer.store.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import TokenColumns, derived_metrics, policy_loss, token_weights

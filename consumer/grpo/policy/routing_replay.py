@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, MediaError, WireError
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.expert_gates import expert_gates, layers_of
-from buffer.store.media_folder import MediaFolder
 
 Ints = NDArray[np.int64]
 Recorded = NDArray[np.int16] | str | None

@@ -14,10 +14,10 @@ from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
 from buffer.model.manifest import ManifestEntry
+from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.staleness import staleness
-from buffer.store.connection.retry import LogOnce
 from consumer.grpo.reporting.metric_writers import MetricWriter
 from consumer.grpo.reporting.sample_log import Sample, describe_sample
 from consumer.grpo.reporting.token_texts import TokenTexts

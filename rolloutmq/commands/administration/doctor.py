@@ -26,9 +26,9 @@ from buffer.errors import (
     StoreUnsafe,
     WireError,
 )
+from buffer.redis.server.check import Finding, check_all
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.check import Finding, check_all
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.commands.administration.diagnosis import (
     Symptom,
@@ -58,7 +58,7 @@ def inspect(run: Run, snap: RunView) -> list[Symptom]:
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
-    groups = sum(task.account.entered for task in snap.tasks)
+    groups = sum(task.account.total for task in snap.tasks)
     databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
     keys = sum(database["keys"] for database in databases.values())
     is_small = max(groups, keys) <= FEW

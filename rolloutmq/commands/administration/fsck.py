@@ -23,10 +23,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from buffer.batches.account import Account, Audit
 from buffer.errors import AccountError
+from buffer.ledger.account import Account, FsckReport
+from buffer.redis.server.check import check_all
 from buffer.run import Run
-from buffer.server.check import check_all
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.commands.administration.repair import repair_run, undo_repair
 from rolloutmq.console import console
@@ -46,13 +46,15 @@ class WatchedAccount(Account):
         self._bar = bar
         self._job = bar.add_task("checking every draw", total=None)
 
-    def totals(self) -> Audit:
+    def totals(self) -> FsckReport:
         audit = super().totals()
-        self._bar.update(self._job, total=sum(task.drawn + task.outside for task in audit.tasks))
+        self._bar.update(
+            self._job, total=sum(task.drawn + task.added_by_hand for task in audit.tasks)
+        )
         return audit
 
-    def places_of(self, gids: Sequence[str]) -> list[list[str]]:
-        found = super().places_of(gids)
+    def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
+        found = super().stages_of(gids)
         self._bar.advance(self._job, len(gids))
         return found
 
@@ -113,7 +115,7 @@ def fsck(
         )
 
 
-def run_audit(run: Run, *, quiet: bool = False) -> Audit:
+def run_audit(run: Run, *, quiet: bool = False) -> FsckReport:
     """Run `Account.fsck` with a progress bar on stderr."""
     columns = (
         TextColumn("{task.description}"),
@@ -143,7 +145,7 @@ def read_steps(path: Path | None) -> StepLog | None:
     return log
 
 
-def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
+def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
     """Return the outcome as JSON."""
     twice = steps.trained_twice() if steps else {}
     return {
@@ -155,7 +157,7 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
                 "enqueued": task.enqueued,
                 "put": task.put,
                 "imported": task.imported,
-                "places": task.places,
+                "places": task.stages,
             }
             for task in audit.tasks
         },
@@ -170,14 +172,14 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
     }
 
 
-def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
+def show_audit(screen: Console, audit: FsckReport, steps: StepLog | None) -> None:
     """Print the outcome: the table of stages, then one line per check."""
     names = [task.task for task in audit.tasks]
     grid = table("stage", *names, right=names)
-    for place in audit.tasks[0].places if audit.tasks else ():
-        values = [task.places[place] for task in audit.tasks]
+    for place in audit.tasks[0].stages if audit.tasks else ():
+        values = [task.stages[place] for task in audit.tasks]
         grid.add_row(place, *(count(value) for value in values), style="" if any(values) else "dim")
-    grid.add_row("sum", *(count(sum(task.places.values())) for task in audit.tasks), style="bold")
+    grid.add_row("sum", *(count(sum(task.stages.values())) for task in audit.tasks), style="bold")
     grid.add_row("enqueued", *(count(task.enqueued) for task in audit.tasks), style="bold")
     for how in ("put", "imported"):
         if any(values := [getattr(task, how) for task in audit.tasks]):

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from buffer.batches.position import Position
 from buffer.errors import ConfigError, ModelError
+from buffer.ledger.position import Position
 from buffer.maintenance.repair.repair import Plan, Repair
 from buffer.model.ids import new_nonce
 from consumer.grpo.checkpoint import CheckpointFolder

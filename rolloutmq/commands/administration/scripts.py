@@ -14,10 +14,10 @@ import typer
 from buffer.errors import ConfigError
 from buffer.model.ids import valid_name
 from buffer.model.limits import SCHEMA
-from buffer.server.acl import ROLES, acl_line, user_name
-from buffer.store.keys import Keys
-from buffer.store.script_contract import Slot
-from buffer.store.scripts import Script, library, sources
+from buffer.redis.keys import Keys
+from buffer.redis.script_contract import Slot
+from buffer.redis.scripts import Script, library, sources
+from buffer.redis.server.acl import ROLES, acl_line, user_name
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson
 from rolloutmq.output import emit, table

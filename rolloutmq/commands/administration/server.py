@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
-from buffer.maintenance.janitor import Swept
+from buffer.janitor import Swept
 from buffer.run import Run
 from rolloutmq.console import console
 from rolloutmq.options import (

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from buffer.errors import ConfigError
-from buffer.store.signing import Key, read_keys, write_keys
+from buffer.redis.signing import Key, read_keys, write_keys
 from rolloutmq.console import console, plain
 
 EPILOG = "Example: rolloutmq key gpu7 --keys workers.keys --out gpu7.key"

@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from buffer.model.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.query.language import parse
-from buffer.store.signing import Key
+from buffer.redis.signing import Key
 from rolloutmq.commands.data.snapshot import progress
 from rolloutmq.commands.look.groups import WHERE_HELP, read_where
 from rolloutmq.console import console

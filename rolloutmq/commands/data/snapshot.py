@@ -12,9 +12,9 @@ import typer
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from buffer.control.control import Mode
+from buffer.redis.replies import Advance
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
-from buffer.store.replies import Advance
 from rolloutmq.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_server, open_target
 from rolloutmq.output import count, emit, plural

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from buffer.batches.ledger import BatchLedger
 from buffer.errors import ConfigError
+from buffer.ledger.ledger import BatchLedger
 from buffer.model.byte_size import format_size
 from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest

@@ -12,9 +12,9 @@ import typer
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
 from buffer.model.byte_size import format_size
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from rolloutmq.commands.look.folder_list import folders_table, read_folders
 from rolloutmq.console import console
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server

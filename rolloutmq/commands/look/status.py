@@ -158,10 +158,10 @@ def places_table(snap: RunView) -> Any:
     names = [task.account.task for task in snap.tasks]
     grid = table("groups", *names, right=names)
     for place in (*_PLACES, *_ENDS):
-        values = [task.account.places[place] for task in snap.tasks]
+        values = [task.account.stages[place] for task in snap.tasks]
         label = f"{place} (ready)" if place == "completed" else place
         grid.add_row(label, *(count(v) for v in values), style="" if any(values) else "dim")
-    sums = [sum(task.account.places.values()) for task in snap.tasks]
+    sums = [sum(task.account.stages.values()) for task in snap.tasks]
     grid.add_row("sum", *(count(v) for v in sums), style="bold")
     grid.add_row("enqueued", *(count(task.account.enqueued) for task in snap.tasks))
     for how in ("put", "imported"):

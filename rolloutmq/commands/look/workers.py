@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from buffer.batches.audits import AuditAccount, Verdict
 from buffer.control.worker_record import WorkerRecord
+from buffer.ledger.audits import AuditAccount, Verdict
 from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.console import console, plain
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target

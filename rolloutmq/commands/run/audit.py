@@ -7,7 +7,7 @@ import threading
 
 import typer
 
-from buffer.server.process import log_json
+from buffer.redis.server.process import log_json
 from rolloutmq.options import ConfigPath, ConfigUrl, Overrides
 from rolloutmq.presets import open_config
 

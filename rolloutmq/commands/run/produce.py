@@ -19,8 +19,8 @@ import typer
 from buffer.config.sections.sandbox import is_url
 from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.server.process import follow_owner, log_json
-from buffer.store.signing import PRODUCER, Key
+from buffer.redis.server.process import follow_owner, log_json
+from buffer.redis.signing import PRODUCER, Key
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 

@@ -13,8 +13,8 @@ from buffer.config.sections.task import SampleParamsSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
+from buffer.redis.connection.url import mask_url
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.connection.url import mask_url
 
 GOOD = """
 [run]

@@ -19,8 +19,8 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene
 

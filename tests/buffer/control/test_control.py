@@ -19,9 +19,9 @@ from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")

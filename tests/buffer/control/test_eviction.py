@@ -12,9 +12,9 @@ import pytest
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
 from buffer.model.ids import new_nonce
-from buffer.server.check import check_server
-from buffer.store import eviction
-from buffer.store.store import Store
+from buffer.redis import eviction
+from buffer.redis.server.check import check_server
+from buffer.redis.store import Store
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 from tests.servers import SAFE, raw_client, start_redis

@@ -23,8 +23,8 @@ from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.servers import on_both
 
 pytestmark = on_both

@@ -10,14 +10,14 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.account import TaskAccount
-from buffer.batches.position import TrainedDraws
 from buffer.errors import ConfigError, DatasetError, StoreError
-from buffer.groups.intake import Intake
+from buffer.groups.put_groups import GroupPut
+from buffer.ledger.account import TaskAccount
+from buffer.ledger.position import TrainedDraws
 from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import PolicyVersion, Status
-from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.buffer.snapshot.test_snapshot import resumed
 
@@ -239,7 +239,7 @@ def test_two_imports_at_once_take_turns(
         tmp_path / "b.jsonl", *(line(f"b{i}", messages=[{"n": 10 + i}]) for i in range(4))
     )
     scene.run.import_groups(first)
-    monkeypatch.setattr(Intake, "_next_draw", lambda self, task: IMPORTED_FROM)
+    monkeypatch.setattr(GroupPut, "_next_draw", lambda self, task: IMPORTED_FROM)
     scene.run.import_groups(second)
     seen = [
         scene.run.buffer.read(scene.payload(group_id("math", IMPORTED_FROM + i)))

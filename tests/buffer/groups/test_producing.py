@@ -96,7 +96,9 @@ def test_enqueue_does_not_repeat_draws_that_exist_or_ended_when_the_cursor_was_l
         scene.submit(job, filtered=filtered)
     scene.take(1)
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 4, "reach": 4})
+    scene.raw.hset(
+        scene.keys.progress("math"), mapping={"cursor": 0, "reentered": 4, "highest_draw": 4}
+    )
     scene.raw.hset(scene.keys.cursors, "math", 0)
     done = scene.enqueue(5, target=1000)
     assert (done.count, done.cursor) == (1, 5)

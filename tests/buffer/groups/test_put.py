@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
-from buffer.groups.intake import Intake
+from buffer.groups.put_groups import GroupPut
 from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.model.job import PayloadRef
 from buffer.model.order_policy import Finished
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from buffer.store.store import Store
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene, rollout
 
@@ -41,7 +41,7 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     first, second = pools
     assert pools == {FIRST_GID: "completed", group_id("math", IMPORTED_FROM + 1): "completed"}
     (task,) = (t for t in scene.run.account.totals().tasks if t.task == "math")
-    assert (task.enqueued, task.put, task.imported, task.cursor, task.entered) == (1, 2, 0, 1, 3)
+    assert (task.enqueued, task.put, task.imported, task.cursor, task.total) == (1, 2, 0, 1, 3)
     manifest = scene.take(1, math=3)
     assert manifest.gids == [drawn, first, second]
     group = scene.run.buffer.read(manifest.entries[1].payload)
@@ -153,7 +153,7 @@ def test_what_is_too_old_expires_when_it_is_put(
     pools = scene.run.buffer.put("math", groups, retryable=retryable)
     assert list(pools.values()) == [pool, "completed"]
     (first, _) = pools
-    assert scene.run.account.places("math", IMPORTED_FROM) == [
+    assert scene.run.account.stages("math", IMPORTED_FROM) == [
         "pool" if pool == "expired" else "dropped"
     ]
     while scene.run.payloads.collect():
@@ -202,7 +202,7 @@ def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
             assert original(self, script, keys, args, *tail, **options) == reply
         return reply
 
-    other = Intake(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
+    other = GroupPut(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
     monkeypatch.setattr(Store, "call", lossy)
     mine = scene.run.buffer.put("math", [rollouts(), rollouts()])
     monkeypatch.undo()

@@ -98,7 +98,7 @@ def nothing_is_freed_that_a_kept_checkpoint_may_ask_for(scene: Scene) -> None:
     for _ in range(2):
         scene.run.ledger.commit(scene.trainer, 2, 1)
         assert scene.run.ledger.steps() == (3, 2, 1)
-    assert scene.run.account.places("math", 1) == ["taken"]
+    assert scene.run.account.stages("math", 1) == ["taken"]
     scene.run.ledger.commit(scene.trainer, 2, 3)
     assert scene.run.ledger.steps() == (3, 2, 2)
     with pytest.raises(LedgerError):

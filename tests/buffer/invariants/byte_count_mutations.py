@@ -44,7 +44,7 @@ BYTE_COUNT = [
         new="0",
         limits=RETRIED,
     ),
-    Mutation("I12", "reassert", f"      {PROMPT_AND_RESULT}", LOSS),
+    Mutation("I12", "mark_trained", f"      {PROMPT_AND_RESULT}", LOSS),
     Mutation(
         "I12",
         "restore_batch",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.store.scripts import Script, assemble, sources
+from buffer.redis.scripts import Script, assemble, sources
 from tests.buffer.scene import Scene
 
 Story = Callable[[Scene], None]

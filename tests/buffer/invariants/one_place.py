@@ -42,7 +42,7 @@ def what_expires_is_in_one_pool(scene: Scene) -> None:
     gid = scene.ready(0, 1)[0]
     scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
     scene.run.buffer.refresh_staleness("math")
-    assert scene.run.account.places("math", int(gid[-10:])) in (["pool"], ["dropped"])
+    assert scene.run.account.stages("math", int(gid[-10:])) in (["pool"], ["dropped"])
     assert scene.pool("completed")[0][0] != gid
     scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
     scene.check()
@@ -178,7 +178,7 @@ def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:
     first = scene.stream("fresh")
     assert first == ["math-0000000000", "math-0000000001"]
     # a server that lost its last second: what came in is passed over
-    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 2})
+    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "reentered": 2})
     scene.raw.hset(scene.keys.cursors, "math", 0)
     again = scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2, 2], 1000)
     assert (again.count, again.cursor) == (0, 2)
@@ -192,12 +192,14 @@ def a_draw_that_has_ended_does_not_start_again(scene: Scene) -> None:
     scene.raw.delete(*(scene.keys.group(f"math-{draw:010d}") for draw in (0, 1)))
     scene.raw.delete(scene.keys.jobs("math", "fresh"))
     # a server that lost its last second: only the end of the last draw is still there
-    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 1, "enqueued": 1})
+    scene.raw.hset(
+        scene.keys.progress("math"), mapping={"cursor": 0, "reentered": 1, "enqueued": 1}
+    )
     scene.raw.hset(scene.keys.cursors, "math", 0)
     again = scene.enqueue(3)
     assert (again.count, again.cursor) == (2, 3)
     assert scene.stream("fresh") == ["math-0000000000", "math-0000000001"]
-    assert scene.run.account.places("math", 2) == ["dropped"]
+    assert scene.run.account.stages("math", 2) == ["dropped"]
 
 
 def nothing_starts_beyond_the_target(scene: Scene) -> None:

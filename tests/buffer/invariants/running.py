@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from buffer.batches.ledger import BAD_GROUPS, BAD_WINDOW_MS
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import StoreUnavailable
+from buffer.ledger.ledger import BAD_GROUPS, BAD_WINDOW_MS
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed

@@ -3,7 +3,7 @@
 I9 (the version stamp is the truth) is mostly the engine's (tests/producer_workers/engines,
 tests/pipeline); what scripts add is that a group is as old as its oldest token. I14 (scripts never
 read payloads) is enforced by what is not there, so its mutation puts a line in; what finds it is
-the static test in tests/buffer/store/test_scripts.py.
+the static test in tests/buffer/redis/test_scripts.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 from buffer.errors import RolloutMQError
 from buffer.model.limits import RunLimits
-from buffer.store.store import Store
+from buffer.redis.store import Store
 from tests.buffer.invariants.batch_mutations import BATCHES
 from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
 from tests.buffer.invariants.mutation import Mutation, Story
 from tests.buffer.invariants.one_place_mutations import ONE_PLACE
 from tests.buffer.invariants.running_mutations import RUNNING
+from tests.buffer.redis.test_scripts import reads_of_payloads
 from tests.buffer.scene import LIMITS, Scene
-from tests.buffer.store.test_scripts import reads_of_payloads
 from tests.servers import start_server
 
 _numbers = count(1)

@@ -10,10 +10,10 @@ from typing import TypeVar
 import pytest
 
 from buffer.errors import LostRun
-from buffer.maintenance.janitor import Swept
+from buffer.janitor import Swept
 from buffer.model.ids import group_id
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.servers import Server
 
@@ -68,7 +68,7 @@ def test_sweep_is_bounded_and_says_that_there_is_more(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, bound in (("REAP", 2), ("EXPIRE", 1), ("FREE", 2), ("FREE_ROUNDS", 2)):
-        monkeypatch.setattr(f"buffer.maintenance.janitor.{name}", bound)
+        monkeypatch.setattr(f"buffer.janitor.{name}", bound)
     sweeps = [neglect(scene).run.janitor.sweep()]
     while sweeps[-1].has_more:
         sweeps.append(scene.run.janitor.sweep())
@@ -80,9 +80,9 @@ def test_sweep_is_bounded_and_says_that_there_is_more(
 
 
 def test_sweep_frees_nothing_while_a_snapshot_holds(scene: Scene) -> None:
-    neglect(scene).raw.set(scene.keys.hold, "me")
+    neglect(scene).raw.set(scene.keys.snapshot_lock, "me")
     assert scene.run.janitor.sweep().freed == 0
-    scene.raw.delete(scene.keys.hold)
+    scene.raw.delete(scene.keys.snapshot_lock)
     assert scene.run.janitor.sweep().freed == 6
 
 

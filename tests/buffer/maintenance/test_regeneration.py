@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from buffer.batches.position import Position
 from buffer.errors import Fenced, LostRun, RoleHeld, RunExists, RunNotFound
+from buffer.ledger.position import Position
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
@@ -236,10 +236,10 @@ def test_leftovers_are_counted_before_anything_is_changed(story: Story) -> None:
     before = exact(scene.raw, scene.name)
     again = Regeneration(story.trainer.checkpoints[3])
     left = again.leftovers(scene.store, scene.name, ["math", "code"])
-    assert (left.groups, left.steps, left.outside) == (len(records), 1, 0)
+    assert (left.groups, left.steps, left.added_by_hand) == (len(records), 1, 0)
     scene.raw.delete(scene.keys.progress("math"))
     scene.raw.set(scene.keys.progress("math"), "junk")
-    assert again.leftovers(scene.store, scene.name, ["math", "code"]).outside is None
+    assert again.leftovers(scene.store, scene.name, ["math", "code"]).added_by_hand is None
     scene.raw.delete(scene.keys.progress("math"))
     assert before.keys() >= exact(scene.raw, scene.name).keys()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from buffer.batches.position import Position
 from buffer.errors import RoleHeld, SnapshotError
+from buffer.ledger.position import Position
 from buffer.maintenance.repair import repair
 from buffer.maintenance.repair.image import Image, read_image
 from buffer.maintenance.repair.repair import Plan, Repair

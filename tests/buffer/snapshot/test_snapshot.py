@@ -23,12 +23,12 @@ from buffer.errors import (
 )
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
+from buffer.redis.payloads import CHUNK_BYTES
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader
-from buffer.store.payloads import CHUNK_BYTES
-from buffer.store.store import Store
 from tests.buffer.keyspace import dump, run_keys
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend
 from tests.servers import start_server
@@ -260,10 +260,10 @@ def test_run_goes_on_while_payloads_are_copied_and_none_is_freed(
 
 
 def test_two_snapshots_at_once_are_refused(busy: Scene, tmp_path: Path) -> None:
-    busy.raw.set(busy.keys.hold, "somebody")
+    busy.raw.set(busy.keys.snapshot_lock, "somebody")
     with pytest.raises(SnapshotError, match="another snapshot"):
         busy.run.save(tmp_path / "s")
-    assert busy.raw.get(busy.keys.hold) == b"somebody"
+    assert busy.raw.get(busy.keys.snapshot_lock) == b"somebody"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,7 +273,7 @@ def test_lost_payload_is_an_error_and_leaves_no_folder(busy: Scene, tmp_path: Pa
     with pytest.raises(PayloadMissing, match=gid):
         busy.run.save(tmp_path / "s")
     assert list(tmp_path.iterdir()) == []
-    assert not busy.raw.exists(busy.keys.hold)
+    assert not busy.raw.exists(busy.keys.snapshot_lock)
 
 
 def test_folder_that_holds_something_is_refused(busy: Scene, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.batches.position import Position, TrainedDraws
 from buffer.errors import AccountError, ModelError
+from buffer.ledger.position import Position, TrainedDraws
 from buffer.model.ids import group_id
 from buffer.model.manifest import Manifest
 from consumer.grpo.checkpoint import CheckpointFolder

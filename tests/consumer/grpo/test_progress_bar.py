@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import logging
-from buffer.server.process import log_json
+from buffer.redis.server.process import log_json
 from consumer.grpo.reporting.metric_writers import ProgressBar
 log_json("trainer", "demo")
 bar = ProgressBar(2, 5)

@@ -13,9 +13,9 @@ from buffer.errors import Fenced
 from buffer.groups.submit import Submission
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job, Result
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import Status
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.buffer.scene import extend
 
 

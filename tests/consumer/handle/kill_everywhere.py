@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from consumer.grpo.checkpoint import CheckpointFolder
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -32,11 +32,11 @@ import consumer
 from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
 from buffer.open_run import create_run, wait_for_run
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.advantages import estimate_advantages
 from consumer.grpo.learner.learner import Learner
@@ -89,10 +89,10 @@ FILES = {
         "buffer/weights/exchange/transfer.py",
         "buffer/weights/exchange/memory_snapshot.py",
         "buffer/weights/exchange/tensor_exchange.py",
-        "buffer/batches/ledger.py",
-        "buffer/batches/trainer_opening.py",
-        "buffer/batches/reassertion.py",
-        "buffer/batches/position.py",
+        "buffer/ledger/ledger.py",
+        "buffer/ledger/trainer_opening.py",
+        "buffer/ledger/from_checkpoint.py",
+        "buffer/ledger/position.py",
     )
 }
 

@@ -16,12 +16,12 @@ from typing import Any
 import orjson
 import torch.distributed as dist
 
-from buffer.batches.position import Position
 from buffer.errors import GroupChanged
+from buffer.ledger.position import Position
+from buffer.redis.payloads import checksum
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.store import Store
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import join
 from consumer.handle.sharded_consumer import ShardedConsumer

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer.batches.ledger import BAD_GROUPS
+from buffer.ledger.ledger import BAD_GROUPS
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from buffer.batches.ledger import BAD_GROUPS
 from buffer.control.control import Mode
 from buffer.errors import (
     CheckpointNow,
@@ -24,12 +23,13 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
+from buffer.ledger.ledger import BAD_GROUPS
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
 from consumer.handle.batch import Batch, Stopped

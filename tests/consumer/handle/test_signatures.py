@@ -13,14 +13,14 @@ from buffer.groups.submit import Submission
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.payloads import checksum
+from buffer.redis.signing import PRODUCER, Key, Signer, read_keys, write_keys
+from buffer.redis.store import Store
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
 from buffer.rollouts.signed_bytes import split_signed
 from buffer.run import Run
-from buffer.store.payloads import checksum
-from buffer.store.signing import PRODUCER, Key, Signer, read_keys, write_keys
-from buffer.store.store import Store
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.buffer.scene import FIRST, Scene, extend
 from tests.consumer.conftest import Trainers, die

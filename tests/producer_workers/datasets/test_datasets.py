@@ -121,23 +121,6 @@ def test_parquet_reads_any_row_of_any_file_in_a_folder(tmp_path: Path) -> None:
         )
 
 
-def test_the_record_function_in_the_readme_works_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme_block: Callable[[str], str]
-) -> None:
-    (tmp_path / "my_data.py").write_text(readme_block("my_data.py"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    parquet.write_table(
-        pa.Table.from_pylist([{"problem": "1 + 1", "solution": "2", "level": 3}]),
-        tmp_path / "math.parquet",
-    )
-    section = ParquetDataset(
-        kind="parquet", path=tmp_path / "math.parquet", record="my_data:to_problem"
-    )
-    problem = open_dataset(section, tmp_path).row(0)
-    assert problem.messages == [{"role": "user", "content": "1 + 1"}]
-    assert (problem.ground_truth, problem.extra["level"]) == ("2", 3)
-
-
 def test_parquet_says_which_file_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DatasetError, match=r"bad\.parquet: cannot be read as Parquet"):

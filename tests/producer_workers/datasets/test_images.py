@@ -31,9 +31,9 @@ from buffer.config.sections.engine import (
     TransformersConfig,
 )
 from buffer.errors import ConfigError, DatasetError, MediaError
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.media_folder import MediaFolder
 from producer_workers.build import check_images
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.store import Store
 from buffer.weights.safetensors_files import BASE_CHECKSUM
 from producer_workers.engines.base import Engine, Generation, WeightsError
 from tests.producer_workers.engines.adapter_run import AdapterRun

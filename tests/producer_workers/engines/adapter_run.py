@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from buffer.config.config import TrainingConfig
 from buffer.open_run import create_run
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
@@ -35,11 +35,11 @@ from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
-from producer_workers.group_runs.group_runner import TaskRunner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -26,8 +26,8 @@ from producer_workers.engines.base import (
     WeightsError,
     context_length,
 )
-from producer_workers.group_runs.inbox import Inbox
-from producer_workers.group_runs.shared_engine import SharedEngine
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 from tests.producer_workers.engines.tiny_model import allowed_logprobs, reference_logprobs
 

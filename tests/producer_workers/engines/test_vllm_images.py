@@ -19,11 +19,11 @@ from buffer.config.load import load_config
 from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.open_run import create_run
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
-from buffer.store.media_folder import MediaFolder
-from buffer.store.store import Store
 from consumer.grpo.reporting.step_log import StepLog
 from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker

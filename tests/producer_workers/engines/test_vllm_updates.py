@@ -25,10 +25,10 @@ from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
-from buffer.store.store import Store
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
@@ -36,9 +36,9 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
-from producer_workers.group_runs.engine_control import ControlledEngine
-from producer_workers.group_runs.inbox import Inbox
-from producer_workers.group_runs.next_weights import WeightSource
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.weight_updates import WeightSource
 from tests.producer_workers.engines.conformance import NEXT, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import FIRST, Folders
 from tests.producer_workers.engines.conftest import Run as RunOnLoop

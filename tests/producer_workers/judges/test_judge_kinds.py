@@ -193,19 +193,6 @@ def test_a_judge_of_groups_that_returns_something_else_fails_the_group(
     assert "judge 'longest' returned" in str(group.states[0].error)
 
 
-def test_the_judge_in_the_readme_works_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme_block: Callable[[str], str]
-) -> None:
-    (tmp_path / "my_judge.py").write_text(readme_block("my_judge.py"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    states = [RolloutState(response=text, ground_truth="4") for text in ("it is 4", "4", "5")]
-    assert ask(load_judge("my_judge:rank"), *states) == [
-        {"score": 0.5},
-        {"score": 1.0},
-        {"score": 0.0},
-    ]
-
-
 # -- put together ------------------------------------------------------------
 
 

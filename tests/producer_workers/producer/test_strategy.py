@@ -16,7 +16,6 @@ from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
-from producer_workers.group_runs.loop_result import load_sample_filter, not_all_equal
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,
     ProduceContext,
@@ -24,6 +23,7 @@ from producer_workers.producer.strategy import (
     contexts,
     strategies_of,
 )
+from producer_workers.worker.loop_border import load_sample_filter, not_all_equal
 
 CONFIG = """
 [run]
@@ -237,4 +237,4 @@ def test_not_all_equal_wants_scores_that_differ() -> None:
     assert not not_all_equal(group(1.0))
     assert load_sample_filter("not_all_equal") is not_all_equal
     with pytest.raises(ConfigError, match="no 'nothing'"):
-        load_sample_filter("buffer.store.keys:nothing")
+        load_sample_filter("buffer.redis.keys:nothing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
-from producer_workers.group_runs.pending_groups import Protection
+from producer_workers.worker.held_groups import Protection
 
 TASKS = {
     "math": TaskLimits(),

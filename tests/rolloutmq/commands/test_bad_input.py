@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from tests.rolloutmq.conftest import Command, in_process
 from tests.rolloutmq.populate import Scene, populate
 

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batches.audits import Finding, Position
-from buffer.server.embedded import EmbeddedServer
+from buffer.ledger.audits import Finding, Position
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene
 

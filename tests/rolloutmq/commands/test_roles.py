@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from buffer.maintenance.remove_run import remove_run
-from buffer.server.acl import acl_line, user_name
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.keys import Keys
-from buffer.store.store import Store
-from tests.buffer.server.test_acl import words
+from buffer.redis.keys import Keys
+from buffer.redis.server.acl import acl_line, user_name
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from tests.buffer.redis.server.test_acl import words
 from tests.rolloutmq.conftest import in_process
 from tests.rolloutmq.populate import populate
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.command_list import all_commands
 from tests.rolloutmq.conftest import ROOT, Command, in_process, rolloutmq
 from tests.rolloutmq.populate import Scene

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command
 
 CONFIG = str(ROOT / "configs" / "demo.toml")

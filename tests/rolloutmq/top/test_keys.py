@@ -20,7 +20,7 @@ from typing import Any
 
 from buffer.control.control import Mode
 from buffer.model.ids import group_id
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT
 from tests.rolloutmq.populate import Scene
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from rolloutmq.commands.administration.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.starting import starting_lines

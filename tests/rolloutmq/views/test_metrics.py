@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
 from buffer.model.ids import new_nonce
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from rolloutmq.views.http_endpoint import MetricsEndpoint
 from rolloutmq.views.process_metrics import serve_process
 from rolloutmq.views.prometheus import RunCollector
@@ -75,7 +75,7 @@ def test_a_page_elsewhere_whose_name_means_this_machine_reads_nothing(
 def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -> None:
     found = samples(fetch(f"{endpoint.url}/metrics"))
     task = next(t for t in scene.run.account.totals().tasks if t.task == "math")
-    for place, groups in task.places.items():
+    for place, groups in task.stages.items():
         assert found["rolloutmq_groups", place, "math"] == groups
     assert found["rolloutmq_groups_enqueued_total", "math"] == task.enqueued == 12
     assert found["rolloutmq_train_steps_total", "taken"] == 2

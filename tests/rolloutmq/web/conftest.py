@@ -21,7 +21,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.web.access import Access
 from rolloutmq.web.app import make_app
 from tests.rolloutmq.conftest import ROOT, scene, server, store

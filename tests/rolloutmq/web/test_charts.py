@@ -11,7 +11,7 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 

@@ -11,9 +11,9 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from buffer.batches.audits import Finding, Position
 from buffer.control.control import Mode
-from buffer.server.embedded import EmbeddedServer
+from buffer.ledger.audits import Finding, Position
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until

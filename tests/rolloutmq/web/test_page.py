@@ -49,7 +49,7 @@ def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, sho
     chromium.set_window_size(*DESK)
     go(chromium, address, "run")
     text = until(chromium, "Groups by stage")
-    for place, groups in scene.run.account.totals().tasks[0].places.items():
+    for place, groups in scene.run.account.totals().tasks[0].stages.items():
         assert f"{place} {groups} " in text.replace("\n", " ") + " "
     assert "trainer alive" in chromium.find_element(By.ID, "headline").text
     chromium.save_screenshot(str(shots / "run.png"))
@@ -81,7 +81,7 @@ def test_a_group_offers_what_may_be_done_with_it(
     chromium: Chrome, address: str, scene: Scene
 ) -> None:
     gids = [group_id("math", draw) for draw in range(12)]
-    places = scene.run.account.places_of(gids)
+    places = scene.run.account.stages_of(gids)
     go(chromium, address, "groups")
     for stage, words, buttons in (
         ("waiting", "", ["Drop…"]),

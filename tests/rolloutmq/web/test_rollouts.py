@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from buffer.server.embedded import EmbeddedServer
+from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene, write_samples
 from tests.rolloutmq.web.test_page import DESK, PATIENCE_S, go, turn, until
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.batches.ledger import BatchLedger
 from buffer.config.config import TrainingConfig
+from buffer.ledger.ledger import BatchLedger
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.handle.rollout_consumer import RolloutConsumer

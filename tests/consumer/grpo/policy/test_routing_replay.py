@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from buffer.config.sections.engine import TransformersConfig
 from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
-from buffer.store.media_folder import MediaFolder
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from producer_workers.engines import build_engine

@@ -16,8 +16,8 @@ import pytest
 import redis
 
 from buffer.errors import RolloutMQError
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from rolloutmq.commands.administration import doctor
 from rolloutmq.commands.administration.doctor import diagnose_run
 from rolloutmq.commands.look.status import show

@@ -13,8 +13,8 @@ from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
+from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.store.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.commands.administration import diagnosis

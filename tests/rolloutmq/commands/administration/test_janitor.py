@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from buffer.model.limits import RunLimits
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.rolloutmq.conftest import ROOT, Command, in_process
 

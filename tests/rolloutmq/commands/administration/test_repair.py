@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from buffer.model.ids import group_id
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.buffer.keyspace import dump
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.store.signing import Key, read_keys
+from buffer.redis.signing import Key, read_keys
 from tests.rolloutmq.conftest import ROOT, in_process
 
 

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from buffer.model.manifest import Manifest
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 

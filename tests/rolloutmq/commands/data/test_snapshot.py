@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from buffer.control.control import Mode
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.store.store import Store
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 

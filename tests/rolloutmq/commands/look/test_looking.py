@@ -15,11 +15,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.batches.position import Position
+from buffer.ledger.position import Position
 from buffer.model.ids import group_id, new_nonce
 from buffer.monitoring.tracing import trace_id
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from tests.rolloutmq.conftest import ROOT, Command, in_process, json_of
 from tests.rolloutmq.populate import ESCAPE, Scene, write_samples, write_steps
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from buffer.maintenance.remove_run import remove_run
+from buffer.redis.keys import Keys
+from buffer.redis.server.embedded import valkey_binary
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import valkey_binary
-from buffer.store.keys import Keys
-from buffer.store.store import Store
 from rolloutmq.run_owner import own
 from tests.cluster import Cluster, start_cluster
 from tests.rolloutmq.conftest import Command, in_process, json_of, rolloutmq

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerState
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
-from buffer.store.store import Store
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 

@@ -1,0 +1,210 @@
+"""Puts groups that no worker holds into a run: from a user's own loop, or from a file (`put.lua`).
+
+They get draws of their own (from `IMPORTED_FROM` on) and counters of their own:
+`enqueued + put + imported = sum of all stages` (I1). From then on they are groups like any other:
+they are taken in the order of the run's policy, the producer starts that many fewer, and members
+that become too old start again. A lineage of weights that this run never had counts as old as the
+run's oldest fork (I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
+from buffer.groups.submit import order_argument
+from buffer.model.byte_size import format_size
+from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
+from buffer.model.job import PayloadRef
+from buffer.model.limits import RunLimits
+from buffer.model.order_policy import OrderFunction
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
+from buffer.redis.replies import unknown_reply
+from buffer.redis.store import Store
+from buffer.rollouts import wire
+from buffer.rollouts.group import RolloutGroup, prompt_of
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+
+_MAX_RACES = 100
+"""How often another import may take the draw before this one gives up."""
+
+_REFUSED = {
+    Status.INIT: "nothing was generated yet: the producer starts prompts, from a data set",
+    Status.FAILED: "what failed is not kept: generate it again",
+    Status.FILTERED: "what was judged useless is not kept",
+}
+
+
+def stamped(
+    states: Sequence[RolloutState], weights: PolicyVersion | None, ageless: bool
+) -> list[RolloutState]:
+    """Return copies of the rollouts, with tokens after the last span attributed to `weights`.
+
+    `ageless` means that no policy of this run made them. Raises WireError for a rollout with
+    tokens, but without spans, unless one of the two is given: a guess would falsify its staleness
+    (I9).
+    """
+    copies = [state.model_copy() for state in states]
+    for state in copies:
+        if weights is not None:
+            state.stamp(weights)
+        elif len(state.response_ids) and not state.spans and not ageless:
+            raise WireError(
+                f"rollout {state.index} has {len(state.response_ids)} tokens, but no spans that "
+                "name the weights that made them",
+                hint="pass weights=PolicyVersion(lineage, M), or ageless=True if no policy of this "
+                "run made them",
+            )
+    return copies
+
+
+def described(
+    group: RolloutGroup, ref: PayloadRef, limits: RunLimits, function: OrderFunction | None
+) -> dict[str, int | str]:
+    """Return the arguments of `put` and `update` that describe a group and its bytes."""
+    finite = group.scores[np.isfinite(group.scores)]
+    reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
+    return {
+        "status": group.status.value,
+        "samples": len(group),
+        "tokens": int(group.lengths.sum(dtype=np.int64)),
+        "size": ref.size,
+        "crc": ref.crc,
+        "reward": f"{reward:.6g}",
+        "order": order_argument(group, limits, function),
+        "lag": limits.token_lag(group.task),
+        "chunks": ref.chunks,
+    }
+
+
+class GroupPut:
+    """Puts groups one after the other, as one operation.
+
+    Usage:
+        intake = GroupPut(store, keys, limits, payloads, "put")
+        gid, pool = intake.put("math", make_group, retryable=True)
+        intake.close()  # so that no trace of the operation stays on the server
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        counter: Literal["put", "imported"],
+        order_function: OrderFunction | None = None,
+    ) -> None:
+        """Prepare to put; `order_function` is the order policy of the run if a user wrote it."""
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
+        self._counter = counter
+        self._order_function = order_function
+        self._operation = new_nonce()
+        # groups put so far by task: with the operation, the natural key of each call (I13)
+        self._counts = dict.fromkeys(limits.training_tasks, 0)
+
+    def close(self) -> None:
+        """Delete the traces of the operation: none of its calls will be repeated any more."""
+        used = [task for task, count in self._counts.items() if count]
+        self._store.each(
+            "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
+        )
+
+    def check(self, group: RolloutGroup) -> None:
+        """Raise the WireError or ConfigError that `put` would raise, before anything is stored."""
+        if group.task not in self._counts:
+            raise ConfigError(
+                f"there is no training task {group.task!r}",
+                hint=f"known: {', '.join(self._counts)}",
+            )
+        if hint := _REFUSED.get(group.status):
+            raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
+        order_argument(group, self._limits, self._order_function)
+        wire.encode_checked(group)
+
+    def put(
+        self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
+    ) -> tuple[str, str]:
+        """Put the group that `make` returns for a gid; return the gid and where the group is.
+
+        That is completed, aborted, expired or dropped: members that are too stale for the next
+        train step start again if `retryable`, else their group is dropped.
+        """
+        draw = self._next_draw(task)
+        for _ in range(_MAX_RACES):
+            gid = group_id(task, draw)
+            match self._call(make(gid), draw, retryable):
+                case ["OK", status]:
+                    self._counts[task] += 1
+                    return gid, status
+                case ["DRAW", next_draw]:
+                    draw = int(next_draw)
+                case reply:
+                    raise _refusal(gid, task, reply)
+        raise ConfigError(
+            f"{task}: another import takes every draw", hint="wait until that import has finished"
+        )
+
+    def _next_draw(self, task: str) -> int:
+        progress = self._keys.progress(task)
+        counts = self._store.retrying(
+            "put", lambda: self._store.control.hmget(progress, "put", "imported")
+        )
+        return IMPORTED_FROM + sum(int(count or 0) for count in counts)
+
+    def _call(self, group: RolloutGroup, draw: int, retryable: bool) -> list[str]:
+        keys = self._keys
+        gid = group.gid
+        task = group.task
+        token = new_nonce()
+        prompt = wire.encode(prompt_of(group))
+        self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
+        ref = self._payloads.write(gid, token, wire.encode(group))
+        payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
+        reply = self._store.call(
+            "put",
+            keys.slots(task=task),
+            {
+                "task": task,
+                "gid": gid,
+                "token": token,
+                "operation": self._operation,
+                "place": self._counts[task] + 1,
+                "counter": self._counter,
+                "draw": draw,
+                "first": IMPORTED_FROM,
+                "threshold": self._limits.threshold(task),
+                "retryable": int(retryable),
+                "mark": self._limits.high_bytes,
+                **described(group, ref, self._limits, self._order_function),
+                "prompt": len(prompt),
+            },
+            keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
+            group.made_by(self._limits.token_lag(task) != ""),
+            durable=True,
+        )
+        pin_listed(self._store, keys)
+        return reply
+
+
+def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
+    """Return the error for a group that `put.lua` refused for good."""
+    match reply:
+        case ["NO_DRAWS", cursor]:
+            return ConfigError(f"{task} has drawn {cursor} groups: no draws are left for others")
+        case ["FULL", held, mark]:
+            return MemoryFull(
+                f"the run holds {format_size(int(held))} of payloads, and accepts no more above "
+                f"{format_size(int(mark))}",
+                hint="let the trainer commit what it took, then try again",
+            )
+        case ["MISSING", size]:
+            return PayloadMissing(f"group {gid}: {size} bytes arrived", hint="put it again")
+    return unknown_reply("put", reply)

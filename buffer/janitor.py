@@ -1,0 +1,161 @@
+"""Do what is due from time to time: end leases, expire groups, forget batches, free bytes.
+
+Any process may do it. A step that is repeated finds nothing to do (I13), so any number of processes
+may sweep at once, without a leader or a lock, and each may die at any point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from buffer.errors import LostRun
+from buffer.groups.job_queue import JobQueue
+from buffer.groups.order_index import expire
+from buffer.ledger.ledger import BatchLedger
+from buffer.maintenance.media_sweep import MediaSweep
+from buffer.model.limits import RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.media_folder import MediaFolder
+from buffer.redis.payloads import PIN, PayloadStore, pin_listed
+from buffer.redis.store import Store
+
+REAP = 200
+"""Leases that one sweep takes back at most."""
+
+EXPIRE = 250
+"""Groups that one sweep moves out of one pool at most."""
+
+IN_TURN = 50
+"""Sweeps in the time of one lease, by all processes that sweep in turn."""
+
+FREE = 200
+"""Payloads freed in one round trip; a sweep makes FREE_ROUNDS of them at most."""
+
+FREE_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep did, and whether there is more to do."""
+
+    reaped: int = 0
+    """groups whose worker fell silent; they wait again"""
+    buried: int = 0
+    """groups whose worker fell silent and whose tries are used up: dead letters"""
+    gone_workers: int = 0
+    """workers that were silent for long and hold nothing; they are forgotten"""
+    expired: int = 0
+    """groups that are too old for the next train step"""
+    forgotten: int = 0
+    """archived batches that are no longer retained"""
+    freed: int = 0
+    """payloads whose bytes are freed"""
+    media: int = 0
+    """ended groups whose files are deleted"""
+    has_more: bool = False
+    """a limit of this sweep was reached; sweep again at once"""
+    grace_ms: int = 0
+    """how long leases are still spared after an outage (I11)"""
+
+
+class Janitor:
+    """Sweeps one run.
+
+    Usage:
+        while run.janitor.sweep().has_more: ...
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        nonce: str,
+        limits: RunLimits,
+        jobs: JobQueue,
+        ledgers: Sequence[BatchLedger],
+        payloads: PayloadStore,
+        media: MediaFolder | None,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._nonce = nonce
+        self._limits = limits
+        self._jobs = jobs
+        self._ledgers = ledgers
+        self._payloads = payloads
+        self._media = MediaSweep(store, keys, media, ledgers) if media else None
+
+    def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
+        """Do what is due, up to a limit for each kind of work; see `Swept.has_more`.
+
+        Without `files`, no disk is touched; without `archive`, no batch, which workers must not do
+        (redis/server/acl.py). Raises LostRun if another run has the name: the limits of this one
+        do not apply to it.
+        """
+        if not self._is_there():
+            return Swept()
+        reaped = self._jobs.reap(REAP)
+        expired = [
+            expire(self._store, self._keys, self._limits, task, status, EXPIRE)
+            for task in self._limits.training_tasks
+            for status in ("completed", "aborted")
+        ]
+        expired += [self._jobs.expire_waiting(task, EXPIRE) for task in self._limits.training_tasks]
+        forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
+        freed = self._free()
+        media, has_files = self._media.sweep() if self._media and files else (0, False)
+        return Swept(
+            reaped.waiting,
+            reaped.buried,
+            reaped.gone_workers,
+            sum(expired),
+            sum(batches for _, batches, _ in forgotten),
+            freed,
+            media,
+            has_more=has_files
+            or reaped.groups == REAP
+            or EXPIRE in expired
+            or any(left for _, _, left in forgotten)
+            or freed == FREE * FREE_ROUNDS,
+            grace_ms=reaped.grace_ms,
+        )
+
+    def sweep_in_turn(self) -> Swept:
+        """Sweep leases and bytes only, and not if another process did so a moment ago.
+
+        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the
+        server.
+        """
+        fields = self._store.retrying(
+            "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
+        )
+        seen_ms, swept_ms = (int(field or 0) for field in fields)
+        if 0 <= seen_ms - swept_ms < self._limits.lease_ms / IN_TURN:
+            return Swept()
+        # no files: a disk that hangs must not stop the heartbeats of a worker
+        return self.sweep(files=False, archive=False)
+
+    def _is_there(self) -> bool:
+        """Return whether the server holds the run: the trainer restores one that is lost."""
+        found = self._store.retrying(
+            "janitor", lambda: self._store.control.hget(self._keys.meta, "nonce")
+        )
+        if found is not None and found.decode() != self._nonce:
+            raise LostRun(
+                f"the server holds another run named {self._keys.run!r} now",
+                hint="start this process again",
+            )
+        return found is not None
+
+    def _free(self) -> int:
+        total = 0
+        for _ in range(FREE_ROUNDS):
+            if pin_listed(self._store, self._keys) < PIN:
+                break
+        for _ in range(FREE_ROUNDS):
+            freed = self._payloads.collect(FREE)
+            total += freed
+            if freed < FREE:
+                break
+        return total

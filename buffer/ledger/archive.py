@@ -1,0 +1,110 @@
+"""Batches that were trained and committed, and how long their bytes and manifests are retained.
+
+`commit` only archives. The run's limits define what is freed after that: all at once, all but the
+last N batches, or what was exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from buffer.errors import RunDamaged
+from buffer.model.limits import RunLimits
+from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
+
+
+def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
+    """Return the manifest in the lines of a key. Raises RunDamaged."""
+    try:
+        return Manifest.parse(step, lines)
+    except ValueError as error:
+        text = f"the manifest of step {step} in {key} cannot be read: {error}"
+        raise RunDamaged(text, hint=HINT) from error
+
+
+class Forgotten(NamedTuple):
+    """Reports one slice of `Archive.forget`."""
+
+    newest: int
+    """newest step of which nothing is left"""
+    freed: int
+    """batches freed by this slice"""
+    left: int
+    """batches that are still to be freed"""
+
+
+class Archive:
+    """Reads and frees the archived batches of one ledger."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._name = name
+
+    def forget(self, *, exported: int = 0, everything: bool = False) -> int:
+        """Free archived batches whose retention has ended; return the newest step that is gone.
+
+        `exported`: batches up to this step were copied elsewhere, which frees them under
+        `retain_until_exported`. `everything` also frees retained batches. Evaluations are never
+        retained. Any process may call this at any time.
+        """
+        while True:
+            done = self.forget_slice(exported=exported, everything=everything)
+            if not done.left:
+                return done.newest
+
+    def forget_slice(self, *, exported: int = 0, everything: bool = False) -> Forgotten:
+        """Free a bounded number of groups, as `forget` does."""
+        limits = self._limits
+        retains = self._name == "train" and not everything
+        reply = self._store.call(
+            "forget",
+            self._keys.slots(ledger=self._name),
+            {
+                "retain": limits.retain_batches if retains else 0,
+                "wait": int(limits.retain_until_exported and retains),
+                "exported": exported,
+                "limit": 1000,
+            },
+        )
+        newest, left, freed = (int(number) for number in reply[1:])
+        return Forgotten(newest, freed, left)
+
+    def steps(self) -> range:
+        """Return the steps whose archived batches still exist.
+
+        Read them with `manifest` and `ReplayBuffer.get`.
+        """
+        forgotten, freed, _ = self._counters()
+        return range(forgotten + 1, freed + 1)
+
+    def entries(self) -> Iterator[ManifestEntry]:
+        """Yield the archived groups whose bytes still exist.
+
+        Includes the archived part of a batch that is being archived.
+        """
+        forgotten, freed, done = self._counters()
+        for step in range(forgotten + 1, freed + 2):
+            manifest = self.manifest(step)
+            entries = manifest.entries if manifest else []
+            yield from entries if step <= freed else entries[:done]
+
+    def manifest(self, step: int) -> Manifest | None:
+        """Return the recorded manifest of a step, or None if it was freed or never taken."""
+        key = self._keys.batch(self._name, step)
+        raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
+        lines = [line.decode() for line in raw]
+        return parse_manifest(key, step, lines) if lines else None
+
+    def _counters(self) -> tuple[int, int, int]:
+        """Return the newest forgotten and archived steps, and the groups archived after them."""
+        names = ("forgotten", "freed", "slice")
+        ledger = self._keys.ledger(self._name)
+        values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, *names))
+        forgotten, freed, done = read_counts("ledger", ledger, names, values)
+        return forgotten, freed, done

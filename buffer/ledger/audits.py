@@ -1,0 +1,115 @@
+"""The account of audits: which batches were audited, and what was found in them.
+
+An auditor (`consumer/grpo/audit`) chooses groups of a batch after they were taken, so no
+worker can know which. One script records all findings of a batch and the position behind it. An
+auditor that dies before that call chooses anew from the same batch; of two, one is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast, get_args
+
+from buffer.model.manifest import Manifest
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
+
+LONGEST_DETAIL = 500
+"""Bytes."""
+
+Verdict = Literal["agrees", "differs", "impossible"]
+
+
+class Finding(NamedTuple):
+    """What an audit found in one group; `worker` is "" where it is not known any more."""
+
+    verdict: Verdict
+    worker: str
+    gid: str
+    detail: str
+
+
+class Position(NamedTuple):
+    """The newest audited batch: its step, and the server's time in ms when it was taken."""
+
+    step: int = 0
+    taken_ms: int = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Position:
+        """Return the position of a batch."""
+        found = re.search(r" taken_ms=(\d+)", manifest.header)
+        return cls(manifest.step, int(found[1]) if found else 0)
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Return the position with this `str`; for other text, that before the first batch."""
+        found = re.fullmatch(r"(\d+)\.(\d+)", text)
+        return cls(int(found[1]), int(found[2])) if found else cls()
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.taken_ms}" if self.step else ""
+
+    def precedes(self, other: Position) -> bool:
+        """Return whether the batch at `other` was taken later; steps repeat after a rollback."""
+        return other.step > self.step or other.taken_ms > self.taken_ms
+
+
+class AuditAccount(NamedTuple):
+    """The audits of a run so far: groups by worker, and batches that were freed before theirs."""
+
+    position: Position
+    missed: int
+    groups: dict[str, dict[Verdict, int]]
+    failed: dict[str, str]
+    """the newest audit that failed of each worker, until an operator admits the worker"""
+
+
+class Audits:
+    """Reads and writes the account of audits of one run."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store = store
+        self._keys = keys
+
+    def record(
+        self, before: Position, after: Position, findings: Sequence[Finding], *, missed: int = 0
+    ) -> bool:
+        """Record the findings of the batch at `after`, and bar the workers that they name.
+
+        `before`: the position that was read. Returns False, and changes nothing, if another auditor
+        has audited the batch.
+        """
+        units = [
+            part
+            for verdict, worker, gid, detail in findings
+            for part in (verdict, worker, gid, _shortened(detail))
+        ]
+        arguments: dict[str, Arg] = {"before": str(before), "after": str(after), "missed": missed}
+        reply = self._store.call("audit", self._keys.slots(), arguments, tail_args=units)
+        return bool(reply[0] != "MOVED")
+
+    def read(self) -> AuditAccount:
+        """Return the account. One round trip."""
+        raw = self._store.retrying("audits", lambda: self._store.control.hgetall(self._keys.audits))
+        fields = {
+            name.decode(errors="replace"): value.decode(errors="replace")
+            for name, value in raw.items()
+        }
+        missed = fields.get("missed", "")
+        position = Position.parse(fields.get("position", ""))
+        account = AuditAccount(position, int(missed) if missed.isdecimal() else 0, {}, {})
+        for name, value in fields.items():
+            kind, _, worker = name.partition(":")
+            if kind == "failed":
+                account.failed[worker] = value
+            elif kind in get_args(Verdict) and value.isdecimal():
+                account.groups.setdefault(worker, {})[cast(Verdict, kind)] = int(value)
+        return account
+
+
+def _shortened(detail: str) -> str:
+    # what a worker submitted is part of it
+    return detail.encode(errors="replace")[:LONGEST_DETAIL].decode(errors="ignore")

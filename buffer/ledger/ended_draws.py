@@ -1,0 +1,166 @@
+"""Report to a server that lost data which draws ended, and which are to be drawn again (I3, I6)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from buffer.errors import LedgerError
+from buffer.ledger.position import Bools, DrawSet, Position
+from buffer.model.ids import IMPORTED_FROM, split_group_id
+from buffer.model.limits import RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.replies import unfenced
+from buffer.redis.store import Store
+
+SLICE = 128
+"""Draws in one call of the script."""
+
+Ending = tuple[int, str]
+"""A draw, and what happens to it: archived, dropped, or again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Describes one task as the server records it.
+
+    No draw from `drawn` on ever entered, nor an imported one from `added_by_hand` on.
+    """
+
+    drawn: int
+    added_by_hand: int
+    archived: Bools
+    imported: Bools
+
+
+class EndedDraws:
+    """Compares the server's bitmaps with what was trained, and corrects the server.
+
+    `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
+    """
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, nonce: str) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._nonce = nonce
+        self.changed = self.lost = 0
+
+    def end(self, position: Position, living: Collection[str]) -> None:
+        """Archive every trained draw that is not in a batch (`living`), from every stage."""
+        for task in self._limits.training_tasks:
+            known = self._known(task)
+            in_batches = numbers_of(task, living)
+            drawn = _of(position.trained.tasks, task)
+            imported = _of(position.trained.imported, task)
+            ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
+            ends += _end_imported(imported.to_bools(), known)
+            ends = [(draw, end) for draw, end in ends if draw not in in_batches]
+            seen = position.cursors.get(task, 0)
+            lost = sum(draw not in drawn for draw in range(known.drawn, seen))
+            self._assert(task, ends, seen, lost)
+
+    def revive(self, position: Position) -> None:
+        """Let archived draws that were not trained be drawn again.
+
+        An imported group cannot be drawn again, and is dropped.
+        """
+        for task in self._limits.training_tasks:
+            self._assert(task, self._untrained(task, position), 0, 0)
+
+    def has_untrained(self, position: Position) -> bool:
+        """Return whether `revive` would change anything."""
+        return any(self._untrained(task, position) for task in self._limits.training_tasks)
+
+    def _untrained(self, task: str, position: Position) -> list[Ending]:
+        known = self._known(task)
+        drawn = _of(position.trained.tasks, task)
+        imported = _of(position.trained.imported, task)
+        again = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
+        lost = _missing(known.imported, imported.to_bools())
+        return again + [(IMPORTED_FROM + number, "dropped") for number in lost]
+
+    def _known(self, task: str) -> _Draws:
+        progress = self._keys.progress(task)
+        archived = self._keys.ended(task, "archived")
+        counts, drawn, imported = self._store.each(
+            "draws",
+            [
+                ("HMGET", progress, "cursor", "highest_draw", "lost_to", "put", "imported"),
+                # one bitmap: imported groups are numbered from IMPORTED_FROM on
+                ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
+                ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
+            ],
+        )
+        cursor, highest_draw, lost_to, put, added = (int(count or 0) for count in counts)
+        return _Draws(
+            max(cursor, highest_draw, lost_to), put + added, _bools(drawn), _bools(imported)
+        )
+
+    def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
+        rest = iter(ends)
+        part = list(islice(rest, SLICE))
+        while part or lost:
+            reply = self._store.call(
+                "mark_trained",
+                self._keys.slots(),
+                {
+                    "nonce": self._nonce,
+                    "task": task,
+                    "first": IMPORTED_FROM,
+                    "seen": seen,
+                    "lost": lost,
+                },
+                tail_args=[value for ending in part for value in ending],
+                durable=True,
+            )
+            expect_ok("mark_trained", reply)
+            self.changed += int(reply[1])
+            self.lost += lost
+            part = list(islice(rest, SLICE))
+            lost = 0
+
+
+def expect_ok(script: str, reply: list[Any]) -> None:
+    """Raise Fenced, or LedgerError for every other reply that is not OK."""
+    match unfenced(reply, "trainer"):
+        case ["OK", *_]:
+            return
+    raise LedgerError(
+        f"the run changed while it was recovered ({script}: {' '.join(map(str, reply))})",
+        hint="open the trainer again: it continues the recovery",
+    )
+
+
+def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
+    """Return the draws of a task among the given groups."""
+    return {draw for name, draw in map(split_group_id, gids) if name == task}
+
+
+def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
+    """Yield how imported groups end: archived if trained, else dropped.
+
+    The server cannot restore an imported group that it lost, and its number is never used again.
+    """
+    forgotten = range(known.added_by_hand, int(trained.nonzero()[0].max(initial=-1)) + 1)
+    for number in sorted({*_missing(trained, known.imported), *forgotten}):
+        yield IMPORTED_FROM + number, "archived" if trained[number] else "dropped"
+
+
+def _of(sets: dict[str, DrawSet], task: str) -> DrawSet:
+    return sets.get(task, DrawSet())
+
+
+def _bools(bitmap: bytes) -> Bools:
+    return np.unpackbits(np.frombuffer(bitmap, "u1")).astype(bool)
+
+
+def _missing(wanted: Bools, found: Bools) -> list[int]:
+    """Return the numbers that are in `wanted` and not in `found`."""
+    missing = wanted.copy()
+    missing[: len(found)] &= ~found[: len(wanted)]
+    return [int(number) for number in np.flatnonzero(missing)]

@@ -1,0 +1,322 @@
+"""Batches as records: numbered steps, manifests, and commits tied to checkpoints (I4 to I8).
+
+The trainer takes step T, trains, writes its checkpoint, then commits. Wherever a process dies in
+between, taking T again returns the same groups in the same order. The position is stored in the
+trainer's checkpoint, as Kafka stores offsets with the output; Redis only must not free what a kept
+checkpoint may ask for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from buffer.errors import ConfigError, LedgerError, RunDamaged
+from buffer.groups.order_index import expire_all, fill_index
+from buffer.ledger.archive import Archive, parse_manifest
+from buffer.model.ids import split_group_id
+from buffer.model.limits import RunLimits
+from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.scripts import Arg
+from buffer.redis.store import Store
+
+BAD_GROUPS = 8
+"""Unusable groups of one worker within `BAD_WINDOW_MS` that bar it from claiming (I11)."""
+
+BAD_WINDOW_MS = 600_000
+
+_GAP = (
+    "if a later step was taken, the server lost data: see `rolloutmq fsck`, or open the trainer "
+    "again from the newest checkpoint"
+)
+
+_ORDER_PASSES = 20
+"""Attempts to put the groups in order before a script that takes some of them."""
+
+
+class LedgerSteps(NamedTuple):
+    """The newest step that was taken, that was committed, and whose batch was archived."""
+
+    taken: int
+    committed: int
+    freed: int
+
+
+class BatchLedger:
+    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter.
+
+    Usage:
+        answer = ledger.take(nonce, step, {"math": 16})
+        if isinstance(answer, Manifest):
+            groups = buffer.load(answer)
+            ...
+            ledger.commit(nonce, step, keep=oldest_checkpoint)
+    """
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str = "train") -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self.name = name
+        self.archive = Archive(store, keys, limits, name)
+
+    # -- take ----------------------------------------------------------------------------------
+
+    def take(
+        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
+    ) -> Manifest | NotReady:
+        """Return the manifest of `step`: the recorded one, or else one of the next ready groups.
+
+        Without `strict`, the batch contains what is ready. Where no group is asked for, the
+        manifest is empty and nothing is recorded: the step can still be taken. No stale group is
+        ever returned, whether or not `refresh` has run (I8). Raises Fenced; LedgerError for a step
+        that is not the next; ConfigError for a task that the run does not have.
+        """
+        training = self.name == "train"
+        limits = self._limits
+        _check_counts(counts, limits.training_tasks if training else list(limits.tasks))
+        tasks = [task for task, count in counts.items() if count > 0]
+        args: dict[str, Arg] = {
+            "nonce": nonce,
+            "step": step,
+            "strict": int(strict),
+            "policy": limits.order if training else "staleness",
+            "tokens": "",
+            "low": limits.low_bytes,
+            "high": limits.high_bytes,
+        }
+        if training and limits.token_threshold is not None:
+            args["tokens"] = limits.token_threshold
+        reply = self._call_in_order(
+            "take_batch",
+            self._keys.slots(ledger=self.name, step=step),
+            args,
+            [self._keys.slots(task=task) for task in tasks],
+            [arg for task in tasks for arg in (task, counts[task], limits.threshold(task))],
+        )
+        return self._taken(reply, step, tasks)
+
+    def _taken(self, reply: list[Any], step: int, tasks: Sequence[str]) -> Manifest | NotReady:
+        match reply:
+            case ["OK", *lines]:
+                return parse_manifest(self._keys.batch(self.name, step), step, lines)
+            case ["SHORT", *rows]:
+                return NotReady(_missing(rows))
+            case ["CHECKPOINT_NOW", *rows]:
+                return NotReady(_missing(rows), checkpoint_now=True)
+            case ["EMPTY"] if not tasks:
+                return Manifest(step, "", ())
+            case ["EMPTY"]:
+                return NotReady(dict.fromkeys(tasks, (0, 0)))
+            case ["RECOVERING"]:
+                return NotReady({}, recovering=True)
+            case ["COMMITTED", committed]:
+                raise LedgerError(f"step {step} is behind the committed step {committed}")
+            case ["GAP", taken]:
+                raise LedgerError(
+                    f"step {step} cannot be taken: {self._keys.ledger(self.name)} says that the "
+                    f"last taken step is {taken}",
+                    hint=_GAP,
+                )
+            case ["TOO_MANY", limit]:
+                raise LedgerError(f"a batch contains at most {limit} groups")
+        unfenced(reply, "trainer")
+        raise unknown_reply("take_batch", reply)
+
+    def _call_in_order(
+        self,
+        script: str,
+        keys: SlotKeys,
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[SlotKeys] = (),
+        tail_args: Sequence[Arg] = (),
+    ) -> list[Any]:
+        """Call a script that takes groups in the order of the run's policy.
+
+        A script searches only a bounded range. It changes nothing and replies BLOCKED if too many
+        stale groups precede the fresh ones, and UNORDERED if the index lacks ready groups (after a
+        change of policy, for example); both are corrected here. Raises Fenced, and RunDamaged where
+        the record of a group of the pool is gone.
+        """
+        reply: list[Any] = []
+        for _ in range(_ORDER_PASSES):
+            reply = self._store.call(script, keys, args, tail_keys, tail_args, durable=True)
+            match reply:
+                case ["BLOCKED", task]:
+                    expire_all(self._store, self._keys, self._limits, task, "completed")
+                case ["UNORDERED", task]:
+                    fill_index(self._store, self._keys, self._limits, args["nonce"], task)
+                case ["DAMAGED", record]:
+                    raise RunDamaged(
+                        f"{record} is gone, and its group is in a pool: {script} did nothing",
+                        hint=HINT,
+                    )
+                case _:
+                    return reply
+        pool, order = self._keys.pool(reply[1], "completed"), self._keys.order(reply[1])
+        raise RunDamaged(f"{script}: {pool} and {order} do not agree ({reply[0]})", hint=HINT)
+
+    # -- quarantine ------------------------------------------------------------------------------
+
+    def quarantine(
+        self,
+        nonce: str,
+        step: int,
+        entry: ManifestEntry,
+        reason: str,
+        *,
+        is_workers_fault: bool = True,
+    ) -> Manifest:
+        """Replace an unusable group by the next ready one of its task, or leave its slot empty.
+
+        The batch must be taken and not committed. Returns its new revision, which `take` returns
+        from now on; the group becomes a dead letter with `reason`. If it `is_workers_fault`, it
+        counts against its worker, which is barred after BAD_GROUPS of them within BAD_WINDOW_MS.
+        Raises Fenced, LedgerError.
+        """
+        task, _ = split_group_id(entry.gid)
+        # messages may contain lone surrogates, which JSON cannot contain
+        text = reason[:2000].encode(errors="replace").decode()
+        reply = self._call_in_order(
+            "quarantine",
+            self._keys.slots(ledger=self.name, step=step, task=task),
+            {
+                "nonce": nonce,
+                "step": step,
+                "gid": entry.gid,
+                "token": entry.payload.token,
+                "reason": orjson.dumps(text).decode(),
+                "most": BAD_GROUPS if is_workers_fault else 0,
+                "window_ms": BAD_WINDOW_MS,
+            },
+        )
+        _accepted(reply, step, entry.gid)
+        return self.recorded(step)
+
+    def refill(self, nonce: str, step: int) -> Manifest | NotReady:
+        """Fill the slots that quarantine left empty with ready groups.
+
+        Returns the new record of the batch, or NotReady while some slots are still empty. Raises
+        Fenced, LedgerError.
+        """
+        still_empty: dict[str, tuple[int, int]] = {}
+        for task in self.recorded(step).open_places:
+            reply = self._call_in_order(
+                "refill",
+                self._keys.slots(ledger=self.name, step=step, task=task),
+                {"nonce": nonce, "step": step, "task": task},
+            )
+            _filled, empty = _accepted(reply, step, task)
+            if int(empty):
+                still_empty[task] = (0, int(empty))
+        return NotReady(still_empty) if still_empty else self.recorded(step)
+
+    # -- commit ----------------------------------------------------------------------------------
+
+    def commit(self, nonce: str, step: int, keep: int) -> None:
+        """Record that the checkpoint of `step` is durable and that `keep` is the oldest kept one.
+
+        Batches up to `keep` are archived, and freed once they are not retained; newer ones can be
+        delivered again. Raises Fenced, LedgerError.
+        """
+        while not self._commit_slice(nonce, step, keep):
+            pass
+        self.archive.forget()
+
+    def _commit_slice(self, nonce: str, step: int, keep: int) -> bool:
+        """Archive a bounded number of groups; return whether none is left to archive."""
+        tasks = list(self._limits.tasks)
+        reply = self._store.call(
+            "commit",
+            self._keys.slots(ledger=self.name),
+            {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
+            [self._keys.slots(task=task) for task in tasks],
+            tasks,
+            durable=True,
+        )
+        match unfenced(reply, "trainer"):
+            case ["OK", committed, freed]:
+                # nothing behind the committed step is archived, even if `keep` is beyond it
+                return int(committed) < keep or int(freed) >= keep
+        raise LedgerError(
+            f"step {step} of {self._keys.ledger(self.name)} cannot be committed: "
+            f"{' '.join(map(str, reply))}",
+            hint=_GAP,
+        )
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def steps(self) -> LedgerSteps:
+        """Return the newest taken, committed and archived steps. One round trip."""
+        ledger = self._keys.ledger(self.name)
+        values = self._store.retrying(
+            "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
+        )
+        return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
+
+    def manifest(self, step: int) -> Manifest | None:
+        """Return the recorded manifest of a step, or None if it was not taken or was freed."""
+        return self.archive.manifest(step)
+
+    def recorded(self, step: int) -> Manifest:
+        """Return the recorded manifest of a step. Raises LedgerError if there is none."""
+        manifest = self.manifest(step)
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return manifest
+
+    def set_target(self, nonce: str, task: str, target: int) -> None:
+        """Request groups of an evaluation task, `target` in total since the run began."""
+        reply = self._store.call(
+            "set_target",
+            self._keys.slots(task=task),
+            {"nonce": nonce, "task": task, "target": target},
+        )
+        unfenced(reply, "trainer")
+
+
+def _check_counts(counts: Mapping[str, int], known: Sequence[str]) -> None:
+    for task, count in counts.items():
+        if task not in known:
+            raise ConfigError(
+                f"no groups of task {task[:80]!r} can be taken",
+                hint=f"the tasks of this ledger are {', '.join(known)}",
+            )
+        if count < 0:
+            raise ConfigError(
+                f"{count} groups of task {task} cannot be taken", hint="take 0 or more"
+            )
+
+
+def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """Parse (task, ready, wanted) rows: the (ready, wanted) groups of each task."""
+    tasks, ready, wanted = rows[::3], rows[1::3], rows[2::3]
+    numbers = zip(map(int, ready), map(int, wanted), strict=True)
+    return dict(zip(tasks, numbers, strict=True))
+
+
+def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:
+    """Return the fields of an OK reply to `quarantine` of a group or `refill` of a task.
+
+    Raises Fenced, and LedgerError for every other reply.
+    """
+    match unfenced(reply, "trainer"):
+        case ["OK", *fields]:
+            return fields
+        case ["RECOVERING"]:
+            raise LedgerError(
+                f"{what} stays in step {step}: the run is recovering from a fork",
+                hint="open the trainer again",
+            )
+        case ["COMMITTED", committed]:
+            raise LedgerError(
+                f"{what} stays in step {step}, which is trained: step {committed} is committed"
+            )
+        case ["NOT_TAKEN"]:
+            raise LedgerError(f"{what} is not in the batch of step {step}")
+    raise unknown_reply(f"{what} of step {step}", reply)

@@ -1,0 +1,91 @@
+"""Payload bytes of a run, compared with its two marks (I12).
+
+Fresh prompts are started and claimed below the low mark; begun groups (aborted, expired, released)
+and evaluations below the high one. Nothing is ever refused at submit: the memory above the high
+mark is room for the results of running groups. The scripts that move groups count the bytes as two
+totals, what came and what went. They do not include bytes that are not submitted yet, nor those
+that wait in `garbage` to be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from buffer.model.byte_size import format_size
+from buffer.model.limits import RunLimits
+from buffer.redis.key_fields import read_counts
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
+
+FIELDS = ("came", "went")
+
+
+class ByteCount(NamedTuple):
+    """Counts payload bytes since the run began."""
+
+    came: int
+    went: int
+
+    @classmethod
+    def parse(cls, key: str, values: Sequence[bytes | None]) -> ByteCount:
+        """Parse the FIELDS of the key `bytes`. Raises RunDamaged."""
+        return cls(*read_counts("bytes", key, FIELDS, values))
+
+    @property
+    def held(self) -> int:
+        """Return the bytes that are stored now."""
+        return self.came - self.went
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Compares the stored payload bytes with the marks; a mark of 0 means no limit."""
+
+    held: int
+    low: int
+    high: int
+
+    @property
+    def refuses_fresh(self) -> bool:
+        """Return whether no new prompt may be started."""
+        return 0 < self.low <= self.held
+
+    @property
+    def refuses_all(self) -> bool:
+        """Return whether nothing may be started."""
+        return 0 < self.high <= self.held
+
+    def refuses(self, lane: str) -> bool:
+        """Return whether no group of that lane may be started."""
+        return self.refuses_fresh if lane == "fresh" else self.refuses_all
+
+    def __str__(self) -> str:
+        if not self.high:
+            return f"{format_size(self.held)} of payloads, no limit"
+        held, low, high = (format_size(size) for size in (self.held, self.low, self.high))
+        return f"{held} of payloads; new prompts below {low}, begun groups below {high}"
+
+
+class Memory:
+    """Reads the byte account of one run."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+
+    def count(self) -> ByteCount:
+        """Return the bytes as the scripts counted them."""
+        bytes_key = self._keys.bytes
+        values = self._store.retrying(
+            "bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)
+        )
+        return ByteCount.parse(bytes_key, values)
+
+    def use(self, count: ByteCount | None = None) -> MemoryUse:
+        """Compare the bytes with the marks, now or at a given count."""
+        return MemoryUse(
+            (count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes
+        )

@@ -1,0 +1,187 @@
+"""How a process becomes the trainer of a run.
+
+It passes what its checkpoint records, and `take` waits until the server agrees with that.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.errors import ConfigError, LedgerError, LostRun
+from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
+from buffer.ledger.ledger import BatchLedger
+from buffer.ledger.position import Position
+from buffer.model.ids import POOLS
+from buffer.model.limits import RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import PayloadStore
+from buffer.redis.replies import opened, unfenced, unknown_reply
+from buffer.redis.store import Store
+
+log = logging.getLogger("rolloutmq.opening")
+
+_OTHER_SERVER = "connect to the server of this run, restore its data"
+_REGENERATE = (
+    "open with regenerate=True and position=, the one in your checkpoint: what was not trained is "
+    "then generated again"
+)
+_REGENERATE_COMMAND = "start with --regenerate: what was not trained is then generated again"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Describes the run that a trainer opened, its steps, and what was recovered."""
+
+    run_nonce: str
+    taken: int
+    committed: int
+    freed: int
+    recovery: Recovery
+
+
+class TrainerOpening:
+    """Opens the `train` ledger of a run.
+
+    Usage:
+        opening = run.trainers.open(nonce, lineage=lineage, position=position)
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        ledger: BatchLedger,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
+        self._ledger = ledger
+
+    def open(
+        self,
+        nonce: str,
+        *,
+        lineage: str,
+        step: int = 0,
+        run_nonce: str = "",
+        take_over: bool = False,
+        position: Position | None = None,
+        regenerate: bool = False,
+    ) -> Opening:
+        """Become the trainer from a checkpoint of `step` (0: none); `lineage` names its weights.
+
+        `position`, of that checkpoint, replaces `step` and `run_nonce`: with it, a server that lost
+        data is corrected, and run and lineage are then set in it. `regenerate` allows a server that
+        lost everything, or a checkpoint below what is kept: the missing groups are drawn again. It
+        needs the position, which records what was trained; from the start, that is nothing.
+        Raises RoleHeld if another trainer is alive, LostRun if the server does not hold the run of
+        the checkpoint, LedgerError if the checkpoint is older than the kept batches or newer than
+        what the server has.
+        """
+        keys = self._keys
+        if regenerate and position is None:
+            position = _start(step, run_nonce)
+        if position is not None:
+            step = position.step
+            run_nonce = position.run_nonce
+        reply = self._store.call(
+            "trainer_open",
+            keys.slots(ledger=self._ledger.name),
+            {
+                "run_nonce": run_nonce,
+                "nonce": nonce,
+                "take_over": int(take_over),
+                "timeout_ms": self._limits.role_timeout_ms,
+                "step": step,
+                "lineage": lineage,
+                "behind": int(position is not None),
+                "regenerate": int(regenerate),
+            },
+            durable=True,
+        )
+        run = self._run_nonce(opened(reply, "trainer", keys.run), step)
+        recovery = self._reassert(nonce, position, regenerate) if position else Recovery()
+        self.rescore(nonce, step)
+        if position is not None:
+            position.run = keys.run
+            position.run_nonce = run
+            position.lineage = lineage
+        return Opening(run, *self._ledger.steps(), recovery)
+
+    def _run_nonce(self, reply: list[Any], step: int) -> str:
+        """Return the nonce of the run that was opened. Raises LostRun, LedgerError."""
+        match reply:
+            case ["OK", run_nonce, *_]:
+                return str(run_nonce)
+            case ["EMPTY", _]:
+                raise LostRun(
+                    f"the checkpoint is of step {step}, but on this server no trainer has ever "
+                    f"opened run {self._keys.run!r}",
+                    hint=f"{_OTHER_SERVER}, or {_REGENERATE}",
+                    command_hint=f"{_OTHER_SERVER}, or {_REGENERATE_COMMAND}",
+                )
+            case ["BELOW", keep]:
+                raise LedgerError(
+                    f"the checkpoint is of step {step}, but batches up to step {keep} are already "
+                    "freed",
+                    hint=f"open a newer checkpoint, or {_REGENERATE}",
+                    command_hint=f"open a newer checkpoint, or {_REGENERATE_COMMAND}",
+                )
+            case ["BEHIND", taken]:
+                raise LedgerError(
+                    f"the checkpoint is of step {step}, but the server only knows steps up to "
+                    f"{taken}",
+                    hint="the server lost data (see `rolloutmq doctor`); open with position=, the "
+                    "one in your checkpoint, which restores what was trained",
+                )
+        raise unknown_reply("trainer_open", reply)
+
+    def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
+        reassertion = CheckpointRecovery(
+            self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
+        )
+        recovery = reassertion.run(position, regenerate=regenerate)
+        if recovery:
+            log.warning(
+                "the server had lost data that the checkpoint of step %s records; recovered: %s",
+                position.step,
+                recovery,
+            )
+        return recovery
+
+    def rescore(self, nonce: str, step: int) -> None:
+        """Limit the versions of groups from other lineages to `step`, the fork (I8).
+
+        `take` replies RECOVERING until this is done.
+        """
+        keys = self._keys
+        tasks = self._limits.training_tasks
+        # an age index has no lag: the tokens of what waits or runs are not judged one by one
+        lags = [self._limits.token_lag(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
+        done = False
+        while not done:
+            reply = self._store.call(
+                "rescore",
+                keys.slots(),
+                {"nonce": nonce, "step": step, "limit": 500},
+                [*keys.all_pools(tasks), *map(keys.age, tasks)],
+                lags,
+                durable=True,
+            )
+            done = bool(int(unfenced(reply, "trainer")[2]))
+
+
+def _start(step: int, run_nonce: str) -> Position:
+    """Return the position of a run that has trained nothing. Raises ConfigError for a later one."""
+    if step:
+        raise ConfigError(
+            f"step {step} cannot be opened with regenerate=True alone: what was trained up to it "
+            "would be generated and trained again",
+            hint="pass position=, the one in the checkpoint of that step",
+        )
+    return Position(run_nonce=run_nonce)

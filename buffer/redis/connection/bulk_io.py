@@ -1,0 +1,321 @@
+"""Transfer of payloads to and from one server, without the copies that a client library makes.
+
+redis-py packs each command into one piece of memory, and returns every value in another. Most of
+the time of a put or a take of payloads was spent on copies, and on pages that the kernel maps for
+them (benchmarks/README.md). Here, a value is sent from where it lies, and values are received into
+one array, one behind the other. Connections, time-outs and errors are the library's, and so is
+everything but plain values.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import hiredis
+import numpy as np
+import redis
+from redis.exceptions import ResponseError
+
+from buffer.redis.connection.wrong_type import named
+
+log = logging.getLogger("rolloutmq.buffer")
+
+Pieces = list[bytes | memoryview]
+"""One value that lies in several places, to be sent one behind the other; views are of bytes."""
+
+Part = str | int | float | bytes | memoryview | Pieces
+
+Command = Sequence[Part]
+"""The name of a command, a key, and its arguments."""
+
+Parts = list[memoryview | bytes | None]
+
+ALIGNMENT = 8
+"""Columns lie at multiples of it in a payload (`buffer.rollouts.wire_columns`)."""
+
+_PACKED_IN_C = frozenset({str, int, float})
+
+_LARGE_BYTES = 4096
+"""A value of this size is sent by itself; smaller ones are cheaper to copy than to send apart."""
+
+_LINE_BYTES = 64
+"""Longer than the line before a value."""
+
+_SEND_BUFFER_BYTES = 1 << 21
+"""What the kernel holds of a Unix socket: with its default, about one payload, the client could not
+encode the next group while the server runs a script. TCP adapts its own.
+"""
+
+_RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
+"""A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
+
+
+def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
+    """Run commands in one round trip and return the server's answers in order.
+
+    The server may process a command before the next one is made. Raises the first error.
+    """
+    pool: Any = client.connection_pool
+    connection = pool.get_connection()
+    try:
+        if not _is_real(connection):
+            return pipelined(client, commands)
+        sock = connection._sock
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        count = _transmit(sock, commands)
+        answers = [_answer(connection) for _ in range(count)]
+    except BaseException:
+        connection.disconnect()  # an answer may still arrive, and must not answer another call
+        raise
+    finally:
+        pool.release(connection)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
+def receive(
+    client: redis.Redis,
+    names: Sequence[Sequence[str]],
+    sizes: Sequence[int],
+) -> list[Parts]:
+    """Return the values of several keys for each entry of `names`, in one round trip.
+
+    `sizes` are the bytes of all values of an entry; 0 if unknown. The values of an entry are joined
+    to one part; if some are missing, there is a None for each of those instead. Parts are
+    read-only, and share memory that this call allocates.
+    """
+    commands = [("GET", name) for keys in names for name in keys]
+    pool: Any = client.connection_pool
+    connection = pool.get_connection()
+    try:
+        if _is_real(connection):
+            _transmit(connection._sock, commands)
+            inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
+            if all(sizes):
+                inbox.fill(sum(sizes))
+            return [inbox.payload(len(keys)) for keys in names]
+    except _NotAValue:
+        connection.disconnect()
+    except BaseException:
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+    found = iter(pipelined(client, commands))
+    return [[next(found) for _ in keys] for keys in names]
+
+
+def _is_real(connection: Any) -> bool:
+    return isinstance(getattr(connection, "_sock", None), socket.socket)
+
+
+def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
+    """Run commands in one round trip with the client library, and return the answers.
+
+    Raises the first error: the library would put the command before it, with the whole payload.
+    """
+    pipe: Any = client.pipeline(transaction=False)
+    sent = list(commands)
+    for command in sent:
+        pipe.execute_command(*[b"".join(p) if isinstance(p, list) else p for p in command])
+    answers = pipe.execute(raise_on_error=False)
+    for command, answer in zip(sent, answers, strict=True):
+        if isinstance(answer, Exception):
+            raise named(answer, command)
+    return list(answers)
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+def _transmit(sock: Any, commands: Iterable[Command]) -> int:
+    """Send commands, and return their number."""
+    small = bytearray()
+    count = 0
+    for command in commands:
+        count += 1
+        if all([type(part) in _PACKED_IN_C for part in command]):  # a script has some forty of them
+            small += hiredis.pack_command(tuple(command))  # type: ignore[arg-type]
+        else:
+            pieces = _pieces(small, command)
+            small = pieces.pop()
+            if pieces:
+                _send_pieces(sock, [*pieces, small])
+                small = bytearray()
+        if len(small) >= 2 * _LARGE_BYTES:
+            # the server can process it while the next command is packed
+            _send_pieces(sock, [small])
+            small = bytearray()
+    _send_pieces(sock, [small])
+    return count
+
+
+def _pieces(start: bytearray, command: Command) -> list[Any]:
+    """Return `start` and a command in pieces: large values where they lie, all else in between."""
+    small = start
+    found = []
+    small += b"*%d\r\n" % len(command)
+    for part in command:
+        pieces = part if isinstance(part, list) else [_as_bytes(part)]
+        small += b"$%d\r\n" % sum(map(len, pieces))
+        for piece in pieces:
+            if len(piece) < _LARGE_BYTES:
+                small += piece
+                continue
+            found += [small, piece]
+            small = bytearray()
+        small += b"\r\n"
+    return [*found, small]
+
+
+def _send_pieces(sock: Any, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+    """Send pieces with one call of the kernel, if they fit into its memory."""
+    try:
+        # TLS sockets encrypt one piece of memory at a time
+        sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces)
+        for piece in pieces:
+            if sent < len(piece):
+                sock.sendall(memoryview(piece)[sent:])
+            sent = max(0, sent - len(piece))
+    except TimeoutError as error:
+        raise redis.TimeoutError("Timeout writing to socket") from error
+    except OSError as error:
+        raise redis.ConnectionError(f"Error while writing to socket: {error}") from error
+
+
+def _as_bytes(part: Part) -> bytes | memoryview:
+    return part if isinstance(part, bytes | memoryview) else str(part).encode()
+
+
+class _NotAValue(Exception):
+    """The server answered with no value, probably an error, which the library then reports."""
+
+
+def _memory(size: int) -> memoryview:
+    """Return memory of one read alone, which lives as long as any view of it.
+
+    It is never lent again: views of views refer to its array only, so nothing can tell which part
+    is still in use. (A bytearray would be cleared first.)
+    """
+    return np.empty(size, np.uint8).data
+
+
+class _Inbox:
+    """Receives answers into one piece of memory, one behind the other.
+
+    Received bytes are in [0, _end), and those in [_start, _end) are not parsed yet. The values of
+    the current payload are joined in [_base, _base + _joined).
+    """
+
+    def __init__(self, sock: Any, size: int) -> None:
+        self._sock = sock
+        self._memory = _memory(size)
+        self._start = self._end = self._base = self._joined = 0
+
+    def fill(self, count: int) -> None:
+        """Receive `count` bytes in one call of the kernel, or fewer if they take too long."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            return  # TLS sockets accept no flags
+        timeout = self._sock.gettimeout()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECEIVE_TIMEOUT)
+        self._sock.settimeout(None)
+        try:
+            self._receive(count, socket.MSG_WAITALL)
+        except BlockingIOError:
+            # a value is missing, or the server is busy: the rest is received piece by piece
+            log.debug("fewer than %s bytes arrived in time", count)
+        finally:
+            self._sock.settimeout(timeout)
+
+    def payload(self, values: int) -> Parts:
+        """Return the next `values` values joined, or None for each missing one."""
+        self._joined = 0
+        missing = 0
+        for _ in range(values):
+            size = self._size()
+            if size is None:
+                missing += 1
+            else:
+                self._join(size)
+        return [None] * missing if missing else [self._aligned().toreadonly()]
+
+    def _aligned(self) -> memoryview:
+        """Return the current payload, moved to a multiple of eight bytes if it is large.
+
+        The line before it has room for that. Numpy takes twice as long for columns elsewhere, each
+        time that one is read (measured).
+        """
+        if self._joined >= _LARGE_BYTES:
+            aligned = self._base - self._base % ALIGNMENT
+            moved = self._memory[aligned : aligned + self._joined]
+            moved[:] = self._memory[self._base : self._base + self._joined]
+            self._base = aligned
+        return self._memory[self._base : self._base + self._joined]
+
+    def _join(self, size: int) -> None:
+        while self._end < self._start + size + 2:
+            self._more()
+        if self._joined:
+            target = self._base + self._joined
+            self._memory[target : target + size] = self._memory[self._start : self._start + size]
+        else:
+            self._base = self._start
+        self._joined += size
+        self._start += size + 2
+
+    def _size(self) -> int | None:
+        """Parse the line before a value and return its size; None if there is no value."""
+        while True:
+            head = bytes(self._memory[self._start : min(self._end, self._start + _LINE_BYTES)])
+            line, is_whole, _ = head.partition(b"\r\n")
+            if is_whole:
+                break
+            if len(head) == _LINE_BYTES:
+                raise _NotAValue
+            self._more()
+        self._start += len(line) + 2
+        if line in (b"$-1", b"_"):
+            return None
+        if not line.startswith(b"$"):
+            raise _NotAValue
+        return int(line[1:])
+
+    def _more(self) -> None:
+        if self._end == len(self._memory):
+            self._grow()
+        if not self._receive(len(self._memory) - self._end):
+            raise redis.ConnectionError("Connection closed by server.")
+
+    def _receive(self, count: int, flags: int = 0) -> int:
+        try:
+            received: int = self._sock.recv_into(self._memory[self._end :], count, flags)
+        except BlockingIOError:
+            raise
+        except TimeoutError as error:
+            raise redis.TimeoutError("Timeout reading from socket") from error
+        except OSError as error:
+            raise redis.ConnectionError(f"Error while reading from socket: {error}") from error
+        self._end += received
+        return received
+
+    def _grow(self) -> None:
+        """Move the bytes that are still needed into a larger array."""
+        kept = self._base if self._joined else self._start
+        larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
+        larger[: self._end - kept] = self._memory[kept : self._end]
+        self._memory = larger
+        self._base = 0
+        self._start = self._start - kept
+        self._end = self._end - kept

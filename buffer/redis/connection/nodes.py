@@ -1,0 +1,144 @@
+"""Which server holds a key: the only one there is, or a node of a cluster.
+
+The server reports whether it is a cluster. There, each key is used at its own node with a plain
+client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub work as on one server.
+redis-py's cluster client is not used: its pipelines repeat commands whose connection broke,
+even without a retry policy (I13). A slot that has moved, or is moving, causes a transient error:
+`Store` waits, and the slot map is read again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
+
+from buffer.redis.connection.retry import SYSTEM_RANDOM
+from buffer.redis.connection.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
+
+T = TypeVar("T")
+
+Role = Literal["control", "bulk", "bells"]
+"""The use of a connection: each has its own, so that a large payload never delays a heartbeat."""
+
+
+class Servers:
+    """Finds the client of the server that holds a key. Thread-safe; connects lazily."""
+
+    def __init__(self, url: str, name: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._seeds = seeds(url)
+        self._nodes = list(self._seeds)
+        self._clients: dict[tuple[Role, str], redis.Redis] = {}
+        self._lock = threading.RLock()
+        self._slots: list[str] | None = None
+        for seed in self._seeds:  # raises ConfigError for a bad URL
+            self._client("control", seed)
+
+    def client(self, role: Role, key: str = "") -> Any:
+        """Return the client of the server that holds `key`; without a key, of the first server.
+
+        Raises redis.RedisError.
+        """
+        # Any: redis-py types its replies as unions over all protocols, which only their readers
+        # can narrow
+        return self._client(role, self.url_of(key) if key else self._seeds[0])
+
+    def url_of(self, key: str) -> str:
+        """Return the URL of the server that holds `key`. Raises redis.RedisError."""
+        slots = self._map()
+        url = slots[key_slot(key.encode())] if slots else self._seeds[0]
+        if not url:
+            raise ConnectionError(f"no node of the cluster serves the slot of {key}")
+        return url
+
+    @property
+    def is_cluster(self) -> bool:
+        """Return whether the server is a cluster; it is asked once. Raises redis.RedisError."""
+        return bool(self._map())
+
+    def at_each(
+        self, role: Role, keys: Sequence[str], run: Callable[[Any, list[int]], list[T]]
+    ) -> list[T]:
+        """Call `run(client, positions)` once per server and return all answers in order of `keys`.
+
+        `positions` are those of the keys that the server holds; `run` returns an answer for each.
+        """
+        positions: dict[Any, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions.setdefault(self.client(role, key), []).append(position)
+        answers: dict[int, T] = {}
+        for client, of_server in positions.items():
+            answers |= zip(of_server, run(client, of_server), strict=True)
+        return [answers[position] for position in range(len(keys))]
+
+    def masters(self) -> list[tuple[str, Any]]:
+        """Return (URL, client) of every server that holds keys. Raises redis.RedisError."""
+        urls = sorted(set(self._map()) - {""}) or self._seeds[:1]
+        return [(url, self._client("control", url)) for url in urls]
+
+    def forget_slots(self) -> None:
+        """Read the slot map again before the next use: a slot may have moved."""
+        with self._lock:
+            if self._slots:
+                self._slots = None
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for client in self._clients.values():
+                client.close()
+
+    def _client(self, role: Role, url: str) -> redis.Redis:
+        with self._lock:
+            if (role, url) not in self._clients:
+                name = self._name if role == "control" else f"{self._name}-{role}"
+                self._clients[role, url] = open_client(url, name=name, timeout_s=self._timeout_s)
+            return self._clients[role, url]
+
+    def _map(self) -> list[str]:
+        """Return the URL of each slot's master ("": none); an empty list outside of a cluster."""
+        with self._lock:
+            if self._slots is None:
+                self._slots = self._ask()
+            return self._slots
+
+    def _ask(self) -> list[str]:
+        # all nodes that were ever seen, in random order: a node that is cut off from the others has
+        # an old map, and must not be asked every time
+        urls = SYSTEM_RANDOM.sample(self._nodes, len(self._nodes))
+        for url in urls[:-1]:
+            try:
+                return self._slots_seen_by(url)
+            except (ConnectionError, TimeoutError):
+                continue
+        return self._slots_seen_by(urls[-1])
+
+    def _slots_seen_by(self, url: str) -> list[str]:
+        client: Any = self._client("control", url)
+        if not _is_cluster(client, url):
+            return []
+        slots = [""] * REDIS_CLUSTER_HASH_SLOTS
+        for first, last, *owners in client.execute_command("CLUSTER SLOTS"):
+            master, *replicas = [at_node(url, _text(host), port) for host, port, *_ in owners]
+            slots[first : last + 1] = [master] * (last - first + 1)
+            self._nodes += [node for node in (master, *replicas) if node not in self._nodes]
+        return slots
+
+
+def _is_cluster(client: Any, url: str) -> bool:
+    if not url.startswith(("redis:", "rediss:")):
+        return False  # a Unix socket, or a primary that Sentinels name
+    try:
+        return bool(client.info("cluster").get("cluster_enabled"))
+    except NoPermissionError:
+        return False
+
+
+def _text(host: bytes | str | None) -> str:
+    return host.decode() if isinstance(host, bytes) else host or ""

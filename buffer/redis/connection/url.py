@@ -1,0 +1,218 @@
+"""The URL of a server, and clients for it.
+
+    redis://[user:password@]host:port/0   rediss://…         one server, or any node of a cluster
+    unix://[user:password@]/path                             one server on this machine
+    redis://[…@]host1:port,host2:port,host3:port/0           a cluster, by any of these nodes
+    redis+sentinel://[…@]host1:port,host2:port/service[/0]   the primary of these Sentinels
+    rediss+sentinel://…                                      the same with TLS
+    memory://  memory://name                                 inside this process, for tests only
+
+User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=`
+and `&sentinel_password=`. Behind `?` stand OPTIONS, and no others of redis-py.
+
+Passwords must not reach a log, a screen or an error message: URLs are masked before they are
+shown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from buffer.errors import ConfigError
+from buffer.redis.connection.wrong_type import NamingClient
+
+_WORD = re.compile(r"[^\s'\"]+")
+# the "//" behind a scheme; a URL with a missing or misspelled scheme may hold a password as well
+_COLON = re.compile(r":(?!//)")
+_NAMED = re.compile(r"[?&](?:password|ssl_password|sentinel_password)=", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAMED.pattern})[^&\s'\"]+", re.IGNORECASE)
+
+
+def mask_url(text: str) -> str:
+    """Return the text with `***` for every password of a URL in it, in one pass over it."""
+    return _QUERY.sub(r"\1***", _WORD.sub(_mask_user_info, text))
+
+
+def _mask_user_info(word: re.Match[str]) -> str:
+    """Return a word without the password before its last "@".
+
+    A password may hold unescaped ":" and "@", and it is safe to mask too much.
+    """
+    text = word[0]
+    colon = _COLON.search(text)
+    end = text.rfind("@")
+    if colon is None or end < colon.end():
+        return text
+    # an "@" behind the name of a password may end the user information, or belong to that password
+    named = _NAMED.search(text, colon.end())
+    rest = "" if named and named.end() <= end else text[end:]
+    return f"{text[: colon.start()]}:***{rest}"
+
+
+OPTIONS = frozenset(
+    (
+        *("db", "username", "password", "sentinel_username", "sentinel_password"),
+        *("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"),
+        *("ssl_password", "ssl_cert_reqs", "ssl_check_hostname", "ssl_min_version", "ssl_ciphers"),
+    )
+)
+"""Options that a URL may have. Others of redis-py change the types of replies, repeat commands
+(I13), or replace the time-outs on which leases depend."""
+
+SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+
+SOCKET_TIMEOUT_S = 15.0
+"""Longer than any script runs, shorter than a lease lasts."""
+
+_CONNECT_TIMEOUT_S = 5.0
+_SENTINEL_TIMEOUT_S = 2.0
+_SENTINEL_PORT = 26379
+
+
+def open_client(
+    url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S
+) -> redis.Redis:
+    """Return a client that retries nothing by itself and connects lazily.
+
+    Raises ConfigError for a bad URL.
+    """
+    if url.startswith("memory:"):
+        from buffer.redis.connection.in_memory import open_memory
+
+        return open_memory(url, name)
+    settings: dict[str, Any] = {
+        "client_name": name,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "health_check_interval": 0,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+    }
+    if not url.startswith("unix"):
+        settings["socket_keepalive"] = True
+    _check_options(url)
+    try:
+        if "\0" in unquote(url):
+            raise ValueError("NUL")
+        client = (
+            _primary(url, settings)
+            if "+sentinel://" in url
+            else NamingClient.from_url(url, **settings)
+        )
+        options = client.connection_pool.connection_kwargs
+        # an unknown option raises TypeError here, not only at the first command
+        client.connection_pool.connection_class(**options)
+        # also a host that is no name of a host, and a socket without a path
+        str(options.get("host", "")).encode("idna")
+        if url.startswith("unix") and not options.get("path"):
+            raise ValueError("no path")
+    except (ValueError, TypeError):
+        # `from None`: its message may hold a part of the password
+        raise ConfigError(
+            f"this is no URL of a Redis server: {mask_url(url)}",
+            hint="redis://[user:password@]host:port/0, unix:///path or "
+            "redis+sentinel://host:port,host:port/service; "
+            "write special characters of a password as %XX",
+        ) from None
+    return client
+
+
+def _check_options(url: str) -> None:
+    """Raise ConfigError for the first option that a URL may not have."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return  # refused as no URL
+    # with an "@", it is the rest of a password that is not escaped, and must not be shown
+    named = [] if "@" in parts.query else parse_qsl(parts.query, keep_blank_values=True)
+    tls = parts.scheme.startswith("rediss")
+    sentinel = parts.scheme.endswith("+sentinel")
+    for name, _ in named:
+        if name not in OPTIONS:
+            what = "is none that a run works with"
+        elif name.startswith("ssl_") and not tls:
+            what = "needs a URL that begins with rediss://"
+        elif name.startswith("sentinel_") and not sentinel:
+            what = "needs a URL that begins with redis+sentinel://"
+        else:
+            continue
+        raise ConfigError(
+            f"the option {name[:60]!r} of the server's URL {what}: {mask_url(url)}",
+            hint=f"remove it; the options are {', '.join(sorted(OPTIONS))}",
+        )
+
+
+def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
+    """Return a client that asks the Sentinels for the primary whenever it connects.
+
+    Raises ValueError for a bad URL.
+    """
+    parts = urlsplit(url)
+    credentials, hosts = _netloc(parts)
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("no service")
+    plain = parts.scheme.removesuffix("+sentinel")
+    login = parse_url(f"{plain}://{credentials}host/{database or 0}?{parts.query}")  # type: ignore[no-untyped-call]
+    of_sentinels = {name: login.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    if login.pop("connection_class", None):  # TLS
+        login["ssl"] = True
+    del login["host"]
+    sentinels = [urlsplit(f"//{host}") for host in hosts]
+    patience = {
+        "socket_timeout": _SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
+    }
+    tls = {name: value for name, value in login.items() if name.startswith("ssl")}
+    watch = Sentinel(  # type: ignore[no-untyped-call]
+        [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
+        sentinel_kwargs={**patience, **of_sentinels, **tls, "retry": Retry(NoBackoff(), 0)},
+    )
+    primary: _Primary = watch.master_for(service, _Primary, **settings, **login)  # type: ignore[no-untyped-call]
+    return primary
+
+
+class _Primary(NamingClient):
+    """A client of the primary that also owns the connections to its Sentinels."""
+
+    def close(self) -> None:
+        """Close all connections; the library leaves those to Sentinels open."""
+        super().close()
+        pool: Any = self.connection_pool
+        pool.sentinel_manager.close()
+
+
+def seeds(url: str) -> list[str]:
+    """Return one URL for each node that a URL names; Sentinels are not nodes."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return [url]  # `open_client` raises ConfigError for it
+    credentials, hosts = _netloc(parts)
+    if len(hosts) == 1 or parts.scheme.endswith("+sentinel"):
+        return [url]
+    return [parts._replace(netloc=credentials + host).geturl() for host in hosts]
+
+
+def at_node(url: str, host: str, port: int) -> str:
+    """Return the URL of another node of the same cluster; host "" is the host of `url`."""
+    parts = urlsplit(url)
+    credentials, _ = _netloc(parts)
+    host = host or parts.hostname or ""
+    return parts._replace(
+        netloc=f"{credentials}{f'[{host}]' if ':' in host else host}:{port}"
+    ).geturl()
+
+
+def _netloc(parts: SplitResult) -> tuple[str, list[str]]:
+    """Return ("user:password@", hosts)."""
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    return credentials + at, hosts.split(",")

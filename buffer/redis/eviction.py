@@ -1,0 +1,92 @@
+"""Notices a server that deletes keys to make room: its `maxmemory-policy` was changed in mid-run.
+
+A run cannot be complete there, and what it lacks is missed late, in places that blame others: a
+trainer whose `control` is gone is fenced. So the policy and the number of deleted keys are read
+with heartbeats of roles, with every snapshot of a run, and where a script refuses its caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from buffer.errors import StoreUnsafe
+from buffer.redis.connection.retry import LogOnce
+
+log = logging.getLogger("rolloutmq.store")
+
+LOOK_S = 5.0
+"""Seconds between two looks of one process, at least."""
+
+SAFE = "noeviction"
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What the servers of a run do when they are full, and how many keys they deleted so far."""
+
+    policy: str = SAFE
+    """`maxmemory-policy` of a server that may delete keys, if there is one"""
+    keys: int = 0
+    """deleted keys since the start of each server, of whatever application"""
+
+    @classmethod
+    def read(cls, clients: Sequence[Any]) -> Eviction:
+        """Ask each server. One that does not tell (ACL, hosting) counts as safe."""
+        found = []
+        for client in clients:
+            try:
+                found.append(client.info("memory", "stats"))
+            except redis.ResponseError:  # NOPERM is one
+                continue
+        policies = [str(info.get("maxmemory_policy", SAFE)) for info in found]
+        unsafe = [policy for policy in policies if policy != SAFE]
+        return cls((unsafe or [SAFE])[0], sum(int(info.get("evicted_keys", 0)) for info in found))
+
+    @property
+    def takes_all(self) -> bool:
+        """Return whether keys of a run are deleted; volatile-* takes those with an expiry."""
+        return self.policy.startswith("allkeys")
+
+    def __str__(self) -> str:
+        what = f"maxmemory-policy is {self.policy}: a full server deletes keys of the run"
+        return f"{what}; {self.keys} keys were evicted so far" if self.keys else what
+
+    def error(self) -> StoreUnsafe:
+        """Return the error for a run that lost keys."""
+        return StoreUnsafe(
+            f"the server evicted keys, and the run is not whole: {self}",
+            hint="redis-cli CONFIG SET maxmemory-policy noeviction (and in its config file), raise "
+            "maxmemory; then clear the run and make it again from its newest checkpoint (the "
+            "regeneration of Run.create)",
+            command_hint="redis-cli CONFIG SET maxmemory-policy noeviction (and in its config "
+            "file), raise maxmemory; then `rolloutmq run CONFIG --regenerate` continues from the "
+            "newest checkpoint",
+        )
+
+
+class EvictionWatch:
+    """Looks from time to time whether servers evicted keys since the first look."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._next_s = 0.0
+        self._warning = LogOnce(log, "the server is not safe for a run any more")
+
+    def is_due(self) -> bool:
+        """Return whether the last look was LOOK_S ago."""
+        return time.monotonic() >= self._next_s
+
+    def look(self, found: Eviction, *, is_allowed: bool = False) -> None:
+        """Warn of a policy that deletes keys. Raises StoreUnsafe once it did, unless allowed."""
+        self._next_s = time.monotonic() + LOOK_S
+        # a server that was started again counts from 0
+        self._first = found.keys if self._first is None else min(self._first, found.keys)
+        if found.takes_all and found.keys > self._first and not is_allowed:
+            raise found.error()
+        self._warning.report("" if found.policy == SAFE else found.policy, str(found))

@@ -1,0 +1,194 @@
+"""What the fields of the hashes of a run look like: what readers demand, and what `fsck` checks.
+
+The scripts write every one of these fields. One that is missing or of another form was changed by
+something else, so a process that needs it stops with the name of the key (RunDamaged), and `fsck`
+lists it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from buffer.errors import RunDamaged
+from buffer.model.damage import Damage, DamageKind
+from buffer.model.ids import GID
+from buffer.model.limits import RunLimits
+from buffer.model.settings_record import SettingsRecord
+
+HINT = (
+    "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
+    "doctor`); `rolloutmq fsck` lists all that is wrong"
+)
+
+_COUNT = r"\d{1,16}"
+_NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-?inf|nan"
+_NAME = r"[\w.-]{1,64}"
+_TOKEN = r"[\w.:-]{1,64}"
+_MODE = "run|drain|abort|keep|finish"
+_LANES = "(eval|resume|fresh| )*"
+_WEIGHTS = rf"{_NAME}:\d{{1,16}}"
+
+Forms = Mapping[str, str]
+"""The form of a field by its name, as a regular expression."""
+
+META: Forms = {"nonce": _TOKEN, "schema": _NAME, "created_ms": _COUNT}
+CONTROL: Forms = {
+    "epoch": _COUNT,
+    "mode": _MODE,
+    "lanes": _LANES,
+    "trainer_mode": _MODE,
+    "operator_mode": _MODE,
+    "weights": _WEIGHTS,
+}
+LEDGER: Forms = dict.fromkeys(("taken", "committed", "freed"), _COUNT)
+RECORD: Forms = {
+    "payload": _TOKEN,
+    "chunks": r"[1-9]\d{0,3}",
+    "size": _COUNT,
+    "crc": "[0-9a-f]{0,8}",
+    "samples": _COUNT,
+    "version": r"\d{0,16}",
+    "stage": "waiting|running|pool|taken|dead",
+    "status": "init|completed|aborted|expired|failed",
+    "task": _NAME,
+    "draw": _COUNT,
+    "tries": r"-?\d{1,16}",
+    "aborts": _COUNT,
+    "prompt": _COUNT,
+}
+OF_A_STAGE: Mapping[str, Forms] = {
+    "waiting": {"lane": "eval|resume|fresh", "entry": r"\d+-\d+"},
+    "running": {"lane": "eval|resume|fresh", "token": _TOKEN, "owner": _NAME, "claimed_ms": _COUNT},
+    "pool": {"arrival": r"\d{10,}"},
+    "taken": {"arrival": r"\d{10,}", "batch": r"(train|eval):\d+"},
+}
+"""Further fields of a record, by its stage."""
+
+OPTIONAL: Mapping[str, Forms] = {
+    "meta": {"limits_version": _COUNT},
+    "control": dict.fromkeys(("trainer", "producer"), rf"({_TOKEN})?")
+    | dict.fromkeys(
+        (
+            *("changed_ms", "weights_ms", "recovering", "trainer_pause_ms", "trainer_waited_ms"),
+            *(f"{role}_{name}" for role in ("trainer", "producer")
+              for name in ("seen_ms", "turns", "doing_ms")),
+        ),
+        _COUNT,
+    ),
+    "ledger": dict.fromkeys(("keep", "slice", "forgotten", "exported", "awaits"), _COUNT),
+    "progress": {
+        **dict.fromkeys(
+            (
+                *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived"),
+                *("dead", "filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
+                "arrivals",
+                *("produced_groups", "produced_ms", "produced_samples", "produced_tokens"),
+                *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
+                *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
+                *("unparsed", "draws_to", "error_ms", "leases_lost", "quarantined", "halt_step"),
+                *("awaited", "awaited_step"),
+            ),
+            r"-?\d{1,16}",
+        ),
+        "raw_rewards_sum": _NUMBER,
+        "order_round": _NUMBER,
+    },
+    "bytes": dict.fromkeys(("came", "went"), _COUNT),
+    "clock": dict.fromkeys(("seen_ms", "swept_ms", "grace_until_ms"), _COUNT),
+    "group": {
+        **dict.fromkeys(("tokens", "submitted_ms"), _COUNT),
+        **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
+        "reward": _NUMBER,
+    },
+}  # fmt: skip
+"""Fields that need not be there, by the kind of key."""
+
+_REQUIRED: Mapping[str, Forms] = {
+    "meta": META,
+    "control": CONTROL,
+    "ledger": LEDGER,
+    "group": RECORD,
+}
+
+
+def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Damage]:
+    """Yield what is wrong with the fields of a hash; `kind` is the first word of its name."""
+    required = _REQUIRED.get(kind, {})
+    if kind == "group":
+        required = {**required, **OF_A_STAGE.get(fields.get("stage", ""), {})}
+    if kind == "control":
+        # opened once, a role has both fields for ever
+        pairs = [(role, f"{role}_seen_ms") for role in ("trainer", "producer")]
+        opened = [name for pair in pairs if not fields.keys().isdisjoint(pair) for name in pair]
+        required = {**required, **{name: OPTIONAL[kind][name] for name in opened}}
+    for name, form in required.items():
+        if name not in fields:
+            yield _damage(key, name, f"{key} has no field {name}")
+        else:
+            yield from _misformed(key, name, fields[name], form)
+    for name, form in OPTIONAL.get(kind, {}).items():
+        if name in fields:
+            yield from _misformed(key, name, fields[name], form)
+
+
+def _misformed(key: str, name: str, value: str, form: str) -> Iterator[Damage]:
+    if not re.fullmatch(form, value, re.ASCII):
+        yield _damage(key, name, f"{key}: the field {name} is {value[:60]!r}")
+
+
+def _damage(key: str, name: str, text: str) -> Damage:
+    gid = key.rpartition(":")[2]
+    task = match["task"] if ":group:" in key and (match := GID.fullmatch(gid)) else ""
+    return Damage(DamageKind.FIELD, text, key, field=name, task=task, gid=gid if task else "")
+
+
+def key_gone(key: str) -> RunDamaged:
+    """Return the error of a key that is gone although its run exists."""
+    return RunDamaged(f"{key} is gone, and other keys of the run are there", hint=HINT)
+
+
+def text_fields(raw: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Return the fields of a hash as text; bytes that are no text become �."""
+    return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in raw.items()}
+
+
+def require_fields(kind: str, key: str, fields: Mapping[str, str]) -> None:
+    """Raise RunDamaged for the first field of a hash that is missing or cannot be read."""
+    for found in wrong_fields(kind, key, fields):
+        raise RunDamaged(found.text, hint=HINT)
+
+
+def read_counts(kind: str, key: str, names: Sequence[str], values: Sequence[Any]) -> list[int]:
+    """Return whole numbers of a hash, 0 for a field that is not there. Raises RunDamaged."""
+    counts = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            counts.append(int(value or 0))
+        except ValueError:
+            shown = value.decode(errors="replace") if isinstance(value, bytes) else value
+            text = f"{key}: the field {name} is {shown[:60]!r}"
+            raise RunDamaged(text, hint=HINT) from None
+    return counts
+
+
+def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
+    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
+    require_fields("meta", key, meta)
+    if missing := [name for name in RunLimits.model_fields if name not in meta]:
+        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
+    try:
+        SettingsRecord.from_meta(meta)
+        return RunLimits.from_meta(meta)
+    except ValueError as error:
+        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
+
+
+def are_settings(fields: dict[str, str]) -> bool:
+    """Return whether the fields of `meta`, or of its copy, can be read."""
+    try:
+        limits_in("", fields)
+    except RunDamaged:
+        return False
+    return True

@@ -1,0 +1,371 @@
+"""Every Redis key of the project; no other module builds keys.
+
+A new key is a row of `TABLE`, an attribute or method of `Keys`, and, if it is not an attribute,
+an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
+`make reference` adds it to docs/pages/key_reference.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from buffer.errors import ScriptError
+from buffer.model.ids import ENDS, LANES, POOLS, valid_name
+
+
+class KeyRow(NamedTuple):
+    """Describes one kind of key: its Redis type, and what it holds."""
+
+    type: str
+    holds: str
+
+
+TABLE: Mapping[str, KeyRow] = {
+    # the run
+    "meta": KeyRow(
+        "HASH",
+        "schema, nonce, created_ms, the limits of the run, what its draws mean (`origin`), what "
+        "`rolloutmq set` changed (`settings`); continues: the run whose checkpoint it was made "
+        "again from",
+    ),
+    "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
+    "control": KeyRow(
+        "HASH",
+        "epoch, mode, open lanes, newest weights, trainer, producer; "
+        "the pub/sub channel of the same name carries hints",
+    ),
+    "clock": KeyRow("HASH", "the server's clock as last seen, to notice outages and steps"),
+    "report": KeyRow(
+        "HASH",
+        "JSON of the newest metrics: `train` of the last train step, `eval:<task>` of the last "
+        "evaluation of a task",
+    ),
+    "lineages": KeyRow("LIST", '"lineage:S" for every opening of a trainer, in order'),
+    "events": KeyRow("STREAM", "one short entry per transition, capped"),
+    "bell:<who>": KeyRow(
+        "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless"
+    ),
+    # groups
+    "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
+    "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
+    "leases": KeyRow("ZSET", "worker that holds groups by its deadline (ms of the server's clock)"),
+    "pool:<task>:<status>": KeyRow(
+        "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
+    ),
+    "order:<task>:completed": KeyRow(
+        "ZSET",
+        "the members of that pool in the order of the run's policy, "
+        "if that is neither staleness nor freshest (`buffer/model/order_policy.py`)",
+    ),
+    "age:<task>": KeyRow(
+        "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
+    ),
+    "progress:<task>": KeyRow("HASH", "cursor, target and the account of a task, cumulative"),
+    "cursors": KeyRow(
+        "HASH",
+        "next draw by task, for the producer; workers cannot write it (ACL); "
+        "`progress` has a copy, for people and the account",
+    ),
+    "ended:<task>:<stage>": KeyRow(
+        "STRING", "bitmap: bit n = draw n is archived / filtered / dropped"
+    ),
+    "dead": KeyRow("ZSET", "gid by time of death (ms)"),
+    "dead:<gid>": KeyRow("STRING", "why, as JSON"),
+    # payloads
+    "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
+    "unpinned": KeyRow(
+        "SET",
+        '"<gid> <token> <chunks>": in a cluster, accepted payloads that still have an expiry '
+        "(`buffer/redis/payloads.py`)",
+    ),
+    "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
+    "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
+    "snapshot_lock": KeyRow(
+        "STRING", "nonce of a snapshot that copies payloads; nothing is freed meanwhile"
+    ),
+    # steps of a consumer
+    "ledger:<name>": KeyRow(
+        "HASH",
+        "taken, committed, keep, freed (= archived), forgotten, exported: "
+        "steps of a consumer (train, eval); awaits: a taken one that lacks groups",
+    ),
+    "batch:<name>:<step>": KeyRow("LIST", "the manifest of one taken batch, a header first"),
+    # workers
+    "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)"),
+    "worker:<id>": KeyRow("HASH", "engine, weights, state, acknowledged epoch, counters"),
+    "holds:<id>": KeyRow(
+        "HASH",
+        "what the worker's registration holds: token by gid, and `digest` of them all "
+        "(`buffer/lua/include/holds.lua`); exists while it holds a group",
+    ),
+    "suspects": KeyRow(
+        "HASH",
+        '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
+        "and since when it may not claim (0: it may)",
+    ),
+    "audits": KeyRow(
+        "HASH",
+        "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
+        "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
+        "by worker (`buffer/ledger/audits.py`)",
+    ),
+    # weights
+    "weights": KeyRow(
+        "LIST",
+        '"lineage:version" of what is in Redis, the oldest first '
+        '([policy] weights_transport = "redis"), or announced ("gloo", "nccl")',
+    ),
+    "weights:<lineage>:<version>": KeyRow(
+        "STRING",
+        "manifest of one; its files in chunks: …:<version>:1, :2 … "
+        "or, without chunks, how to connect to the trainer that has them",
+    ),
+}
+"""Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
+
+CLUSTER_TABLE: Mapping[str, KeyRow] = {
+    "payload:<token>": KeyRow("STRING", "a payload, so that payloads spread over the nodes"),
+    "sync": KeyRow(
+        "STRING", "expires at once: written behind payloads, to wait for their replicas"
+    ),
+}
+"""Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
+
+EVERY_META = "rmq:{*}:meta"
+"""Pattern of the `meta` keys of all runs on a server."""
+
+
+EVERY_CONTROL = "rmq:{*}:control"
+"""The same of the `control` keys."""
+
+
+def run_of_key(key: str) -> str:
+    """Return the name of the run that a `meta` or `control` key belongs to."""
+    return key.removeprefix("rmq:{").partition("}:")[0]
+
+
+def type_below(prefix: str) -> str:
+    """Return the type of the keys that begin with a prefix of `Keys`."""
+    kind = prefix.partition("}:")[2].partition(":")[0]
+    return next(row.type for name, row in TABLE.items() if name.startswith(f"{kind}:<"))
+
+
+def clock_beside(key: str) -> str:
+    """Return the `clock` key of the run that a key belongs to."""
+    return key.partition("}:")[0] + "}:clock"
+
+
+def sync_beside(key: str) -> str:
+    """Return the `sync` key in the slot of a payload."""
+    return key.partition("}:")[0] + "}:sync"
+
+
+def payload_name(gid: str, token: str, chunk: int = 0) -> str:
+    """Return the name of a payload, without the prefix of a run."""
+    return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
+
+
+class Keys:
+    """Builds the keys of one run.
+
+    With `spread`, payloads have slots of their own, as in a cluster.
+    """
+
+    def __init__(self, run: str, *, spread: bool = False) -> None:
+        self.run = valid_name("run", run)
+        self.spread = spread
+        self.prefix = f"rmq:{{{run}}}:"
+        self.spread_prefix = f"rmq:{{{run}:"
+        """the beginning of payload keys in a cluster"""
+        self.meta = self.prefix + "meta"
+        self.meta_copy = self.prefix + "meta:copy"
+        self.control = self.prefix + "control"
+        self.clock = self.prefix + "clock"
+        self.report = self.prefix + "report"
+        self.lineages = self.prefix + "lineages"
+        self.leases = self.prefix + "leases"
+        self.garbage = self.prefix + "garbage"
+        self.unpinned = self.prefix + "unpinned"
+        self.bytes = self.prefix + "bytes"
+        self.snapshot_lock = self.prefix + "snapshot_lock"
+        self.dead = self.prefix + "dead"
+        self.workers = self.prefix + "workers"
+        self.suspects = self.prefix + "suspects"
+        self.audits = self.prefix + "audits"
+        self.cursors = self.prefix + "cursors"
+        self.events = self.prefix + "events"
+        self.weights = self.prefix + "weights"
+        self.manifests = self.prefix + "batch:"
+        self.groups = self.prefix + "group:"
+        self.queues = self.prefix + "jobs:"
+        self.accounts = self.prefix + "progress:"
+        self.pools = self.prefix + "pool:"
+        self.orders = self.prefix + "order:"
+        self.ages = self.prefix + "age:"
+        self.ends = self.prefix + "ended:"
+        self.holders = self.prefix + "holds:"
+        self.worker_records = self.prefix + "worker:"
+        self.dead_letters = self.prefix + "dead:"
+        self.judge_queue = f"rmq-judge:{run}"
+        """rq's name of the queue of judge jobs; the names of its workers begin with it, too"""
+        # rq permits letters, digits, _ and - only; "_-" is in no name that is written in this way,
+        # so that no run's beginning is that of another
+        self.judge_jobs = f"rmq-judge-{run.replace('_', '_u').replace('.', '_d')}_-"
+        """the beginning of rq's ids of these jobs"""
+
+    def slots(self, **facts: str | int) -> SlotKeys:
+        """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""
+        return SlotKeys(self, facts)
+
+    def jobs(self, task: str, lane: str) -> str:
+        return f"{self.queues}{task}:{lane}"
+
+    def wake_up(self, who: str) -> str:
+        return f"{self.prefix}bell:{who}"
+
+    def group(self, gid: str) -> str:
+        return self.groups + gid
+
+    def pool(self, task: str, status: str) -> str:
+        return f"{self.pools}{task}:{status}"
+
+    def order(self, task: str) -> str:
+        return f"{self.orders}{task}:completed"
+
+    def age(self, task: str) -> str:
+        return self.ages + task
+
+    def payload(self, gid: str, token: str, chunk: int = 0) -> str:
+        return self.named(payload_name(gid, token, chunk))
+
+    def named(self, name: str) -> str:
+        """Return the key of a name without prefix, as snapshots store it."""
+        kind, _, rest = name.partition(":")
+        if self.spread and kind == "payload":
+            gid, _, token = rest.partition(":")
+            return f"{self.spread_prefix}{gid}}}:payload:{token}"
+        return self.prefix + name
+
+    @property
+    def pattern(self) -> str:
+        """Return the pattern that matches the keys of the run, and no others."""
+        return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
+
+    def in_slot(self, payloads: list[str]) -> list[str]:
+        """Return the payload keys that a script may receive: none in a cluster."""
+        return [] if self.spread else payloads
+
+    def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
+        return [self.payload(gid, token, chunk) for chunk in range(chunks)]
+
+    def ledger(self, name: str) -> str:
+        return f"{self.prefix}ledger:{name}"
+
+    def batches(self, ledger: str) -> str:
+        return f"{self.manifests}{ledger}:"
+
+    def batch(self, ledger: str, step: int) -> str:
+        return f"{self.batches(ledger)}{step}"
+
+    def progress(self, task: str) -> str:
+        return f"{self.accounts}{task}"
+
+    def ended(self, task: str, place: str) -> str:
+        return f"{self.ends}{task}:{place}"
+
+    def dead_letter(self, gid: str) -> str:
+        return self.dead_letters + gid
+
+    def worker(self, worker: str) -> str:
+        return self.worker_records + worker
+
+    def weights_part(self, label: str, chunk: int = 0) -> str:
+        """Return the key of the manifest of weights, or of one of their chunks, counted from 1."""
+        return f"{self.weights}:{label}:{chunk}" if chunk else f"{self.weights}:{label}"
+
+    def holds(self, worker: str) -> str:
+        return self.holders + worker
+
+    def all_jobs(self, task: str) -> list[str]:
+        return [self.jobs(task, lane) for lane in LANES]
+
+    def all_pools(self, tasks: Iterable[str]) -> list[str]:
+        return [self.pool(task, status) for task in tasks for status in POOLS]
+
+
+class SlotKeys(dict[str, str]):
+    """Finds the keys of a script by the names in its header, each once.
+
+    Keys of the run, and prefixes, are attributes of `Keys`. All others depend on facts (task, lane,
+    status, worker, gid, ledger, step), and SLOTS builds them. The default ledger is the trainer's.
+    """
+
+    __slots__ = ("_facts", "_keys")
+
+    def __init__(self, keys: Keys, facts: Mapping[str, str | int]) -> None:
+        self._keys = keys
+        self._facts = facts
+
+    def __missing__(self, slot: str) -> str:
+        """Return the key; ScriptError for a name without one, or where a fact is missing."""
+        key = self._keys.__dict__.get(slot)
+        if key is None:
+            find = SLOTS.get(slot)
+            if find is None:
+                raise ScriptError(
+                    f"no key is named {slot!r}", hint="see SLOTS in buffer/redis/keys.py"
+                )
+            try:
+                key = find(self._keys, self._facts)
+            except KeyError as missing:
+                raise ScriptError(
+                    f"the key {slot!r} of a script needs its {missing.args[0]}"
+                ) from None
+        self[slot] = str(key)
+        return self[slot]
+
+
+Facts = Mapping[str, Any]
+FindKey = Callable[[Keys, Facts], str]
+
+
+def _bell(who: str) -> FindKey:
+    return lambda keys, facts: keys.wake_up(who)
+
+
+def _jobs(lane: str) -> FindKey:
+    return lambda keys, facts: keys.jobs(facts["task"], lane)
+
+
+def _pool(status: str) -> FindKey:
+    return lambda keys, facts: keys.pool(facts["task"], status)
+
+
+def _ended(end: str) -> FindKey:
+    return lambda keys, facts: keys.ended(facts["task"], end)
+
+
+def _ledger(facts: Facts) -> str:
+    return str(facts.get("ledger", "train"))
+
+
+SLOTS: Mapping[str, FindKey] = {
+    "record": lambda keys, facts: keys.group(facts["gid"]),
+    "worker_record": lambda keys, facts: keys.worker(facts["worker"]),
+    "holds": lambda keys, facts: keys.holds(facts["worker"]),
+    "progress": lambda keys, facts: keys.progress(facts["task"]),
+    "jobs": lambda keys, facts: keys.jobs(facts["task"], facts["lane"]),
+    **{f"jobs_{lane}": _jobs(lane) for lane in LANES},
+    "pool": lambda keys, facts: keys.pool(facts["task"], facts["status"]),
+    **{status: _pool(status) for status in POOLS},
+    "order_index": lambda keys, facts: keys.order(facts["task"]),
+    "age_index": lambda keys, facts: keys.age(facts["task"]),
+    **{end: _ended(end) for end in ENDS},
+    "ledger": lambda keys, facts: keys.ledger(_ledger(facts)),
+    "ledger_train": lambda keys, facts: keys.ledger("train"),
+    "batch": lambda keys, facts: keys.batch(_ledger(facts), facts["step"]),
+    "batches": lambda keys, facts: keys.batches(_ledger(facts)),
+    **{f"bell_{who}": _bell(who) for who in ("workers", "producer", "trainer", "receipts")},
+}
+"""How to build keys that depend on facts, by their names in script headers."""

@@ -1,0 +1,234 @@
+"""Calls of scripts on one server: one, several in one round trip, or behind payloads.
+
+Nothing is retried here: `buffer.redis.store` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+
+from buffer.errors import RunDamaged, ScriptError
+from buffer.redis.connection.bulk_io import Command, pipelined, send
+from buffer.redis.connection.wrong_type import WrongType
+from buffer.redis.connection_errors import is_acl_failure, is_missing_command
+from buffer.redis.durability import Durability
+from buffer.redis.key_fields import HINT
+from buffer.redis.keys import type_below
+from buffer.redis.scripts import Arg, KeysByName, Script
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 32 * 2**10
+"""From this size on, a server reads a value by itself; smaller ones are read together."""
+
+
+_TOGETHER = 8
+"""Payloads after which their scripts are called."""
+
+
+class ScriptCall(NamedTuple):
+    """Keys and arguments of a script by the names in its header; see `Script.arrange`."""
+
+    keys: KeysByName
+    args: Mapping[str, Arg]
+    tail_keys: Sequence[str | KeysByName] = ()
+    tail_args: Sequence[Arg] = ()
+
+
+Upload = tuple[Sequence[Command], ScriptCall]
+"""The commands that store a payload, and the call of the script that accepts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRunner:
+    """Runs scripts of a library through one client.
+
+    Replies are lists whose strings are decoded. Raises ScriptError where a script refused its keys
+    or arguments, RunDamaged where it cannot read what it finds, and redis.RedisError.
+    """
+
+    client: Any
+    scripts: Mapping[str, Script]
+    durability: Durability
+
+    def call(self, script: Script, command: Command, *, durable: bool = False) -> list[Any]:
+        """Run one call of a script (see `command_of`); a durable one returns once it is safe."""
+        waits = self._waits(str(command[FIRST_KEY])) if durable else []
+
+        def attempt() -> list[Any]:
+            if waits:
+                return pipelined(self.client, [command, *waits])
+            return [self.client.execute_command(*command)]
+
+        reply, *waited = self._run(script, [command], attempt)
+        self._check(waited)
+        return _decoded(reply)
+
+    def call_and_read(
+        self, script: Script, command: Command, read: Command
+    ) -> tuple[list[Any], Any]:
+        """Run one call of a script, then a command that reads, in one round trip."""
+        reply, answer = self._run(
+            script, [command], lambda: pipelined(self.client, [command, read])
+        )
+        return _decoded(reply), answer
+
+    def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
+        """Run calls of a read-only script in one round trip, and return the replies."""
+        replies = self._run(script, commands, lambda: pipelined(self.client, commands))
+        return [_decoded(reply) for reply in replies]
+
+    def upload(self, script: Script, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+        """Store payloads and call a script for each, durably, in one round trip.
+
+        On one connection, a payload is stored before its script runs. Uploads may be made while
+        earlier ones are sent. `key` is any key of the run.
+        """
+        waits = self._waits(key)
+        sent: list[Command] = []
+
+        def commands() -> Iterator[Command]:
+            sent.clear()
+            for command in _in_order(script, uploads):
+                sent.append(command)
+                yield command
+            if sent:
+                yield from waits
+
+        answers = self._run(script, sent, lambda: send(self.client, commands()))
+        self._check(answers[len(sent) :])
+        replies = zip(sent, answers, strict=False)
+        return [_decoded(reply) for command, reply in replies if command[1] == script.sha]
+
+    def _run(
+        self, script: Script, calls: Sequence[Command], attempt: Callable[[], list[T]]
+    ) -> list[T]:
+        """Return the answers to an attempt; load the scripts for it if the server lacks them."""
+        try:
+            try:
+                return attempt()
+            except NoScriptError as error:
+                self._load(error)
+                return attempt()
+        except ResponseError as error:
+            raise self._explain(script, _keys(calls), error) from error
+
+    def _load(self, missing: NoScriptError) -> None:
+        """Load all scripts that the server lacks: other processes may have users who cannot.
+
+        Raises `missing` where this is such a user; it is transient, as another process loads them.
+        """
+        scripts = self.scripts.values()
+        try:
+            # after a restart, a whole fleet finds that they are gone: most of it sends no source
+            known = self.client.script_exists(*(script.sha for script in scripts))
+            lacks = [
+                script for script, is_known in zip(scripts, known, strict=True) if not is_known
+            ]
+            pipelined(self.client, [("SCRIPT LOAD", script.source) for script in lacks])
+        except NoPermissionError:
+            raise missing from None
+
+    def _waits(self, key: str) -> list[Command]:
+        if not self.durability.must_wait:
+            return []
+        return self.durability.behind_script(self.scripts["sync"].sha, key)
+
+    def _check(self, waited: Sequence[Any]) -> None:
+        if waited:
+            self.durability.check(waited)
+
+    def _explain(self, script: Script, keys: Sequence[str], error: ResponseError) -> Exception:
+        """Return what to raise for a script that failed."""
+        text = str(error)
+        if text.startswith("RMQ_ARG "):
+            return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+        if isinstance(error, WrongType) or not text.startswith("WRONGTYPE"):
+            # a script failed on a field that is missing, or that is no number; refusals, full
+            # memory, and the key of a command beside the script are for the caller
+            is_damage = type(error) is ResponseError and "user_script" in text
+            if is_damage and not (is_acl_failure(text) or is_missing_command(text)):
+                return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
+            return error
+        wrong = ", ".join(self._of_another_type(script, keys)[:3]) or "a key is of another type"
+        return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
+
+    def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
+        """Return the keys of another type: of those named, or else of all below the prefixes.
+
+        O(keys of the server); the process that asks for it ends. Users who may not search get [].
+        """
+        types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
+        named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
+        if wrong := self._differing(named):
+            return wrong
+        prefixes = [key for key, kind in zip(keys, types, strict=True) if kind == "PREFIX"]
+        with suppress(NoPermissionError):
+            return self._differing(
+                [
+                    (key.decode(), type_below(prefix))
+                    for prefix in prefixes
+                    for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
+                ]
+            )
+        return []
+
+    def _differing(self, expected: Sequence[tuple[str, str]]) -> list[str]:
+        kinds = pipelined(self.client, [("TYPE", key) for key, _ in expected])
+        return [
+            f"{key} is a {kind.decode()}, and not a {wanted.lower()}"
+            for (key, wanted), kind in zip(expected, kinds, strict=True)
+            if kind.decode().upper() not in (wanted, "NONE")
+        ]
+
+
+FIRST_KEY = 3
+"""Position of the first key in EVALSHA sha count key …"""
+
+
+def command_of(script: Script, call: ScriptCall) -> Command:
+    """Return the command that makes a call; ScriptError where its names are not the header's."""
+    keys, args = script.arrange(*call)
+    return ("EVALSHA", script.sha, len(keys), *keys, *args)
+
+
+def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
+    """Yield the commands of uploads: large values at once, small ones and calls after several.
+
+    A server that writes to disk before it answers would write once for each small command that
+    stands between two large ones.
+    """
+    later: list[Command] = []
+    for number, (payload, call) in enumerate(uploads, 1):
+        for command in payload:
+            if _is_large(command):
+                yield command
+            else:
+                later.append(command)
+        later.append(command_of(script, call))
+        if number % _TOGETHER == 0:
+            yield from later
+            later = []
+    yield from later
+
+
+def _keys(calls: Sequence[Command]) -> list[str]:
+    """Return the keys of the last call; a wrong type under one of them is usually in all calls."""
+    if not calls:
+        return []
+    count = int(str(calls[-1][FIRST_KEY - 1]))
+    return [str(key) for key in calls[-1][FIRST_KEY : FIRST_KEY + count]]
+
+
+def _is_large(command: Command) -> bool:
+    values = [part for part in command if isinstance(part, list)]
+    return any(sum(map(len, pieces)) >= _LARGE_BYTES for pieces in values)
+
+
+def _decoded(reply: Sequence[Any]) -> list[Any]:
+    return [item.decode() if isinstance(item, bytes) else item for item in reply]

@@ -1,0 +1,304 @@
+"""The header of a Lua script is its contract, which this module parses and enforces.
+
+    -- KEYS control    HASH*
+    -- KEYS groups     prefix  of the group records (HASH)
+    -- KEYS jobs, progress  STREAM*, HASH x1..256  pairs in the order in which to serve them
+    -- ARGV nonce      token   of the producer
+    -- ARGV limit      1..512  groups at most
+    -- ARGV threshold  ''|0..  stale threshold in steps
+    -- ARGV strict     0|1
+    -- ARGV lane  eval|resume|fresh xKEYS  of each pair
+
+The order of the lines is the order in which a caller sends the values. A key has a Redis type, or
+is a prefix; its name identifies the key (`SLOTS` in `buffer/redis/keys.py`). An argument has a
+type, or several with `|` between: a word, `''` (empty), a range of integers (`0..` ends at
+2^53 - 1), `text..N` (at most N bytes of UTF-8), `bytes..N`, or one that is NAMED or JUDGED below.
+The rest of the line is for people.
+
+Every name is a local of the script. An integer is a number there (nil where it is empty), `0|1` is
+false or true, and everything else is a string. Convert a number with `int` before it is stored:
+Redis may write 1e+8.
+
+A line with a number of units (`x0..64`; `xKEYS`: as many as KEYS has) is a tail, the last of its
+array. A tail of one name is a list of that name. A tail of several names is walked unit by unit;
+arguments with `xKEYS` come with the keys of their unit:
+
+    for n, jobs, progress, lane in each_unit do
+
+A wrong type of a key is found by reading its length (0.5 microseconds), before anything is
+written. Scripts that run for every group leave that to Redis where they can: `HASH*` means that the
+body reads this key before it writes anything, or that the key only carries a hint and is written
+last. A script reads keys with a prefix, or their length, before it writes. A test puts a wrong type
+at every key of every script.
+
+`Header.prologue` is Lua that refuses what does not fit, before the script reads or writes anything,
+and declares the locals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from buffer.errors import ScriptError
+
+LENGTH_OF = {
+    "HASH": "HLEN",
+    "ZSET": "ZCARD",
+    "SET": "SCARD",
+    "LIST": "LLEN",
+    "STREAM": "XLEN",
+    "STRING": "STRLEN",
+}
+"""The command for each type of key that returns its length in O(1), and fails on other types."""
+
+NAMED = {
+    "bucket": (9, "bucket:%d%d?"),
+    "gid": (75, "[%w_.-]+%-00[0-6]%d%d%d%d%d%d%d"),
+    "hex": (8, "[0-9a-f]+"),
+    "name": (64, "[%w_.-]+"),
+    "policy": (256, "[%w_.:-]+"),
+    "token": (64, "[%w_.:-]+"),
+    "weights": (80, "[%w_.-]+:%d+"),
+}
+"""Types of arguments by name: the most bytes, and a pattern of Lua.
+
+`name` is that of a task, a worker, a lineage or a field. The draw of a gid is an offset in a
+bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
+"""
+
+JUDGED = ("lanes", "number")
+"""Types of arguments with a check of their own, `lua/include/is_<name>.lua`."""
+
+BIGGEST = 2**53 - 1
+"""The largest integer that is exact in Lua."""
+
+_SLOT = re.compile(
+    r"^-- (?P<array>KEYS|ARGV) +(?P<names>\w+(?:, \w+)*)"
+    r" +(?P<types>[^ ,\n]+(?:, [^ ,\n]+)*?)"
+    r"(?: x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: (?!x[\dK]).*)?$",
+    re.MULTILINE,
+)
+_RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
+_TEXT = re.compile(r"text\.\.(\d+)")
+_CHECK = re.compile(r"\b(?:is|as)_\w+(?=\()")
+_BYTES = re.compile(r"bytes\.\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One line of a header.
+
+    A tail has `least` to `most` units; None: as many as KEYS has.
+    """
+
+    array: str
+    first: int
+    is_tail: bool
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    least: int = 1
+    most: int | None = 1
+
+    def lines(self) -> list[str]:
+        """Return Lua that checks all values of this slot, and declares the local of a fixed one."""
+        if not self.is_tail:
+            return self._check(f"{self.array}[{self.first}]", 0, self.names[0])
+        at = [
+            f"{self.array}[i + {offset}]" if offset else f"{self.array}[i]"
+            for offset in range(len(self.names))
+        ]
+        checks = [line for offset, value in enumerate(at) for line in self._check(value, offset)]
+        return (
+            [f"for i = {self.first}, #{self.array}, {len(self.names)} do", *checks, "end"]
+            if checks
+            else []
+        )
+
+    def _check(self, at: str, offset: int, local: str = "") -> list[str]:
+        """Return Lua that checks the value `at`, the offset-th of a unit, and declares `local`."""
+        kind = self.types[offset]
+        if self.array == "KEYS":
+            return [f"call('{LENGTH_OF[kind]}', {at})"] if kind in LENGTH_OF else []
+        words = kind.split("|")
+        shown = kind.replace("'", "\\'")
+        refused = f"return refuse('{self.names[offset]}', '{shown}', {at}) end"
+        if local and (number := _number(kind, at)):
+            others = "".join(
+                f" or {_accepts(word, at)}" for word in words if not _RANGE.fullmatch(word)
+            )
+            return [f"local {local} = {number}", f"if not ({local}{others}) then {refused}"]
+        check = f"if not ({' or '.join(_accepts(word, at) for word in words)}) then {refused}"
+        return [check, f"local {local} = {self.value(offset, at)}"] if local else [check]
+
+    def value(self, offset: int, at: str) -> str:
+        """Return Lua that converts the checked value `at`, the offset-th of a unit."""
+        kind = self.types[offset]
+        if self.array == "ARGV" and _number(kind, at):
+            return f"tonumber({at})"
+        return f"{at} == '1'" if kind == "0|1" else at
+
+
+def _number(kind: str, at: str) -> str:
+    """Return Lua for the value `at` as a number or nil; "" for a type that is no integer."""
+    ranges = [word for word in kind.split("|") if _RANGE.fullmatch(word)]
+    return _accepts(ranges[0], at) if ranges else ""
+
+
+def _accepts(kind: str, at: str) -> str:
+    """Return Lua that is true if the value `at` is of one kind of argument."""
+    if match := _RANGE.fullmatch(kind):
+        return f"as_int({at}, {int(match[1])}, {int(match[2] or BIGGEST)})"
+    if match := _TEXT.fullmatch(kind):
+        return f"is_text({at}, {match[1]})"
+    if match := _BYTES.fullmatch(kind):
+        return f"#{at} <= {match[1]}"
+    if kind in NAMED:
+        most, pattern = NAMED[kind]
+        return f"#{at} <= {most} and find({at}, '^{pattern}$')"
+    if kind in JUDGED:
+        return f"is_{kind}({at})"
+    return f"{at} == {kind}" if kind == "''" else f"{at} == '{kind}'"
+
+
+# eq=False: there is one header of each script, so identity is equality, and its hash is cheap
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """The contract of one script."""
+
+    slots: tuple[Slot, ...]
+    writes: bool
+
+    @classmethod
+    def parse(cls, body: str) -> Header:
+        """Parse the header of a script. Raises ScriptError for a line that is not one."""
+        matches = list(_SLOT.finditer(body))
+        if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):
+            raise ScriptError(f"a line of this header cannot be read: {body.splitlines()[1]}")
+        slots: list[Slot] = []
+        for match in matches:
+            before = [slot for slot in slots if slot.array == match["array"]]
+            if any(slot.is_tail for slot in before):
+                raise ScriptError(f"nothing follows a tail: {match[0]}")
+            slots.append(_slot(match, len(before) + 1))
+        return cls(tuple(slots), writes="no-writes" not in body.partition("\n")[0])
+
+    @cache  # noqa: B019 (there are as many headers as scripts, and they stay)
+    def fixed(self, array: str) -> tuple[str, ...]:
+        """Return the names of KEYS or ARGV in order, without a tail."""
+        return tuple(
+            slot.names[0] for slot in self.slots if slot.array == array and not slot.is_tail
+        )
+
+    @cache  # noqa: B019
+    def tail(self, array: str) -> Slot | None:
+        """Return the tail of KEYS or ARGV, if there is one."""
+        return next((slot for slot in self.slots if slot.array == array and slot.is_tail), None)
+
+    @cache  # noqa: B019
+    def tail_names(self, array: str) -> tuple[str, ...]:
+        """Return the names of a unit of the tail of KEYS or ARGV."""
+        tail = self.tail(array)
+        return tail.names if tail else ()
+
+    def type_of(self, position: int) -> str:
+        """Return the Redis type of KEYS[position], counted from 1; "PREFIX" for a prefix."""
+        before = [s for s in self.slots if s.array == "KEYS" and s.first <= position]
+        slot = max(before, key=lambda s: s.first)
+        return slot.types[(position - slot.first) % len(slot.types)].rstrip("*").upper()
+
+    def prologue(self) -> str:
+        """Return Lua that refuses the first wrong key or argument, and declares the locals."""
+        lines = [*self._counts("KEYS"), *self._counts("ARGV")]
+        # arguments first: their checks need no command
+        for slot in sorted(self.slots, key=lambda slot: slot.array):
+            if slot.array == "KEYS" and not self.writes:
+                continue  # a read-only script may find a wrong type while it reads
+            lines += slot.lines()
+        return "\n".join([*lines, *self._locals()])
+
+    def _locals(self) -> Iterator[str]:
+        """Yield Lua that declares the keys, and the tails."""
+        if names := self.fixed("KEYS"):
+            values = ", ".join(f"KEYS[{number}]" for number in range(1, len(names) + 1))
+            yield f"local {', '.join(names)} = {values}"
+        tails = [tail for array in ("KEYS", "ARGV") if (tail := self.tail(array))]
+        # a tail of ARGV with xKEYS is walked together with that of KEYS
+        are_joined = any(tail.most is None for tail in tails)
+        units = [tail for tail in tails if are_joined or len(tail.names) > 1]
+        assert are_joined or len(units) < 2, "two tails of units in one script"
+        for tail in tails:
+            if tail not in units:
+                yield f"local {tail.names[0]} = {{unpack({tail.array}, {tail.first})}}"
+        if units:
+            yield from _each_unit(units)
+
+    def checks(self) -> list[str]:
+        """Return the files under `lua/include` that the prologue needs, one for each check."""
+        return ["refuse", *sorted(set(_CHECK.findall(self.prologue())))]
+
+    def _counts(self, array: str) -> Iterator[str]:
+        fixed = len(self.fixed(array))
+        tail = self.tail(array)
+        if tail is None:
+            good = f"#{array} == {fixed}"
+            want = str(fixed)
+        elif tail.most is None:
+            keys = self.tail("KEYS")
+            assert keys, "xKEYS without a tail of KEYS"
+            before = len(self.fixed("KEYS"))
+            width = len(tail.names)
+            unit = len(keys.names)
+            good = f"(#{array} - {fixed}) * {unit} == (#KEYS - {before}) * {width}"
+            want = f"{fixed} and {width} for each {unit} KEYS from {before + 1} on"
+        else:
+            width = len(tail.names)
+            good = f"is_count(#{array} - {fixed}, {width}, {tail.least}, {tail.most})"
+            want = f"{fixed} and {tail.least} to {tail.most} times {width}"
+        yield f"if not ({good}) then return refuse('number of {array}', '{want}', #{array}) end"
+
+
+def _each_unit(tails: Sequence[Slot]) -> Iterator[str]:
+    """Yield Lua for the iterator of a `for` loop: the number of a unit, then its values."""
+    values = []
+    yield "local function each_unit(_, n)"
+    yield "n = (n or 0) + 1"
+    for tail in tails:
+        index = tail.array[0].lower()
+        width = len(tail.names)
+        yield f"local {index} = {tail.first - width} + n * {width}"
+        at = [
+            f"{tail.array}[{index} + {offset}]" if offset else f"{tail.array}[{index}]"
+            for offset in range(width)
+        ]
+        values += [tail.value(offset, value) for offset, value in enumerate(at)]
+    array = tails[0].array
+    yield f"if {array}[{array[0].lower()}] then return n, {', '.join(values)} end"
+    yield "end"
+
+
+def _slot(match: re.Match[str], first: int) -> Slot:
+    names = tuple(match["names"].split(", "))
+    types = tuple(match["types"].split(", "))
+    is_tail = bool(match["most"] or match["like"])
+    is_known = _is_key_type if match["array"] == "KEYS" else _is_argument_type
+    if (
+        len(names) != len(types)
+        or (len(names) > 1 and not is_tail)
+        or not all(map(is_known, types))
+    ):
+        raise ScriptError(f"this line of a header is no contract: {match[0]}")
+    least = int(match["least"] or 0)
+    most = int(match["most"]) if match["most"] else None
+    return Slot(match["array"], first, is_tail, names, types, *((least, most) if is_tail else ()))
+
+
+def _is_key_type(kind: str) -> bool:
+    return kind == "prefix" or kind.removesuffix("*") in LENGTH_OF
+
+
+def _is_argument_type(kind: str) -> bool:
+    # a single word is the begin of an explanation, behind an argument without a type
+    return "|" in kind or not _accepts(kind, "").startswith(" ==")

@@ -1,0 +1,167 @@
+"""Users of the server: one per role of a run, as lines of a Redis or Valkey ACL file.
+
+    role      writes                                                 runs
+    producer  groups, queues, accounts, cursors, control, limits     enqueue, reissue, janitor
+    worker    groups, leases, queues, pools, accounts; no ledger,    claim to submit, reap
+              batch, control
+    judge     the run's judge queue                                  rq jobs
+    trainer   everything of the run                                  take, commit, publish, pause
+    viewer    nothing                                                status, top, ls, show, fsck
+    operator  everything of the run                                  every command
+
+Commands on keys are named one by one, so that a newer server or a module adds none to a role. No
+role reads or changes the server's settings, users, functions or other clients: CONFIG GET would
+also read its passwords, and no rule of an ACL can exclude these.
+
+A script may only do what its caller may do: the server checks each command inside it. So a user has
+three parts: keys to read, a selector for keys to write, and a selector that permits to call scripts
+with any key of the run, which alone permits nothing. Scripts are called by their hash; producer,
+trainer and operator load them. Every role but judge reads all of its run, and how many rollouts
+wait for judges; of other runs, trainer, viewer and operator see the names of the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from buffer.redis.keys import Keys
+
+
+def _allow(commands: str) -> str:
+    return " ".join(f"+{command}" for command in commands.split())
+
+
+# not named: WAITAOF and CLIENT SETINFO, since Redis 7.0 loads no file that contains them. CLIENT
+# TRACKING shows the names of all keys that anybody changes
+_CONNECTION = (
+    "+@connection -@admin -@dangerous -client|tracking "
+    "+info +time +wait +cluster|slots +cluster|shards +cluster|info"
+)
+_READ = _allow(
+    "exists type ttl pttl get mget strlen getrange getbit bitcount hget hmget hgetall hlen hexists "
+    "hkeys hvals hstrlen lrange llen lindex lpos scard smembers sismember srandmember xlen xrange "
+    "xrevrange xread zcard zcount zrange zrevrange zrank zscore zmscore zrangebyscore "
+    "zrevrangebyscore dump"
+)
+_WRITE = _allow(
+    "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hincrby hdel "
+    "rpush lset ltrim lrem blpop sadd srem xadd xdel zadd zrem"
+)
+_SUBSCRIBE = _allow("subscribe unsubscribe")
+_FIND_RUNS = _allow("scan")
+_LOAD_SCRIPTS = _allow("script|load script|exists")
+_TRANSACTION = _allow("multi exec discard watch unwatch")
+
+_GROUPS = (
+    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*", "age:*",
+    "payload:*", "unpinned", "garbage", "bytes",
+    "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
+    "workers", "worker:*", "holds:*", "events", "clock",
+)  # fmt: skip
+"""Keys that change while groups are generated; workers and janitors write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What the user of one role may do."""
+
+    writes: tuple[str, ...] = ()
+    """patterns of keys to write, behind the run's prefix"""
+    more: tuple[str, ...] = ()
+    """further commands"""
+    writes_more: str = ""
+    """further commands that write these keys"""
+    sees: bool = True
+    """whether the user may read the run"""
+    asks_judges: bool = False
+    """whether the user may use the run's judge queue"""
+    judges: bool = False
+    """whether the user may do the work of rq's workers on that queue"""
+
+
+ROLES = {
+    "producer": Role(
+        (*_GROUPS, "control", "cursors", "meta*", "ledger:*", "batch:*", "ended:*"),
+        (_LOAD_SCRIPTS,),
+    ),
+    "worker": Role(_GROUPS, asks_judges=True),
+    # a judge may execute code that a model wrote, so it sees nothing of the run
+    "judge": Role(sees=False, asks_judges=True, judges=True),
+    "trainer": Role(("*",), (_FIND_RUNS, _LOAD_SCRIPTS, "+publish")),
+    "viewer": Role(more=(_FIND_RUNS,)),
+    "operator": Role(
+        ("*",),
+        (_FIND_RUNS, _LOAD_SCRIPTS, "+publish", _TRANSACTION, "+memory|usage"),
+        writes_more=" +restore",  # for `fsck --repair`
+    ),
+}
+
+_JUDGE_KEYS = (
+    "rq:queue:{queue}", "rq:queue:{queue}:*", "rq:queues:{queue}", "rq:workers:{queue}",
+    "rq:worker:{queue}:*", "rq:clean_registries:{queue}", "rq:wip:{queue}", "rq:finished:{queue}",
+    "rq:failed:{queue}", "rq:deferred:{queue}", "rq:scheduled:{queue}", "rq:canceled:{queue}",
+    "rq:job:{job}*", "rq:job::{job}*", "rq:results:{job}*", "rq:execution:{job}*",
+    "rq:executions:{job}*",
+)  # fmt: skip
+"""rq's keys of one queue and its jobs (`Keys.judge_queue`, `Keys.judge_jobs`)."""
+
+_RQ = _allow(
+    "exists ttl type del unlink expire pexpire persist get set hset hsetnx hget hmget hgetall hdel "
+    "hexists hincrby hincrbyfloat lpush rpush lpop rpop blpop lmove blmove lrange lrem llen lpos "
+    "sadd srem smembers scard sismember zadd zrem zrange zrangebyscore zremrangebyscore zcard "
+    "zscore xadd xread xrange xrevrange xlen xtrim watch"
+)
+
+
+def user_name(run: str, role: str) -> str:
+    """Return the name of the user for a role of a run."""
+    return f"{run}-{role}"
+
+
+def is_of_role(user: str) -> bool:
+    """Return whether this is the name of a user that `rolloutmq acl` printed, of any run."""
+    return user.rpartition("-")[2] in ROLES and "-" in user
+
+
+def acl_line(run: str, role: str, password: str) -> str:
+    """Return one line of an ACL file; it holds a hash of the password, never the password."""
+    secret = hashlib.sha256(password.encode()).hexdigest()
+    rules = [f"user {user_name(run, role)} on #{secret} resetchannels resetkeys -@all", _CONNECTION]
+    keys = Keys(run)
+    chosen = ROLES[role]
+    # the server applies rules in order: these remove everything, the others add to it
+    return " ".join(
+        [*rules, *_rules_of_run(keys, chosen), *_rules_of_rq(keys, chosen), *chosen.more]
+    )
+
+
+def _rules_of_run(keys: Keys, role: Role) -> list[str]:
+    if not role.sees:
+        return []
+    # in a cluster, payloads have slots of their own, and therefore another prefix
+    prefixes = (keys.prefix, keys.spread_prefix)
+    queue = keys.judge_queue
+    rules = [
+        f"&{keys.control} {_SUBSCRIBE}",
+        *(f"%R~{prefix}*" for prefix in prefixes),
+        # lengths and live judges, for doctor; the jobs themselves hold texts
+        f"%R~rq:queue:{queue} %R~rq:workers:{queue} %R~rq:worker:{queue}:*",
+        _READ,
+    ]
+    rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +evalsha)")
+    if role.writes:
+        written = [*(f"~{keys.prefix}{name}" for name in role.writes), f"~{prefixes[1]}*"]
+        rules.append(f"({' '.join(written)} {_WRITE}{role.writes_more})")
+    return rules
+
+
+def _rules_of_rq(keys: Keys, role: Role) -> list[str]:
+    if not role.asks_judges:
+        return []
+    names = {"queue": keys.judge_queue, "job": keys.judge_jobs}
+    found = " ".join(f"~{key.format(**names)}" for key in _JUDGE_KEYS)
+    rules = [f"({found} {_RQ})", _TRANSACTION]
+    if role.judges:
+        rules.append(f"&rq:pubsub:{keys.judge_queue}:* {_SUBSCRIBE}")
+    return rules

@@ -1,0 +1,390 @@
+"""The connection to the server: one process's view of a server or cluster, with all retries.
+
+The client library's own retries are off (they would run a script again whose reply was lost).
+`Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
+when repeated: every script has a natural key (I13), and payload keys are written once under a token
+of their own. `buffer.redis.connection.nodes` knows which server holds a key.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis
+from redis.exceptions import NoPermissionError, OutOfMemoryError
+
+from buffer.errors import (
+    RolloutMQError,
+    RunDamaged,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
+from buffer.redis.connection.nodes import Role, Servers
+from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
+from buffer.redis.connection.url import SOCKET_TIMEOUT_S, mask_url
+from buffer.redis.connection.wrong_type import WrongType
+from buffer.redis.connection_errors import (
+    describe_connection_error,
+    is_acl_failure,
+    is_missing_command,
+)
+from buffer.redis.durability import Durability
+from buffer.redis.eviction import Eviction
+from buffer.redis.key_fields import HINT
+from buffer.redis.keys import SlotKeys
+from buffer.redis.script_calls import (
+    FIRST_KEY,
+    ScriptCall,
+    ScriptRunner,
+    Upload,
+    command_of,
+)
+from buffer.redis.scripts import Arg, KeysByName, Script, library
+
+T = TypeVar("T")
+
+_BACKOFF = Backoff(0.05, 2.0)
+
+_LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
+"""Replies to a process whose run is not what it knows."""
+
+
+class Store:
+    """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
+
+    An operation is repeated for `deadline_s`; then it raises StoreUnavailable.
+
+    Usage:
+
+        store = Store("redis://127.0.0.1:6379", deadline_s=10.0)
+        reply = store.call("peek", keys.slots(task="math"), {"limit": 10})
+        size = store.retrying("size", lambda: store.control.dbsize())
+
+    In a cluster, `control` and `bulk` are clients of the node that holds the run for which `at`
+    made this store. A slot may move: get them anew in every attempt.
+    """
+
+    def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
+        self.url = url
+        self.name = name
+        self.deadline_s = deadline_s
+        self.servers = Servers(url, name)
+        self.scripts: Mapping[str, Script] = library()
+        """by name; a test may put changed scripts here"""
+        self.waits_for_disk = False
+        self.wait_replicas = 0
+        self.allow_unsafe = False
+        """the user accepts that this server may lose data"""
+        self.retries = 0
+        self.patience: Callable[[], bool] = lambda: False
+        """Return whether to continue after the deadline. The holder of a role does until it is
+        stopped.
+        """
+        self.watchers: list[Callable[[str, float, int], object]] = []
+        """called for every answered operation with its name, its seconds, and its repetitions"""
+        self._outages = OutageLog()
+        self._home = ""
+
+    def at(self, key: str, wait_replicas: int = 0) -> Store:
+        """Return a view of this store for the run of `key`; the store itself if that is the same.
+
+        Its `control` and `bulk` are clients of the node that holds `key`, and its durable calls
+        wait for `wait_replicas` replicas.
+        """
+        in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
+        if not in_cluster and wait_replicas == self.wait_replicas:
+            return self
+        there = copy.copy(self)
+        there._home = key
+        there.wait_replicas = wait_replicas
+        return there
+
+    @property
+    def in_cluster(self) -> bool:
+        """Return whether this is a view of a cluster, made by `at`."""
+        return bool(self._home) and self.servers.is_cluster
+
+    @property
+    def control(self) -> Any:
+        """Return the client for small commands."""
+        return self.servers.client("control", self._home)
+
+    @property
+    def bulk(self) -> Any:
+        """Return the client for payloads and long lists."""
+        return self.servers.client("bulk", self._home)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.servers.close()
+
+    def call(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[str | KeysByName] = (),
+        tail_args: Sequence[Arg] = (),
+        *,
+        durable: bool = False,
+    ) -> list[Any]:
+        """Run a script by name and return its reply, with strings decoded.
+
+        Repeated until the deadline (I13). `keys` are those that the script's header names, as
+        `Keys.slots` finds them; `tail_keys`: see `Script.arrange`.
+
+        A durable call is answered once the change is on the server's disk, and on as many replicas
+        as `wait_replicas` says (I6). Fewer replicas count as a server that is unreachable: the call
+        waits, and raises StoreUnavailable at the deadline.
+
+        Raises StoreFull at once for a script that starts work on a full server, so that the caller
+        can do what frees memory.
+        """
+        entry = self.scripts[script]
+        call = ScriptCall(keys, args, tail_keys, tail_args)
+        command = command_of(entry, call)
+
+        def run() -> list[Any]:
+            runner = self._runner("control", str(command[FIRST_KEY]))
+            return runner.call(entry, command, durable=durable)
+
+        reply = self.retrying(script, run, starts_work=entry.starts_work)
+        if reply[0] in _LOSSES and isinstance(keys, SlotKeys):
+            self._explain_loss(keys["control"])
+        return reply
+
+    def _explain_loss(self, control: str) -> None:
+        """Raise StoreUnsafe where a process is refused because the server evicted its run."""
+        found = self.eviction()
+        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+            raise found.error()
+
+    def eviction(self) -> Eviction:
+        """Return whether the servers delete keys when they are full, and how many they did."""
+        return self.retrying(
+            "eviction",
+            lambda: Eviction.read([client for _, client in self.servers.masters()]),
+        )
+
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        """Run a script as `call` does, then a command that reads, in the same round trip.
+
+        Return the reply and the answer. The keys of both lie in one slot.
+        """
+        entry = self.scripts[script]
+        command = command_of(entry, ScriptCall(keys, args, (), tail_args))
+
+        def run() -> tuple[list[Any], Any]:
+            runner = self._runner("control", str(command[FIRST_KEY]))
+            return runner.call_and_read(entry, command, read)
+
+        return self.retrying(script, run, starts_work=entry.starts_work)
+
+    def call_many(
+        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
+    ) -> list[list[Any]]:
+        """Run a read-only script once for each (keys, args), in one round trip.
+
+        Each call sees one instant; other clients may change the run between two of them.
+        """
+        entry = self.scripts[script]
+        commands = [command_of(entry, ScriptCall(*call)) for call in calls]
+        if not commands:
+            return []
+        return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
+
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+        """Store payloads, call a script for each, and return the replies, as of a durable `call`.
+
+        All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
+        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13);
+        it iterates over `uploads` again.
+        """
+        entry = self.scripts[script]
+        if self.in_cluster:
+            uploads = list(uploads)
+            self.write("payload write", [command for payload, _ in uploads for command in payload])
+            uploads = [((), call) for _, call in uploads]
+
+        def run() -> list[list[Any]]:
+            return self._runner("bulk", key).upload(entry, key, uploads)
+
+        return self.retrying(script, run, starts_work=entry.starts_work)
+
+    @property
+    def durability(self) -> Durability:
+        """Return what a durable call waits for."""
+        return Durability(self.wait_replicas, self.waits_for_disk)
+
+    def _runner(self, role: Role, key: str = "") -> ScriptRunner:
+        client = self.servers.client(role, key or self._home)
+        return ScriptRunner(client, self.scripts, self.durability)
+
+    def each(
+        self,
+        what: str,
+        commands: Sequence[Command],
+        role: Role = "bulk",
+        *,
+        on_payloads: bool = False,
+    ) -> list[Any]:
+        """Run each command where its key lies, one pipeline per server, and return all answers.
+
+        The answers are in the order of the commands. With `on_payloads`, the commands are writes,
+        and wait for replicas as in `write`.
+        """
+
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            own = [commands[position] for position in positions]
+            if on_payloads:
+                return self._replicated(pipelined, client, own)
+            return pipelined(client, own)
+
+        keys = [str(command[1]) for command in commands]
+        return self.retrying(what, lambda: self.servers.at_each(role, keys, run))
+
+    def write(
+        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
+    ) -> list[Any]:
+        """Run commands with large values as `each` does, without copies of the values.
+
+        In a cluster, payloads lie on other nodes than the script that accepts them. The replicas
+        that the script waits for are not theirs, so this waits for `wait_replicas` of their own.
+        `starts_work`: StoreFull at once on a full server, as in `call`.
+        """
+
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            return self._replicated(send, client, [commands[position] for position in positions])
+
+        keys = [str(command[1]) for command in commands]
+        return self.retrying(
+            what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work
+        )
+
+    def _replicated(
+        self, run: Callable[[Any, list[Command]], list[Any]], client: Any, commands: list[Command]
+    ) -> list[Any]:
+        if not (self.wait_replicas and self.in_cluster):
+            return run(client, commands)
+        waits = self.durability.behind_payloads(str(commands[0][1]))
+        answers = run(client, [*commands, *waits])
+        self.durability.check(answers[len(commands) :])
+        return answers[: len(commands)]
+
+    def read(
+        self,
+        what: str,
+        names: Sequence[Sequence[str]],
+        sizes: Sequence[int],
+    ) -> list[Parts]:
+        """Return the values of several keys of one slot each; see `bulk_io.receive`."""
+
+        def run(client: Any, positions: list[int]) -> list[Parts]:
+            own_names = [names[position] for position in positions]
+            own_sizes = [sizes[position] for position in positions]
+            return receive(client, own_names, own_sizes)
+
+        keys = [chunks[0] for chunks in names]
+        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))
+
+    def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
+        """Block until a wake-up arrives in the list `bell`, and return whether one did.
+
+        The list is cleared before the caller polls what the wake-up was for, so that a later one is
+        never lost. A lost one costs one time-out. In a `shared` list, each wake-up is for one
+        waiting client, and the others are left there.
+        """
+
+        def block() -> bool:
+            client = self.servers.client("bells", bell)
+            # 0 would block for ever; a time near the socket's own time-out would raise
+            bounded_s = min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3)
+            arrived = client.blpop([bell], timeout=bounded_s)
+            if arrived and not shared:
+                client.delete(bell)
+            return bool(arrived)
+
+        return self.retrying("bell", block)
+
+    def retrying(
+        self,
+        what: str,
+        operation: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        starts_work: bool = False,
+    ) -> T:
+        """Return the result of `operation`, which is repeated after transient errors.
+
+        `what` names it in logs and errors. Raises StoreUnavailable once `deadline_s` (or the
+        store's own) is over and `patience` does not ask for more, StoreFull where memory is full,
+        RunDamaged for a key of another type, StoreError for another error that is not transient.
+        """
+        started_s = time.monotonic()
+        end_s = started_s + (self.deadline_s if deadline_s is None else deadline_s)
+        attempt = 0
+        while True:
+            try:
+                result = operation()
+                break
+            except redis.RedisError as error:
+                # new work is not worth waiting for: the caller first frees what it can
+                is_refused = starts_work and isinstance(error, OutOfMemoryError)
+                self._pause(what, error, attempt, 0.0 if is_refused else end_s)
+                attempt += 1
+        self._outages.worked(what)
+        for watch in self.watchers:
+            watch(what, time.monotonic() - started_s, attempt)
+        return result
+
+    def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
+        """Wait before the next attempt, or raise why there is none."""
+        if not is_transient(error):
+            raise self._refusal(what, error) from error
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
+            raise self._given_up(what, error) from error
+        cause = describe_connection_error(self.url, error).message
+        self._outages.failed(what, cause, is_full=isinstance(error, OutOfMemoryError))
+        self.retries += 1
+        self.servers.forget_slots()  # an error may mean that the key has moved to another node
+        pause_s = _BACKOFF.pause_s(attempt)
+        time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
+
+    def _refusal(self, what: str, error: redis.RedisError) -> RolloutMQError:
+        if "WRONGTYPE" in str(error):
+            # in a pipeline of the library, the command with the key precedes it
+            why = f"{error.key} is of another type" if isinstance(error, WrongType) else error
+            return RunDamaged(f"{what}: {why}", hint=HINT)
+        if is_missing_command(str(error)):
+            described = describe_connection_error(self.url, error)
+            return StoreError(f"{what}: {described.message}", hint=described.hint)
+        # only errors about users: another one is a bug, and its words could fit any description
+        is_about_user = isinstance(
+            error, redis.ConnectionError | NoPermissionError
+        ) or is_acl_failure(str(error))
+        hint = describe_connection_error(self.url, error).hint if is_about_user else ""
+        return StoreError(f"{what}: the server refused: {error}", hint=hint)
+
+    def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
+        server = mask_url(self.url)
+        if isinstance(error, OutOfMemoryError):
+            return StoreFull(
+                f"{what}: the memory of {server} is full",
+                hint="training and committing batches frees memory; "
+                "or raise maxmemory, or lower [memory] budget_bytes",
+            )
+        described = describe_connection_error(self.url, error)
+        return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)

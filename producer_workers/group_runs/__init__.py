@@ -1,1 +1,0 @@
-"""What a worker does with a claimed group: sample it, judge it, submit or release it."""

@@ -1,0 +1,92 @@
+"""The groups that a worker holds (the reference's pending set), and which of them an abort spares.
+
+A group that was interrupted `tail_batch_max_tries` times is finished: without that, a response that
+takes longer than the time between two updates would start again for ever. It is made under weights
+that grow old meanwhile, and its pause takes longer, up to a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Coroutine, Iterable
+from functools import partial
+from typing import Any
+
+from buffer.model.job import Job
+from buffer.model.limits import RunLimits
+from producer_workers.worker.inbox import GroupFinished, Inbox
+
+
+class PendingGroups:
+    """The running groups of one worker; each is started once and ends once, as a GroupFinished.
+
+    Only the event loop changes it; `jobs` may be called on any thread.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        # by asyncio task, not by gid: a group that failed may be claimed again before its first
+        # asyncio task has ended
+        self._running: dict[asyncio.Task[None], Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that are held."""
+        return list(self._running.values())
+
+    def start(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as the work on `job`."""
+        task = asyncio.create_task(work, name=job.gid)
+        self._running[task] = job
+        task.add_done_callback(partial(self._end, job))
+
+    def _end(self, job: Job, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self._inbox.post(GroupFinished(job, None if task.cancelled() else task.exception()))
+
+    def cancel(self, jobs: Container[Job]) -> list[Job]:
+        """Cancel the given jobs and return those that were running."""
+        found = [(task, job) for task, job in self._running.items() if job in jobs]
+        running = [(task, job) for task, job in found if not task.done()]
+        for task, _ in running:
+            task.cancel()
+        return [job for _, job in running]
+
+    async def cancel_all(self) -> list[Job]:
+        """Cancel all jobs, wait for their ends, and return those that did not end by themselves."""
+        left = dict(self._running)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        return [job for task, job in left.items() if task.cancelled()]
+
+
+class Protection:
+    """Chooses the groups that an abort does not interrupt yet.
+
+    The abort of one control epoch waits for half of `pause_timeout_s`: after the whole of it, the
+    worker would be fenced and lose everything that it holds.
+    """
+
+    def __init__(self, limits: RunLimits) -> None:
+        self._limits = limits
+        self._epoch = 0
+        self._ends_s = 0.0
+
+    def spared(self, epoch: int, jobs: Iterable[Job], now_s: float) -> set[str]:
+        """Return the gids that the abort of `epoch` must not interrupt now.
+
+        now_s: seconds of any clock that only moves forward.
+        """
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._ends_s = now_s + self._limits.pause_timeout_s / 2
+        if now_s >= self._ends_s:
+            return set()
+        return {job.gid for job in jobs if self._is_protected(job)}
+
+    def _is_protected(self, job: Job) -> bool:
+        most = self._limits.tail_tries(job.task)
+        return most is not None and job.aborts >= most

@@ -1,0 +1,170 @@
+"""What workers do, and zombies of them with their old tokens (I2, I11, I13)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from buffer.control.control import Mode
+from buffer.errors import Fenced
+from buffer.model.ids import new_nonce
+from buffer.model.job import Job
+from buffer.rollouts.rollout import PolicyVersion, Status
+from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
+from tests.buffer.histories.world import World
+from tests.buffer.scene import FIRST, extend
+
+
+class WorkerMoves(World):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.engines = dict.fromkeys(WORKERS, FIRST)
+        self.jobs: dict[str, list[Job]] = {name: [] for name in WORKERS}
+        self.acknowledged: dict[str, tuple[str | None, int]] = {}
+
+    def load_weights(self, worker: str) -> None:
+        self.engines[worker] = self.weights
+
+    def claim(self, worker: str, limit: int) -> None:
+        waiting = self.at("waiting")
+        token = new_nonce()
+        nonce = self.scene.worker(worker)
+        answer = self.scene.run.jobs.claim(worker, nonce, token, self.engines[worker], limit)
+        if not self.lanes:
+            assert (answer.refusal, answer.jobs) == ("PAUSED", [])
+            return
+        if self.engines[worker] != self.weights:
+            assert (answer.refusal, answer.jobs) == ("STALE", [])
+            self.engines[worker] = self.weights
+            return
+        lanes = self.granted(limit)
+        assert [job.lane for job in answer.jobs] == lanes
+        is_full = any(group.lane in self.lanes for group in waiting) and not lanes
+        assert answer.refusal == ("FULL" if is_full else None)
+        again = self.scene.run.jobs.claim(worker, nonce, token, self.engines[worker], limit)
+        assert again.jobs == answer.jobs or not answer.jobs
+        for job in answer.jobs:
+            group = self.groups[job.gid]
+            assert (group.place, group.result) == ("waiting", job.payload.token)
+            group.place = "running"
+            group.token = job.token
+            group.owner = worker
+            group.tries = group.tries + 1
+            assert job.tries == group.tries
+        self.jobs[worker] += answer.jobs
+
+    def pick(self, worker: str, which: int) -> tuple[Job, Group, bool]:
+        """A job this worker once claimed, and whether it still is its own; more often one that is."""
+        owned = [job for job in self.jobs[worker] if self.owns(job)]
+        choice = owned if owned and which % 4 else self.jobs[worker]
+        job = choice[which // 4 % len(choice)]
+        return job, self.groups[job.gid], self.owns(job)
+
+    def owns(self, job: Job) -> bool:
+        group = self.groups[job.gid]
+        return (group.place, group.token) == ("running", job.token)
+
+    def heartbeat(self, worker: str) -> None:
+        lost = [job.gid for job in self.jobs[worker] if not self.owns(job)]
+        beat = self.scene.beat(self.jobs[worker], worker)
+        assert [job.gid for job in beat.lost] == lost
+
+    def acknowledge(self, worker: str) -> None:
+        """A receipt for a pause that stops work counts once nothing is held; a late one of an older
+        epoch never.
+        """
+        epoch = self.scene.run.control.state().epoch
+        record = self.scene.keys.worker(worker)
+        is_busy = any(group.owner == worker for group in self.at("running"))
+        is_silent = is_busy and self.mode in (Mode.DRAIN, Mode.ABORT)
+        if is_silent and self.acknowledged.get(worker) == (self.scene.nonces.get(worker), epoch):
+            is_silent = False  # it was given before something was claimed in a lane that is open
+        for ack in (epoch, epoch - 1):
+            self.scene.beat(self.jobs[worker], worker, ack=ack)
+            assert (int(self.scene.raw.hget(record, "ack")) < epoch) == is_silent
+        if not is_silent:
+            self.acknowledged[worker] = self.scene.nonces[worker], epoch
+
+    def hold(self, worker: str) -> None:
+        """Begin something, if nothing is held and something waits."""
+        if not any(self.owns(job) for job in self.jobs[worker]):
+            self.load_weights(worker)
+            self.claim(worker, 2)
+
+    def submit(self, worker: str, which: int, outcome: str) -> None:
+        if not self.jobs[worker]:
+            return
+        job, group, owned = self.pick(worker, which)
+        made = self.engines[worker]
+        if not owned:
+            self.submit_again(worker, job, group, outcome, made)
+            return
+        status = Status.ABORTED if outcome == "aborted" else Status.COMPLETED
+        self.scene.submit(job, made, status=status, filtered=outcome == "filtered", worker=worker)
+        group.made_by, group.place, group.result = [*group.made_by, made], outcome, job.token
+        group.result_bytes = self.stored_bytes(job.gid, job.token)
+        group.tries -= 1
+        group.aborts += outcome == "aborted"
+        self.arrive(group)
+
+    def submit_again(
+        self, worker: str, job: Job, group: Group, outcome: str, made: PolicyVersion
+    ) -> None:
+        """A zombie, or a reply that was lost: nothing may change."""
+        before = self.totals()
+        if not self.readable(group):
+            return
+        result = extend(self.scene.run.buffer.read(self.newest(group)), Status.COMPLETED, made)
+        accepted = group.result == job.token
+        try:
+            self.scene.run.buffer.submit(worker, job, result, 4, filtered=outcome == "filtered")
+        except Fenced:
+            assert not accepted
+        else:
+            assert accepted
+        assert self.totals() == before
+
+    def release(self, worker: str, which: int, kind: Any) -> None:
+        self.hold(worker)
+        if not self.jobs[worker]:
+            return
+        job, group, owned = self.pick(worker, which)
+        if not owned:
+            before = self.totals()
+            with contextlib.suppress(Fenced):  # a reply that was lost is said again
+                self.scene.run.jobs.release(worker, job, kind)
+            assert self.totals() == before
+            return
+        self.scene.run.jobs.release(worker, job, kind)
+        if kind in ("failed", "lost"):
+            self.wait_or_die(group)
+            return
+        group.tries -= 1
+        group.token = ""
+        if kind == "aborted":
+            group.aborts += 1
+            # interrupted too often, and without tokens to lose: it waits for the tail batch
+            group.place = (
+                "expired" if group.aborts >= TAIL_TRIES and group.result == "init" else "aborted"
+            )
+            self.arrive(group)
+        else:
+            group.place = "waiting"
+            group.lane = "resume"
+
+    def leases_run_out(self, worker: str) -> None:
+        self.hold(worker)
+        held = [g for g in self.at("running") if g.owner == worker]
+        if held:
+            self.scene.expire_leases(worker)
+        assert self.scene.run.jobs.reap().groups == len(held)
+        for group in held:
+            self.wait_or_die(group)
+
+    def fence(self, worker: str) -> None:
+        self.hold(worker)
+        held = [g for g in self.at("running") if g.owner == worker]
+        assert self.scene.run.fleet.fence(worker) == len(held)
+        self.scene.nonces.pop(worker, None)
+        for group in held:
+            self.wait_or_die(group)

@@ -1,0 +1,166 @@
+"""A model and the server it is compared with: what both say, side by side (I1 to I8)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import redis
+
+from buffer.model.ids import LANES, POOLS
+from buffer.model.limits import RunLimits, TaskLimits
+from tests.buffer.echo_store import MUTATING, EchoStore
+from tests.buffer.histories.model import (
+    LEASE_MS,
+    MAX_TRIES,
+    PLACES,
+    TAIL_TRIES,
+    TASKS,
+    THRESHOLD,
+    WORKERS,
+    Group,
+    Model,
+)
+from tests.buffer.scene import Scene
+
+
+class World(Model):
+    """What all moves share. A move is a method that an actor's class adds: it is made on the server
+    and in the model, and the outcomes are compared.
+    """
+
+    def __init__(
+        self,
+        store: EchoStore,
+        raw: redis.Redis,
+        name: str,
+        tail_batch: int,
+        order: str = "staleness",
+        tokens: int | None = None,
+    ) -> None:
+        super().__init__(tail_batch, order, tokens)
+        limits = RunLimits(
+            stale_threshold=THRESHOLD,
+            lease_ms=LEASE_MS,
+            worker_timeout_ms=3 * LEASE_MS,
+            role_timeout_ms=3 * LEASE_MS,
+            token_threshold=tokens,
+            max_tries=MAX_TRIES,
+            tail_batch_trigger_size=tail_batch,
+            tail_batch_max_tries=TAIL_TRIES,
+            order=order,
+            tasks={task: TaskLimits() for task in TASKS},
+        )
+        self.store = store
+        store.run = name
+        self.moved = Counter[str]()
+        """moves that found something to do"""
+        self.scene = Scene(store, raw, name, limits)
+        self.scene.open_producer()
+
+    def make(self, move: str, arguments: dict[str, Any], replies_are_lost: bool) -> None:
+        """One move. Where replies get lost, all that it calls is called again, and must change
+        nothing (I13).
+        """
+        self.store.repeats = MUTATING if replies_are_lost else ()
+        calls = self.store.replies.total()
+        getattr(self, move)(**arguments)
+        self.moved[move] += self.store.replies.total() > calls
+        self.store.repeats = ()
+        self.check_totals()
+        self.check_places()
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        audit = self.scene.run.account.totals()
+        assert audit.clean, audit.faults
+        return {task.task: task.stages for task in audit.tasks}
+
+    def newest(self, group: Group) -> Any:
+        return self.scene.payload(group.gid)
+
+    def stored_bytes(self, gid: str, token: str) -> int:
+        chunks = self.scene.keys.payload_chunks(gid, token, 4)
+        return sum(self.scene.raw.strlen(chunk) for chunk in chunks)
+
+    def check_totals(self) -> None:
+        for task, places in self.totals().items():
+            assert {p: places[p] for p in PLACES} == {p: len(self.at(p, task)) for p in PLACES}
+        assert self.scene.run.memory.count().held == self.held()
+
+    def check_places(self) -> None:
+        """Who is in which line, pool (in order, with its score) and set of leases."""
+        raw = self.scene.raw.pipeline(transaction=False)
+        keys = self.scene.keys
+        raw.zrange(keys.dead, 0, -1).zrange(keys.leases, 0, -1)
+        for worker in WORKERS:
+            raw.hkeys(keys.holds(worker))
+        for task in TASKS:
+            for lane in LANES:
+                raw.xrange(keys.jobs(task, lane))
+            for status in POOLS:
+                raw.zrange(keys.pool(task, status), 0, -1, withscores=True)
+        replies = iter(raw.execute())
+        running = self.at("running")
+        assert gids(next(replies)) == sorted(group.gid for group in self.at("dead"))
+        assert gids(next(replies)) == sorted({group.owner for group in running})
+        for worker in WORKERS:
+            assert gids(gid for gid in next(replies) if gid != b"digest") == sorted(
+                group.gid for group in running if group.owner == worker
+            )
+        for task in TASKS:
+            for lane in LANES:
+                waiting = [group.gid for group in self.at("waiting", task) if group.lane == lane]
+                assert gids(fields[b"gid"] for _, fields in next(replies)) == sorted(waiting)
+            for status in POOLS:
+                members = [
+                    (member.decode().partition(":")[2], score) for member, score in next(replies)
+                ]
+                assert members == [
+                    (group.gid, self.score(group)) for group in self.pooled(status, task)
+                ]
+
+    def check_everything(self) -> None:
+        self.scene.check()
+        places = {"completed": "pool", "aborted": "pool", "expired": "pool"}
+        for group in self.groups.values():
+            task = group.task
+            draw = int(group.gid[-10:])
+            assert self.scene.run.account.stages(task, draw) == [
+                places.get(group.place, group.place)
+            ]
+            assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (
+                group.place == "dead"
+            )
+            if self.readable(group):
+                assert int(self.scene.record(group.gid)["tries"]) == group.tries, group
+                tokens = self.scene.run.buffer.read(self.newest(group)).states[0].response_ids
+                assert len(tokens) == 2 * len(group.made_by), group
+        for task in TASKS:
+            pool = self.scene.raw.zrange(self.scene.keys.pool(task, "completed"), 0, -1)
+            index = self.scene.raw.zrange(self.scene.keys.order(task), 0, -1)
+            if not any(group.is_in_front for group in self.at("completed", task)):
+                assert index == (sorted(pool) if self.order == "fifo" else [])
+        for step, manifest in self.batches.items():
+            assert self.scene.run.ledger.manifest(step) == manifest
+        self.check_payloads()
+
+    def check_payloads(self) -> None:
+        """I12: once garbage is freed, the bytes that stay are those that records name, and all of
+        them.
+        """
+        while self.scene.run.payloads.collect():
+            pass
+        keys = self.scene.keys
+        raw = self.scene.raw
+        names = [name.decode() for name in raw.scan_iter(keys.payload("*", "*"), count=1000)]
+        stays = {name for name in names if raw.pttl(name) == -1}
+        held = [group for group in self.groups.values() if self.held_bytes(group)]
+        # of what is archived only the result is kept, until the batch is forgotten
+        tokens = {(group.gid, token) for group in held for token in ("init", group.result)}
+        tokens -= {(group.gid, "init") for group in held if group.kept_in}
+        assert stays == {keys.payload(gid, token) for gid, token in tokens}
+
+
+def gids(members: Iterable[bytes]) -> list[str]:
+    return sorted(member.decode() for member in members)

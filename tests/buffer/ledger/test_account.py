@@ -1,0 +1,211 @@
+"""fsck finds what is wrong: each fault is planted by hand (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.ledger.account import FsckReport
+from buffer.model.ids import group_id
+from buffer.rollouts.rollout import Status
+from tests.buffer.scene import Scene
+
+WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
+    group_id("math", i) for i in range(9)
+)
+
+
+@pytest.fixture
+def busy(make_scene: Callable[..., Scene]) -> Scene:
+    """Return a run with one group in every stage."""
+    scene = make_scene(max_tries=1)
+    scene.open_trainer()
+    scene.enqueue(9, samples=[2] * 8 + [0])
+    jobs = {job.gid: job for job in scene.claim(8)}
+    scene.run.jobs.release("w0", jobs[WAITING], "handback")
+    scene.submit(jobs[ABORTED], status=Status.ABORTED)
+    scene.submit(jobs[FILTERED], filtered=True)
+    scene.run.jobs.release("w0", jobs[DEAD], "failed")
+    scene.submit(jobs[ARCHIVED])
+    scene.take(1)
+    scene.submit(jobs[TAKEN])
+    scene.take(2)
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    scene.submit(jobs[READY])
+    scene.check()
+    return scene
+
+
+def audit(scene: Scene) -> FsckReport:
+    found = scene.run.account.fsck()
+    assert not found.clean
+    return found
+
+
+def member(scene: Scene, gid: str) -> str:
+    return f"{scene.record(gid)['arrival']}:{gid}"
+
+
+def test_account_names_every_place(busy: Scene) -> None:
+    stages = [busy.run.account.stages("math", i) for i in range(9)]
+    assert stages == [
+        ["waiting"],
+        ["running"],
+        ["pool"],
+        ["pool"],
+        ["taken"],
+        ["archived"],
+        ["filtered"],
+        ["dead"],
+        ["dropped"],
+    ]
+    task = busy.run.account.totals().tasks[0]
+    once = {name: 1 for name in task.stages if name != "expired"}
+    assert task.stages == once | {"expired": 0}
+    assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
+
+
+def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
+    stream = busy.keys.jobs("math", "resume")
+    busy.raw.xdel(stream, busy.raw.xrange(stream)[0][0])
+    found = audit(busy)
+    assert found.lost == [WAITING]
+    assert found.faults == [
+        "math: 9 enqueued, but 8 in all stages",
+        f"{stream} lacks {WAITING}, which is waiting",
+    ]
+
+
+def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene) -> None:
+    """Streams number entries by the millisecond, each for itself."""
+    scene.enqueue(2)
+    fresh = group_id("math", 0)
+    resumed = group_id("math", 1)
+    line = scene.keys.jobs("math", "resume")
+    entry = scene.record(fresh)["entry"]
+    other = scene.record(resumed)["entry"]
+    ((_, fields),) = scene.raw.xrange(scene.keys.jobs("math", "fresh"), other, other)
+    scene.raw.xdel(scene.keys.jobs("math", "fresh"), other)
+    scene.raw.xadd(line, fields, id=entry)
+    scene.raw.hset(scene.keys.group(resumed), mapping={"entry": entry, "lane": "resume"})
+    scene.check()
+    scene.raw.xdel(line, entry)
+    assert scene.run.account.fsck().lost == [resumed]
+
+
+def test_fsck_finds_a_lost_result(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
+    assert audit(busy).lost == [READY]
+
+
+def test_fsck_finds_a_lost_lease(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.leases, "w0")
+    found = audit(busy)
+    assert found.lost == [RUNNING]
+    assert found.faults == [
+        "1 groups counted as running, workers hold 0",
+        "w0 holds groups without a lease",
+    ]
+
+
+def test_fsck_finds_a_digest_that_does_not_fit_and_the_next_heartbeat_corrects_it(
+    busy: Scene,
+) -> None:
+    busy.raw.hincrby(busy.keys.holds("w0"), "digest", 1)
+    assert audit(busy).faults == ["the digest of what w0 holds does not fit"]
+    busy.take_back()
+    busy.check()
+
+
+def test_fsck_finds_a_group_of_another_token_or_owner(busy: Scene) -> None:
+    busy.raw.hset(busy.keys.group(RUNNING), "token", "t9")
+    found = audit(busy)
+    assert found.lost == [RUNNING]
+    assert found.faults == [f"w0 holds {RUNNING}, and its record does not say so"]
+
+
+def test_fsck_finds_a_lost_record(busy: Scene) -> None:
+    busy.raw.unlink(busy.keys.group(READY))
+    assert audit(busy).lost == [READY]
+
+
+def test_fsck_finds_a_lost_dead_letter(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.dead, DEAD)
+    assert audit(busy).lost == [DEAD]
+
+
+def test_fsck_finds_a_lost_manifest(busy: Scene) -> None:
+    busy.raw.unlink(busy.keys.batch("train", 2))
+    found = audit(busy)
+    assert found.lost == [TAKEN]
+    assert found.faults == ["the manifest of train step 2 is gone"]
+
+
+def test_fsck_finds_a_step_that_was_not_taken_and_lacks_groups(busy: Scene) -> None:
+    busy.raw.hset(busy.keys.ledger("train"), "awaits", 3)
+    (text,) = audit(busy).faults
+    assert text.endswith("awaits 3, and the last step that was taken is 2")
+
+
+@pytest.mark.parametrize("stage", ["archived", "filtered", "dropped"])
+def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, stage: str) -> None:
+    key = busy.keys.ended("math", stage)
+    draw = {"archived": 5, "filtered": 6, "dropped": 8}[stage]
+    busy.raw.setbit(key, draw, 0)
+    found = audit(busy)
+    assert found.lost == [group_id("math", draw)]
+    assert found.faults == [f"math: 1 counted as {stage}, 0 in the bitmap"]
+    busy.raw.setbit(key, draw, 1)
+    busy.raw.setbit(key, 0, 1)
+    assert audit(busy).doubled == [f"{WAITING} (waiting, {stage})"]
+
+
+@pytest.mark.parametrize("pool", ["aborted", "expired"])
+def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
+    busy.raw.zadd(busy.keys.pool("math", pool), {member(busy, READY): 0})
+    found = audit(busy)
+    assert found.doubled == [f"{READY} (pool, pool)"]
+    assert found.faults == [
+        "math: 9 enqueued, but 10 in all stages",
+        f"{busy.keys.pool('math', pool)} has '{READY}', and no record says so",
+    ]
+
+
+def test_fsck_finds_a_waiting_group_that_also_runs(busy: Scene) -> None:
+    busy.raw.hset(busy.keys.holds("w0"), WAITING, "t")
+    busy.raw.hset(busy.keys.group(WAITING), mapping={"owner": "w0", "token": "t"})
+    assert audit(busy).doubled == [f"{WAITING} (waiting, running)"]
+
+
+def test_fsck_finds_a_group_in_two_batches_and_one_that_is_ready_though_taken(busy: Scene) -> None:
+    entry = busy.raw.lindex(busy.keys.batch("train", 2), 1)
+    busy.raw.rpush(busy.keys.batch("eval", 1), b"step=1", entry, READY.encode() + b" t 1 1 - 2 -")
+    busy.raw.hset(busy.keys.ledger("eval"), "taken", 1)
+    doubled = audit(busy).doubled
+    assert f"{READY} (batch 1 of eval; pool)" in doubled
+    busy.raw.rpush(busy.keys.batch("train", 2), entry)
+    assert f"{TAKEN} (in 2 batches)" in audit(busy).doubled
+
+
+def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
+    counted = ("enqueued", "cursor", "running", "taken", "archived", "dead", "filtered", "dropped")
+    for field in counted:
+        for by in (1, -1):
+            busy.raw.hincrby(busy.keys.progress("math"), field, by)
+            assert busy.run.account.totals().faults, (field, by)
+            busy.raw.hincrby(busy.keys.progress("math"), field, -by)
+    busy.check()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4, 9, 10])
+def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
+    busy: Scene, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.ledger.account.SLICE", at_once)
+    busy.raw.script_flush()
+    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
+    busy.raw.zadd(busy.keys.dead, {TAKEN: 1})
+    found = audit(busy)
+    assert (found.checked, found.lost) == (9, [READY])
+    assert found.doubled == [f"{TAKEN} (taken, dead)", f"{TAKEN} (batch 2 of train; taken, dead)"]

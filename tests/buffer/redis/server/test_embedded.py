@@ -1,0 +1,167 @@
+"""The embedded server with real processes: adopted, killed, restarted, and never two in one folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from buffer.errors import StoreError, StoreUnavailable
+from buffer.redis.server.check import check_server
+from buffer.redis.server.embedded import EmbeddedServer
+
+START = """
+import sys
+from pathlib import Path
+from buffer.redis.server.embedded import EmbeddedServer
+server = EmbeddedServer(Path(sys.argv[1]))
+server.start()
+print(server.pid)
+"""
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "server")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_server_passes_its_own_check_when_it_has_started(embedded: EmbeddedServer) -> None:
+    embedded.start()
+    with embedded.connect() as client:
+        assert [str(found) for found in check_server(client) if found.level != "ok"] == []
+        assert client.info("server")["process_id"] == embedded.pid
+
+
+def test_data_survives_when_the_server_is_killed(embedded: EmbeddedServer) -> None:
+    embedded.start()
+    with embedded.connect() as client:
+        client.set("key", "value")
+    embedded.kill()
+    assert not embedded.is_running
+    embedded.start()
+    with embedded.connect() as client:
+        assert client.get("key") == b"value"
+
+
+def test_data_survives_when_the_server_is_stopped(embedded: EmbeddedServer) -> None:
+    embedded.start()
+    with embedded.connect() as client:
+        client.set("key", "value")
+    embedded.stop()
+    embedded.stop()
+    assert (embedded.is_running, embedded.pid) == (False, None)
+    embedded.start()
+    with embedded.connect() as client:
+        assert client.get("key") == b"value"
+
+
+def test_start_adopts_the_server_that_already_runs(embedded: EmbeddedServer) -> None:
+    embedded.start()
+    other = EmbeddedServer(embedded.folder)
+    other.start()
+    assert other.pid == embedded.pid
+    other.stop()
+    assert not embedded.is_running
+
+
+def test_server_outlives_the_process_that_started_it(embedded: EmbeddedServer) -> None:
+    command = [sys.executable, "-c", START, str(embedded.folder)]
+    started = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert embedded.pid == int(started.stdout)
+    assert os.getsid(int(started.stdout)) == int(started.stdout)
+    embedded.start()
+    assert embedded.pid == int(started.stdout)
+
+
+def test_starting_from_many_processes_at_once_makes_one_server(embedded: EmbeddedServer) -> None:
+    command = [sys.executable, "-c", START, str(embedded.folder)]
+    starters = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    pids = {starter.communicate()[0].strip() for starter in starters}
+    assert pids == {str(embedded.pid)}
+
+
+def test_stale_files_do_not_matter_when_no_server_runs(embedded: EmbeddedServer) -> None:
+    embedded.start()
+    embedded.kill()
+    (embedded.folder / "valkey.pid").write_text(
+        f"{os.getpid()}\n"
+    )  # reused by an innocent process: this one
+    assert embedded.socket_path.exists()
+    assert embedded.pid is None
+    embedded.stop()
+    embedded.start()
+    assert embedded.pid not in (None, os.getpid())
+
+
+def test_no_second_server_starts_when_the_first_has_lost_its_socket(
+    embedded: EmbeddedServer,
+) -> None:
+    embedded.start()
+    embedded.socket_path.unlink()
+    with pytest.raises(StoreUnavailable, match="does not answer") as caught:
+        EmbeddedServer(embedded.folder, deadline_s=0.2).start()
+    assert f"kill {embedded.pid}" in str(caught.value)
+    embedded.stop()
+    embedded.start()
+
+
+def test_a_failed_start_shows_the_end_of_the_log(embedded: EmbeddedServer, tmp_path: Path) -> None:
+    embedded.start()
+    embedded.stop()
+    broken = next((embedded.folder / "appendonlydir").glob("*.manifest"))
+    broken.write_text("nonsense\n")
+    with pytest.raises(StoreError, match=r"stopped while starting \(exit code 1\)") as caught:
+        embedded.start()
+    assert "manifest" in str(caught.value)
+    assert str(embedded.log_path) in str(caught.value)
+
+
+def test_a_port_is_not_shared_with_another_server(tmp_path: Path, unused_tcp_port: int) -> None:
+    with EmbeddedServer(tmp_path / "first", port=unused_tcp_port) as first:
+        assert first.url == f"redis://127.0.0.1:{unused_tcp_port}/0"
+        with pytest.raises(StoreError, match="Address already in use"):
+            EmbeddedServer(tmp_path / "second", port=unused_tcp_port).start()
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "50% of # it?", "deep/" * 30, "ünï"])
+def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
+    with EmbeddedServer(tmp_path / name) as server:
+        assert len(os.fsencode(server.socket_path)) <= 107
+        again = EmbeddedServer(tmp_path / name)
+        assert again.url == server.url
+        with again.connect() as client:
+            assert client.ping()
+
+
+def test_a_new_short_folder_is_made_when_the_old_one_was_cleaned_away(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / ("x" * 120))
+    with server:
+        old = server.socket_path.parent
+    shutil.rmtree(old)
+    with server, server.connect() as client:
+        assert client.ping()
+
+
+def test_the_printed_command_opens_the_server(embedded: EmbeddedServer) -> None:
+    if shutil.which("redis-cli") is None:
+        pytest.skip("no redis-cli on this machine")
+    embedded.start()
+    command = [*shlex.split(embedded.cli), "ping"]
+    answered = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert answered.stdout == "PONG\n"

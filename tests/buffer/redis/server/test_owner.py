@@ -1,0 +1,33 @@
+"""A process ends after the process that owns it, whether or not it is able to end in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from buffer.redis.server.process import OWNER
+
+PROGRAM = """
+import signal, sys
+from buffer.redis.server import process
+process.ORPHAN_S = 0.2
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+process.follow_owner()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "ended_by"), [([], signal.SIGTERM), (["deaf"], signal.SIGKILL)], ids=["", "deaf"]
+)
+def test_a_process_whose_owner_is_gone_ends(flags: list[str], ended_by: signal.Signals) -> None:
+    gone = str(os.getppid())
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *flags], env=os.environ | {OWNER: gone}
+    )
+    assert process.wait() == -ended_by

@@ -1,0 +1,119 @@
+"""Payloads that travel without copies: whole, in order, and with the library's errors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from buffer.errors import PayloadMissing, RunDamaged, StoreError
+from buffer.redis.connection.bulk_io import Parts
+from buffer.redis.payloads import Upload
+from tests.buffer.scene import Scene
+
+SIZES = (0, 1, 4095, 4096, 9000, 165_888, 1_048_001, 2_500_000)
+
+
+def payload(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+@pytest.fixture
+def key(scene: Scene) -> str:
+    """Prefix of keys that lie where the run does."""
+    return f"{scene.keys.prefix}payload:test"
+
+
+def names(key: str, count: int) -> list[str]:
+    return [f"{key}:{place}" for place in range(count)]
+
+
+def test_payloads_of_every_size_come_back_whole_and_in_order(scene: Scene) -> None:
+    data = [payload(size) for size in SIZES]
+    refs = scene.run.payloads.write_many(
+        [Upload(f"math-{i:010d}", "t", part) for i, part in enumerate(data)]
+    )
+    assert max(ref.chunks for ref in refs) == 4
+    assert [
+        bytes(part) for part in scene.run.payloads.read_each(refs, lambda _, parts: parts)
+    ] == data
+
+
+def test_columns_of_received_payloads_are_aligned(scene: Scene) -> None:
+    sizes = range(9000, 9009)
+    refs = scene.run.payloads.write_many(
+        [Upload(f"math-{size:010d}", "t", payload(size)) for size in sizes]
+    )
+    parts = scene.run.payloads.read_each(refs, lambda _, found: found)
+    assert [np.frombuffer(part, "u1").ctypes.data % 8 for part in parts] == [0] * len(sizes)
+    assert [bytes(part) for part in parts] == [payload(size) for size in sizes]
+
+
+@pytest.mark.parametrize("size", [0, 10, 10**6])
+def test_receive_finds_more_or_less_than_was_expected(scene: Scene, key: str, size: int) -> None:
+    values = [payload(n) for n in (100_000, 3, 70_000)]
+    scene.store.write(
+        "test", [("SET", name, value) for name, value in zip(names(key, 3), values, strict=True)]
+    )
+    found = scene.store.read("test", [names(key, 2), names(key, 3)[2:]], [size, size])
+    assert [[bytes(part or b"") for part in parts] for parts in found] == _whole(
+        [values[:2], values[2:]], found
+    )
+
+
+def _whole(values: Sequence[Sequence[bytes]], found: Sequence[Parts]) -> list[list[bytes]]:
+    # a client without a socket leaves the parts apart
+    return [
+        [b"".join(parts)] if len(there) == 1 else list(parts)
+        for parts, there in zip(values, found, strict=True)
+    ]
+
+
+def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
+    scene.store.write("test", [("SET", names(key, 1)[0], b"here")])
+    missing, there = scene.store.read("test", [names(key, 3), names(key, 1)], [300, 4])
+    assert missing.count(None) == 2
+    assert [bytes(part or b"") for part in there] == [b"here"]
+
+
+def test_the_garbage_collector_rests_while_groups_are_read_and_goes_on_behind(scene: Scene) -> None:
+    refs = [scene.run.payloads.write(f"math-{i:010d}", "t", payload(4_500_000)) for i in range(4)]
+    assert scene.run.payloads.read_each(refs, lambda *_: [gc.isenabled()]) == [False] * 4
+    with pytest.raises(ZeroDivisionError):
+        scene.run.payloads.read_each(refs, lambda *_: [1 // 0])
+    assert gc.isenabled()
+    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, parts: parts)] == [
+        4_500_000
+    ] * 4
+
+
+def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
+    whole = scene.run.payloads.write("math-0000000001", "t", payload(165_888))
+    broken = scene.run.payloads.write("math-0000000002", "t", payload(165_889))
+    scene.raw.unlink(scene.keys.payload_chunks("math-0000000002", "t", 2)[1])
+    with pytest.raises(PayloadMissing, match="1 of 2 chunks are gone"):
+        scene.run.payloads.read_each([whole, broken, whole], lambda _, parts: parts)
+    assert bytes(scene.run.payloads.read(whole)) == payload(165_888)
+
+
+def test_what_is_no_value_is_told_as_the_library_tells_it(scene: Scene, key: str) -> None:
+    scene.raw.rpush(key, "a list")
+    with pytest.raises(RunDamaged, match=f"{key} is of another type"):
+        scene.store.read("payload read", [[key]], [5])
+    assert scene.store.read("payload read", [names(key, 1)], [0]) == [[None]]
+
+
+def test_send_raises_the_first_error_and_takes_all_answers(scene: Scene, key: str) -> None:
+    with pytest.raises(StoreError, match="value is not an integer"):
+        scene.store.write(
+            "test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))]
+        )
+    assert scene.store.write("test", [("STRLEN", key), ("GET", names(key, 1)[0])]) == [10_000, None]
+
+
+def test_received_columns_cannot_be_changed(scene: Scene) -> None:
+    scene.ready(0)
+    (group,) = scene.run.buffer.get(1, "math")
+    assert not group.response_ids.flags.writeable

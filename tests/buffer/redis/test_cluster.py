@@ -1,0 +1,218 @@
+"""A run on a cluster of three masters: where its keys are, and what a slot that moves costs (I13)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from redis.crc import key_slot
+
+from buffer.errors import ConfigError, PayloadMissing, StoreError
+from buffer.model.job import PayloadRef
+from buffer.redis.keys import Keys
+from buffer.redis.server.check import check_all, require_all_safe
+from buffer.redis.server.embedded import valkey_binary
+from buffer.redis.store import Store
+from buffer.rollouts.rollout import Status
+from buffer.run import Run
+from tests.buffer.groups.test_put import rollouts
+from tests.buffer.keyspace import payload_keys
+from tests.buffer.scene import Scene
+from tests.cluster import Cluster, Node, free_ports, start_cluster, until
+from tests.servers import SAFE, _find_redis, raw_cluster
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """One whose slots a test may move."""
+    binary = str(valkey_binary()) if request.param == "valkey" else _find_redis()
+    with start_cluster(binary, tmp_path_factory.mktemp(request.param), *SAFE) as started:
+        yield started
+
+
+@pytest.fixture
+def raw(cluster: Cluster) -> Iterator[Any]:
+    with raw_cluster(cluster.url) as client:
+        yield client
+
+
+@pytest.fixture
+def store(cluster: Cluster) -> Iterator[Store]:
+    store = Store(cluster.url, deadline_s=20.0)
+    yield store
+    store.close()
+
+
+def live(scene: Scene, step: int) -> None:
+    """Take and commit a group, from its prompt on."""
+    scene.ready(step - 1, lineage="l1")
+    scene.take(step)
+    scene.run.ledger.commit(scene.trainer, step, step)
+    scene.run.janitor.sweep()
+
+
+def test_runs_lie_on_several_nodes_and_all_are_found(
+    cluster: Cluster, store: Store, raw: Any
+) -> None:
+    names = [f"spread-{i}" for i in range(6)]
+    assert len({cluster.master_of(Keys(name).meta).port for name in names}) > 1
+    for name in names:
+        Scene(store, raw, name)
+    assert set(names) <= set(Run.names(store))
+    assert {Run.open(store, name).name for name in names} == set(names)
+
+
+def test_any_node_that_answers_is_enough(cluster: Cluster, raw: Any, run_name: str) -> None:
+    (nobody,) = free_ports(1)
+    store = Store(
+        f"redis://127.0.0.1:{nobody},127.0.0.1:{cluster.nodes[2].port}/0", deadline_s=20.0
+    )
+    scene = Scene(store, raw, run_name)
+    scene.open_trainer()
+    live(scene, 1)
+    scene.check()
+    store.close()
+
+
+def test_every_master_is_checked(cluster: Cluster, store: Store) -> None:
+    assert require_all_safe(store.servers) == []
+    assert [found.level for found in check_all(store.servers)] == ["ok"] * 9
+    cluster.nodes[1].ask("CONFIG SET", "maxmemory-policy", "allkeys-lru")
+    try:
+        (bad,) = [found for found in check_all(store.servers) if found.level == "error"]
+        assert f":{cluster.nodes[1].port}/0: maxmemory-policy allkeys-lru" in bad.what
+        with pytest.raises(StoreError, match="allkeys-lru"):
+            require_all_safe(store.servers)
+    finally:
+        cluster.nodes[1].ask("CONFIG SET", "maxmemory-policy", "noeviction")
+
+
+def test_a_run_goes_on_while_its_slot_moves(
+    cluster: Cluster, store: Store, raw: Any, run_name: str
+) -> None:
+    scene = Scene(store, raw, run_name)
+    scene.open_trainer()
+    scene.ready(*range(1, 30))
+    source = cluster.master_of(scene.keys.meta)
+    target = next(node for node in cluster.nodes if node is not source)
+    slot = key_slot(scene.keys.meta.encode())
+
+    def met() -> bool:
+        return scene.run.store.retries > 0
+
+    moving = threading.Thread(target=move_slot, args=(cluster, source, target, slot, met))
+    moving.start()
+    steps = count(1)
+    while moving.is_alive():
+        live(scene, next(steps))
+    moving.join()
+    live(scene, next(steps))
+    assert cluster.master_of(scene.keys.meta) is target
+    move_slot(cluster, target, source, slot, lambda: True)
+    live(scene, next(steps))
+    assert (
+        store.servers.client("control", scene.keys.meta).connection_pool.connection_kwargs["port"]
+        == source.port
+    )
+    scene.check()
+
+
+def move_slot(
+    cluster: Cluster, source: Node, target: Node, slot: int, met: Callable[[], bool]
+) -> None:
+    """Move a slot key by key, as redis-cli --cluster reshard does, until a client has met it."""
+    target.ask("CLUSTER SETSLOT", slot, "IMPORTING", cluster.id_of(source))
+    source.ask("CLUSTER SETSLOT", slot, "MIGRATING", cluster.id_of(target))
+    while keys := source.ask("CLUSTER GETKEYSINSLOT", slot, 3):
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+    until(met, "somebody to meet a slot on the move")
+    for node in (target, source, *cluster.nodes):
+        node.ask("CLUSTER SETSLOT", slot, "NODE", cluster.id_of(target))
+
+
+def test_an_address_of_the_url_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="no URL of a Redis server"):
+        Store("redis://127.0.0.1:1,127.0.0.1:port/0")
+
+
+def nodes_with_payloads(cluster: Cluster) -> list[int]:
+    return [len(node.ask("KEYS", "rmq:{*}:payload:*")) for node in cluster.nodes]
+
+
+def test_payloads_lie_on_every_node_and_are_all_freed(
+    cluster: Cluster, store: Store, raw: Any, run_name: str
+) -> None:
+    scene = Scene(store, raw, run_name)
+    scene.open_trainer()
+    before = nodes_with_payloads(cluster)
+    scene.ready(*[0] * 20)
+    assert all(now > was for now, was in zip(nodes_with_payloads(cluster), before, strict=True))
+    assert sum(nodes_with_payloads(cluster)) - sum(before) == 40
+    assert {raw.ttl(key) for key in payload_keys(raw, run_name)} == {-1}
+    entries = scene.take(1, math=20).entries
+    assert [group.gid for group in scene.run.buffer.load(scene.take(1))] == [
+        entry.gid for entry in entries
+    ]
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.janitor.sweep()
+    assert nodes_with_payloads(cluster) == before
+    scene.check()
+
+
+def test_janitor_keeps_what_was_accepted_when_the_caller_died_before_it_could(
+    store: Store, raw: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(store, raw, run_name)
+    with monkeypatch.context() as dying:
+        for module in ("job_queue", "submit", "put_groups"):
+            dying.setattr(f"buffer.groups.{module}.pin_listed", lambda *_: 0)
+        (gid,) = scene.ready(0)
+        (put,) = scene.run.buffer.put("math", [rollouts()])
+    keys = payload_keys(raw, run_name)
+    assert len(keys) == raw.scard(scene.keys.unpinned) == 4
+    assert all(0 < raw.ttl(key) <= 3600 for key in keys)
+    scene.run.janitor.sweep()
+    assert raw.scard(scene.keys.unpinned) == 0
+    keys = payload_keys(raw, run_name)
+    assert {raw.ttl(key) for key in keys} == {-1}
+    assert {scene.keys.payload(gid, "init"), scene.keys.payload(put, "init")} < set(keys)
+    assert len(keys) == 4
+    assert scene.run.buffer.read(PayloadRef(put, "init", 1, 0, "")).status is Status.INIT
+
+
+def test_prompt_of_a_group_that_has_ended_is_not_kept(
+    store: Store, raw: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(store, raw, run_name)
+    with monkeypatch.context() as dying:
+        dying.setattr("buffer.groups.put_groups.pin_listed", lambda *_: 0)
+        (gid,) = scene.run.buffer.put("math", [rollouts()])
+    listed = raw.smembers(scene.keys.unpinned)
+    scene.run.jobs.drop(gid)
+    # somebody looked before the drop, and acts after everything was freed
+    raw.delete(scene.keys.unpinned)
+    scene.run.janitor.sweep()
+    raw.sadd(scene.keys.unpinned, *listed)
+    scene.run.janitor.sweep()
+    assert payload_keys(raw, run_name) == [scene.keys.payload(gid, "init")]
+    assert raw.ttl(scene.keys.payload(gid, "init")) > 0
+
+
+def test_payload_that_was_lost_with_its_node_is_missed_by_who_reads_it(
+    store: Store, raw: Any, run_name: str
+) -> None:
+    scene = Scene(store, raw, run_name)
+    scene.open_trainer()
+    lost, _ = scene.ready(0, 0)
+    raw.delete(scene.keys.payload(lost, scene.record(lost)["payload"]))
+    manifest = scene.take(1, math=1)
+    with pytest.raises(PayloadMissing, match=lost):
+        scene.run.buffer.load(manifest)
+    again = scene.run.ledger.quarantine(scene.trainer, 1, manifest.entries[0], "gone")
+    assert len(scene.run.buffer.load(again)) == 1
+    scene.check()

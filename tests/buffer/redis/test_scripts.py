@@ -1,0 +1,412 @@
+"""The scripts' headers are contracts with bodies, callers, and the key table (I13, I14)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import buffer.redis.keys
+from buffer.errors import ScriptError
+from buffer.redis.keys import SLOTS, TABLE, Keys
+from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
+from buffer.redis.scripts import Arg, Script, assemble, includes, library, sources
+
+BUFFER = Path(buffer.redis.keys.__file__).parents[1]
+MODULES = sorted(BUFFER.rglob("*.py"))
+SOURCES = dict(sorted(sources().items()))
+BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
+TOPICS = {
+    name.removeprefix("include/"): text for name, text in SOURCES.items() if name not in BODIES
+}
+WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R?PUSH|L(TRIM|PUSH)|UNLINK|DEL|PERSIST)'"
+
+
+def code_of(name: str) -> str:
+    """Return the body without its comments."""
+    return re.sub(r"--.*", "", SOURCES[name])
+
+
+def functions_of(name: str) -> set[str]:
+    """Names that a file declares for all of its lines, and for the files that include it."""
+    declared = re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", code_of(name), re.MULTILINE)
+    return {name for names in declared for name in names.split(", ")}
+
+
+def slots(name: str, array: str) -> list[Slot]:
+    return [slot for slot in library()[name].header.slots if slot.array == array]
+
+
+def table() -> dict[str, str]:
+    """Key name to type, from the table in buffer/redis/keys.py."""
+    return {
+        re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): row.type
+        for key, row in TABLE.items()
+    }
+
+
+def replies_of(name: str) -> set[str]:
+    text = re.search(r"-- replies (.*?)\n-- keeps", BODIES[name], re.DOTALL)
+    assert text, f"{name}.lua: no replies"
+    return set(re.findall(r"(?:^|\| +)([A-Z_]+)\b", re.sub(r"\n--", "", text[1])))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
+    code = code_of(name)
+    assert not re.search(r"\b(KEYS|ARGV)\b", code)
+    words = set(re.findall(r"\w+", re.sub(r"'[^']*'", "''", code)))
+    tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
+    of_units = {unit for tail in tails if "each_unit" in code for unit in tail.names}
+    names = {
+        word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names
+    }
+    assert names - of_units <= words
+    assert not names & {*HOMES, "KEYS", "ARGV", "SCRIPT", "redis", "string", "table", "math"}
+
+
+def calls_of(code: str, function: str) -> Iterator[list[str]]:
+    """Yield the arguments of each call of a function."""
+    for match in re.finditer(re.escape(function) + r"\(", code):
+        depth, start, found = 1, match.end(), []
+        for place in range(start, len(code)):
+            depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(code[place], 0)
+            if depth == 0 or (depth == 1 and code[place] == ","):
+                found.append(code[start:place].strip())
+                start = place + 1
+            if depth == 0:
+                break
+        yield found
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(name: str) -> None:
+    large = set()
+    # units that only an include walks are no locals here
+    for slot in (
+        s for s in slots(name, "ARGV") if not s.is_tail or " in each_unit do" in code_of(name)
+    ):
+        for word, kind in zip(slot.names, slot.types, strict=True):
+            if bounds := re.search(r"(?:^|\|)[\d_]+\.\.([\d_]*)", kind):
+                large |= {word} if int(bounds[1] or BIGGEST) >= 10**8 else set()
+    for function in ("redis.call", "log_event"):
+        for arguments in calls_of(code_of(name), function):
+            assert not large & set(arguments)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, text in BODIES.items() if " in each_unit do" in text]
+)
+def test_units_are_named_as_in_the_header(name: str) -> None:
+    tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
+    are_joined = any(tail.most is None for tail in tails)
+    names = [unit for tail in tails if are_joined or len(tail.names) > 1 for unit in tail.names]
+    for loop in re.findall(r"for (.*) in each_unit do", code_of(name)):
+        _, *units = loop.split(", ")
+        assert len(units) <= len(names)
+        assert all(unit in (name, "_") for unit, name in zip(units, names, strict=False))
+
+
+HOMES = {function: topic for topic in TOPICS for function in functions_of(f"include/{topic}")}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
+    code = re.sub(r"'[^']*'", "''", code_of(name))
+    used = set(re.findall(r"(?<![.\w])\w+", code)) - functions_of(name)
+    assert {HOMES[word] for word in used if word in HOMES} == set(includes(SOURCES[name]))
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_include_says_what_it_provides_and_is_used(topic: str) -> None:
+    title, _, provided = TOPICS[topic].partition("\n")[0].removeprefix("-- ").partition(": ")
+    assert title == topic
+    assert functions_of(f"include/{topic}") - {"find", "call"} <= {
+        topic,
+        *re.findall(r"\w+", provided),
+    }
+    checks = {check for script in library().values() for check in script.header.checks()}
+    assert topic in checks | {name for text in SOURCES.values() for name in includes(text)}
+
+
+def test_each_function_is_declared_in_one_include() -> None:
+    declared = [function for topic in TOPICS for function in functions_of(f"include/{topic}")]
+    assert len(declared) == len(set(declared))
+
+
+def test_include_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ScriptError, match=r"lua/include/nowhere\.lua"):
+        assemble(
+            {**SOURCES, "beat": SOURCES["beat"].replace("-- include: ", "-- include: nowhere, ")}
+        )
+
+
+FACTS: dict[str, str | int] = {
+    "task": "t",
+    "lane": "fresh",
+    "status": "completed",
+    "worker": "w",
+    "gid": "t-0000000001",
+}
+LISTS = {"payloads": "payload", "prompts": "payload"}
+
+
+def kind_of_key(slot: str) -> str:
+    """Return the row of the key table for the key of a slot."""
+    if slot in LISTS:
+        return LISTS[slot]
+    key = Keys("demo").slots(**FACTS, step=1)[slot].removeprefix("rmq:{demo}:")
+    return "dead:" if key == "dead:" else key.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_keys_and_types_are_those_of_the_key_table(name: str) -> None:
+    known = table()
+    for slot in slots(name, "KEYS"):
+        for key, kind in zip(slot.names, slot.types, strict=True):
+            role = kind_of_key(key)
+            assert role in known, f"{name}.lua: {key} is not in the table of buffer/redis/keys.py"
+            if kind == "prefix":
+                line = re.search(rf"^-- KEYS {key} .*\((\w+)\)$", BODIES[name], re.MULTILINE)
+                assert line, f"{name}.lua: of which type are the keys with the prefix {key}?"
+                kind = line[1]
+            assert known[role] == kind.rstrip("*"), f"{name}.lua: {key} is a {known[role]}"
+
+
+def test_every_slot_of_the_keys_is_named_by_a_script() -> None:
+    named = {key for name in BODIES for slot in slots(name, "KEYS") for key in slot.names}
+    assert set(SLOTS) <= named
+
+
+def test_key_that_is_unknown_or_lacks_a_fact_is_refused() -> None:
+    with pytest.raises(ScriptError, match="no key is named 'nothing'"):
+        Keys("demo").slots()["nothing"]
+    with pytest.raises(ScriptError, match="'progress' of a script needs its task"):
+        Keys("demo").slots(worker="w")["progress"]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
+    code = code_of(name)
+    sent = set(re.findall(r"\{'([A-Z_]+)'", code)) | set(
+        re.findall(r"reply\[1\] = '([A-Z_]+)'", code)
+    )
+    sent |= set(re.findall(r"table\.insert\(reply, 1, '([A-Z_]+)'\)", code))
+    assert replies_of(name) == sent
+
+
+def test_every_script_has_a_caller_and_every_call_a_script() -> None:
+    first_arguments = set()
+    called = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                    first_arguments.add(name)
+                    if getattr(function, "attr", "") in ("call", "call_many", "upload_and_call"):
+                        called.add(name)
+    assert called <= set(BODIES) == set(library())
+    # the store itself calls `sync` behind durable writes, a control connection its receipts
+    assert set(BODIES) - {"sync", "receipt"} <= first_arguments
+
+
+GENERAL_CASES = {
+    "commit": {"GAP", "UNKNOWN_TASK"},
+    "deregister": {"UNKNOWN"},
+    "dissolve_batch": {"GAP", "ARCHIVED"},
+    "reap": {"GRACE"},
+    "mark_trained": {"TAKEN", "DRAW"},
+    "receipt": {"UNKNOWN", "REPLACED"},
+    "reissue": {"CLOSED"},
+    "reset_ledger": {"LIVE"},
+    "restore_batch": {"GAP", "GONE"},
+}
+"""Refusals that a caller need not name: an error shows the reply, or nothing was to be done."""
+
+
+@cache
+def literals(path: Path) -> set[str]:
+    """Return the string literals of a module."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {
+        node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
+    }
+
+
+@cache
+def imports_of(path: Path) -> list[Path]:
+    """Return the modules of the package that a module imports names from."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return [
+        module
+        for module in MODULES
+        if ".".join(module.relative_to(BUFFER.parent).with_suffix("").parts) in names
+    ]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_refusal_is_known_to_its_caller(name: str) -> None:
+    callers = [path for path in MODULES if name in literals(path)]
+    # a reply may be passed to a module of the room, which passes it to buffer.redis.replies
+    shared = {module for path in callers for module in imports_of(path)}
+    readers = {*callers, *shared, *(module for path in shared for module in imports_of(path))}
+    known = {word for reader in readers for word in literals(reader)}
+    assert replies_of(name) - {"OK"} - GENERAL_CASES.get(name, set()) <= known
+
+
+def reads_of_payloads(source: str) -> set[str]:
+    """Commands of a script that read a payload, or read without a bound."""
+    # what one worker holds is bounded by its capacity
+    commands = set(re.findall(r"call\('(\w+)'(?!, holds\))", re.sub(r"--.*", "", source)))
+    return commands & {
+        "GET",
+        "MGET",
+        "GETRANGE",
+        "GETDEL",
+        "KEYS",
+        "SCAN",
+        "HGETALL",
+        "HVALS",
+        "SMEMBERS",
+        "HSCAN",
+    }
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_script_reads_payloads_or_walks_the_key_space(name: str) -> None:
+    code = code_of(name)
+    assert not reads_of_payloads(code)
+    for slot in slots(name, "KEYS") if name in BODIES else []:
+        if slot.names in (("payloads",), ("prompts",)):
+            on_payloads = set(re.findall(rf"redis\.call\('(\w+)', {slot.names[0]}\[", code))
+            assert on_payloads <= {"STRLEN", "EXISTS", "PERSIST"}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) -> None:
+    shebang = BODIES[name].partition("\n")[0]
+    if name in {"claim", "create_run", "enqueue", "put", "reissue", "requeue", "update"}:
+        assert shebang == "#!lua"
+    elif name in {"check", "check_holds", "counts", "peek", "silent", "totals"}:
+        assert shebang == "#!lua flags=no-writes"
+        assert not re.search(WRITES, code_of(name))
+    else:
+        assert shebang == "#!lua flags=allow-oom"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_time_comes_from_the_server_and_nothing_is_random(name: str) -> None:
+    assert not re.search(r"math\.random|os\.(time|clock)", code_of(name))
+
+
+def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
+    lines = [
+        "#!lua",
+        "-- KEYS control  HASH",
+        "-- ARGV role  trainer|producer",
+        "-- ARGV step  0..",
+    ]
+    script = Script("demo", "", Header.parse("\n".join(lines)))
+    args: dict[str, Arg] = {"role": "trainer", "step": 7}
+    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", 7])
+    with pytest.raises(ScriptError, match=r"demo.*missing \['step'\]"):
+        script.arrange({"control": "c"}, {"role": "trainer"})
+    with pytest.raises(ScriptError, match=r"unknown \['more'\]"):
+        script.arrange({"control": "c"}, {**args, "more": 1})
+    with pytest.raises(ScriptError, match=r"KEYS missing 'control'"):
+        script.arrange({}, args)
+    for tail in ({"tail_keys": ["k"]}, {"tail_args": ["a"]}):
+        with pytest.raises(ScriptError, match="takes no more"):
+            script.arrange({"control": "c"}, args, **tail)
+
+
+def test_scripts_say_their_name_and_keep_their_hash() -> None:
+    for name, script in library().items():
+        assert script.source.split("\n")[1] == f"-- rolloutmq {name}"
+        assert re.fullmatch("[0-9a-f]{40}", script.sha)
+    assert len({script.sha for script in library().values()}) == len(BODIES)
+
+
+def test_header_is_read_with_types_and_bounds() -> None:
+    lines = [
+        "#!lua",
+        "-- KEYS a  HASH*  of all",
+        "-- KEYS b  prefix of many (SET)",
+        "-- KEYS c, d  LIST, ZSET x1..9",
+    ]
+    lines += ["-- ARGV e  ''|0..  steps", "-- ARGV f  0|1", "-- ARGV g, h  name, 1..9 xKEYS"]
+    header = Header.parse("\n".join(lines))
+    assert header.fixed("KEYS") == ("a", "b")
+    assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
+    assert header.fixed("ARGV") == ("e", "f")
+    assert header.tail("ARGV") == Slot("ARGV", 3, True, ("g", "h"), ("name", "1..9"), 0, None)
+    prologue = header.prologue()
+    assert (
+        "local e = as_int(ARGV[1], 0, 9007199254740991)\nif not (e or ARGV[1] == '') then"
+        in prologue
+    )
+    assert "is_count(#KEYS - 2, 2, 1, 9)" in prologue
+    assert "local f = ARGV[2] == '1'" in prologue
+    assert "call('ZCARD', KEYS[i + 1])" in prologue
+    assert "call('HLEN', KEYS[1])" not in prologue
+    assert "local a, b = KEYS[1], KEYS[2]" in prologue
+    assert "return n, KEYS[k], KEYS[k + 1], ARGV[a], tonumber(ARGV[a + 1]) end" in prologue
+    assert header.checks() == ["refuse", "as_int", "is_count"]
+    assert [header.type_of(place) for place in range(1, 7)] == [
+        "HASH",
+        "PREFIX",
+        "LIST",
+        "ZSET",
+        "LIST",
+        "ZSET",
+    ]
+
+
+def test_tail_of_one_name_is_a_list() -> None:
+    header = Header.parse(
+        "#!lua\n-- KEYS a  HASH\n-- KEYS b  ZSET x0..9\n-- ARGV c, d  name, name x0..9"
+    )
+    assert "local b = {unpack(KEYS, 2)}" in header.prologue()
+    assert "return n, ARGV[a], ARGV[a + 1] end" in header.prologue()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-- KEYS a",
+        "-- KEYS a  BITMAP",
+        "-- KEYS a, b  HASH, HASH",
+        "-- KEYS a, b  HASH x1..2",
+        "-- KEYS[1] a  HASH",
+        "-- ARGV a, b  name",
+        "-- ARGV a",
+        "-- ARGV a  groups at most",
+        "-- ARGV a  name x1..",
+        "-- ARGV a  name x1..2\n-- ARGV b  name",
+    ],
+)
+def test_header_line_without_a_contract_is_refused(line: str) -> None:
+    with pytest.raises(ScriptError, match=r"header|nothing follows a tail"):
+        Header.parse(f"#!lua\n{line}")
+
+
+def test_every_named_type_is_known_and_used() -> None:
+    defined = {
+        topic.removeprefix("is_")
+        for topic, text in TOPICS.items()
+        if f"function {topic}(value)" in text
+    }
+    used = {
+        word
+        for name in BODIES
+        for slot in slots(name, "ARGV")
+        for kind in slot.types
+        for word in kind.split("|")
+    }
+    assert defined == set(JUDGED)
+    assert {*JUDGED, *NAMED} <= used

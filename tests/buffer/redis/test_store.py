@@ -1,0 +1,360 @@
+"""The connection: what is retried, what is not, and what an acknowledged write survives (I6, I13)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
+from buffer.model.ids import new_nonce
+from buffer.redis.connection.retry import is_transient
+from buffer.redis.connection.url import open_client
+from buffer.redis.scripts import library
+from buffer.redis.server.embedded import valkey_binary
+from buffer.redis.store import Store
+from buffer.run import Run
+from tests.buffer.cutting_proxy import CuttingProxy
+from tests.buffer.scene import FIRST, LIMITS, Scene
+from tests.servers import SAFE, Server, _find_redis, raw_client
+
+
+class Mortal:
+    """A server of the given kind that a test kills and starts again."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.binary = str(valkey_binary()) if kind == "valkey" else _find_redis()
+        self.folder = folder
+        self.socket = folder / "s"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        fixed = [
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--dir",
+            str(self.folder),
+            "--logfile",
+            "log",
+        ]
+        self.process = subprocess.Popen(
+            [self.binary, *fixed, *SAFE, *options], start_new_session=True
+        )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
+    server = Mortal(request.param, tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) -> None:
+    """One group's whole life and another's half, every move made through `disturbed`."""
+    assert disturbed(lambda: scene.enqueue(2)).count == 2
+    disturbed(scene.worker)
+    first, second = disturbed(lambda: scene.claim(2))
+    disturbed(lambda: scene.beat([first, second]))
+    disturbed(lambda: scene.submit(first))
+    assert disturbed(lambda: scene.run.jobs.release("w0", second, "aborted")) == "pool"
+    disturbed(scene.open_trainer)
+    manifest = disturbed(lambda: scene.take(1))
+    assert manifest.gids == [first.gid]
+    disturbed(lambda: scene.run.buffer.read(manifest.entries[0].payload))
+    disturbed(lambda: scene.run.ledger.commit(scene.trainer, 1, 1))
+    disturbed(scene.run.janitor.sweep)
+    disturbed(lambda: scene.run.control.renew_role("producer", scene.producer, closing=True))
+    scene.check()
+    expected = {
+        "enqueued": "2",
+        "consumed": "1",
+        "archived": "1",
+        "produced_samples": "2",
+        "arrivals": "2",
+    }
+    assert {name: scene.counters()[name] for name in expected} == expected
+
+
+def test_every_move_is_made_once_when_connections_are_killed_before_it(scene: Scene) -> None:
+    def killed(move: Callable[[], Any]) -> Any:
+        for url, _ in scene.store.servers.masters():
+            with open_client(url, name="killer") as raw:
+                for client in raw.client_list():
+                    if client["name"].startswith("rolloutmq"):
+                        raw.client_kill_filter(_id=client["id"])
+        return move()
+
+    live_through(scene, killed)
+
+
+@pytest.mark.without(
+    "cluster", "memory", reason="the proxy relays one socket; broken connections are tested above"
+)
+def test_every_move_is_made_once_when_its_reply_is_lost(
+    server: Server, redis_client: redis.Redis, run_name: str, tmp_path: Path
+) -> None:
+    proxy = CuttingProxy(server.url.removeprefix("unix://"), tmp_path / "s")
+    store = Store(proxy.url, deadline_s=30.0)
+    scene = Scene(store, redis_client, run_name)
+
+    def unheard(move: Callable[[], Any]) -> Any:
+        before = proxy.dropped
+        proxy.cut()
+        result = move()
+        assert proxy.dropped > before
+        return result
+
+    live_through(scene, unheard)
+    assert store.retries >= 12
+    store.close()
+    proxy.close()
+
+
+def test_scripts_come_back_by_themselves_when_the_server_forgot_them(scene: Scene) -> None:
+    scene.raw.script_flush()
+    scene.enqueue(1)
+    scene.raw.script_flush()
+    (job,) = scene.claim()
+    scene.store.waits_for_disk = False
+    scene.raw.script_flush()
+    scene.submit(job)
+    scene.check()
+
+
+@pytest.mark.without(
+    "redis", "memory", reason="no WAITAOF: newer than Redis 7.0, and memory has no disk"
+)
+def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
+    server: Server, run_name: str
+) -> None:
+    store = Store(server.url, deadline_s=5.0)
+    store.waits_for_disk = True
+    store.control.script_flush()
+    run = Run.create(store, run_name, new_nonce(), LIMITS, FIRST, "/w")
+    assert Run.open(store, run_name).nonce == run.nonce
+    store.close()
+
+
+def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: Mortal) -> None:
+    store = Store(f"unix://{mortal.socket}", deadline_s=30.0)
+    store.retrying("start", store.control.ping)
+    raw: Any = raw_client(f"unix://{mortal.socket}")
+    scene = Scene(store, raw, "mortal")
+    scene.open_trainer()
+    manifests = []
+    for step in range(1, 6):
+        scene.ready(step - 1, lineage="l1")
+        manifests.append(scene.take(step))
+        state = scene.dump()
+        mortal.kill()
+        mortal.start()
+        store.retrying("restart", store.control.ping)
+        raw.close()
+        assert scene.dump() == state
+        assert scene.take(step) == manifests[-1]
+        scene.run.ledger.commit(scene.trainer, step, max(0, step - 2))
+    scene.check()
+    assert [scene.run.ledger.manifest(step) for step in (4, 5)] == manifests[3:]
+    store.close()
+    raw.close()
+
+
+def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: Mortal) -> None:
+    store = Store(f"unix://{mortal.socket}", deadline_s=30.0)
+    store.retrying("start", store.control.ping)
+    run = Run.create(store, "mortal", new_nonce(), LIMITS, FIRST, "/w")
+    mortal.kill()
+    opened: list[Run] = []
+    waiting = threading.Thread(target=lambda: opened.append(Run.open(store, "mortal")))
+    waiting.start()
+    while not store.retries:
+        pass
+    mortal.start()
+    waiting.join()
+    assert [found.nonce for found in opened] == [run.nonce]
+    store.close()
+
+
+def test_deadline_ends_the_waiting(tmp_path: Path) -> None:
+    store = Store(f"unix://{tmp_path}/nobody", deadline_s=0.2)
+    with pytest.raises(StoreUnavailable, match="nobody") as caught:
+        store.retrying("ping", store.control.ping)
+    assert "start the server" in caught.value.hint
+    assert store.retries > 0
+    with pytest.raises(StoreUnavailable):
+        store.retrying("ping", store.control.ping, deadline_s=0.0)
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = Mortal("valkey", tmp_path_factory.mktemp("guarded"))
+    server.start("--requirepass", "right-secret")
+    with contextlib.closing(
+        Store(f"unix://:right-secret@{server.socket}", deadline_s=30.0)
+    ) as store:
+        store.retrying("start", store.control.ping)
+    yield str(server.socket)
+    server.kill()
+
+
+@pytest.mark.parametrize("credentials", ["", ":wrong-secret@", "nobody:wrong-secret@"])
+def test_wrong_password_is_an_error_at_once_and_never_shown(guarded: str, credentials: str) -> None:
+    store = Store(f"unix://{credentials}{guarded}", deadline_s=600.0)
+    with pytest.raises(StoreError) as caught:
+        Run.create(store, "demo", new_nonce(), LIMITS, FIRST, "/w")
+    assert store.retries == 0
+    assert "secret" not in f"{caught.value} {caught.value.hint} {caught.value.__cause__}"
+    store.close()
+
+
+def test_right_password_opens(guarded: str) -> None:
+    store = Store(f"unix://:right-secret@{guarded}", deadline_s=5.0)
+    assert Run.create(store, "demo", "a" * 32, LIMITS, FIRST, "/w").nonce == "a" * 32
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:top-secret@127.0.0.1:1/0",
+        "redis://me:top-secret@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=top-secret",
+        "unix:///nowhere/socket?password=top-secret",
+    ],
+)
+def test_password_never_appears_when_nobody_answers(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(url, deadline_s=0.05)
+    with pytest.raises(StoreUnavailable) as caught:
+        store.retrying("ping", store.control.ping)
+    shown = f"{caught.value} {caught.value.hint} {caught.value.__cause__} {caplog.text}"
+    assert "secret" not in shown
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:top/secret@host:6379", "http://:top-secret@host", "redis://h:port", "nonsense"],
+)
+def test_bad_url_is_a_config_error_without_the_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_client(url)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name: str) -> None:
+    store = store.at(run_name)
+    store.control.set(run_name, "text")
+    with pytest.raises(RunDamaged, match=f"push: {run_name} is of another type"):
+        store.retrying("push", lambda: store.control.lpush(run_name, "x"))
+    assert store.retries == 0
+    with pytest.raises(ScriptError):
+        store.call("beat", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (redis.ConnectionError("gone"), True),
+        (redis.TimeoutError("slow"), True),
+        (redis.BusyLoadingError("loading"), True),
+        (redis.OutOfMemoryError("full"), True),
+        (redis.ReadOnlyError("replica"), True),
+        (redis.ResponseError("MISCONF disk"), True),
+        (redis.ResponseError("BUSY script"), True),
+        (redis.AuthenticationError("no"), False),
+        (redis.exceptions.NoPermissionError("no"), False),
+        (redis.ResponseError("ERR unknown"), False),
+        (redis.DataError("bug"), False),
+    ],
+)
+def test_only_transient_errors_are_retried(error: Exception, transient: bool) -> None:
+    assert is_transient(error) is transient
+
+
+def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) -> None:
+    store = Store(f"unix://{mortal.socket}", deadline_s=10.0)
+    store.retrying("start", store.control.ping)
+    raw: Any = raw_client(f"unix://{mortal.socket}")
+    scene = Scene(store, raw, "full")
+    scene.enqueue(4)
+    scene.open_trainer()
+    ready, held, lost = scene.claim(3)
+    scene.submit(ready)
+    raw.config_set("maxmemory", 1_000_000)
+    store.deadline_s = 0.1
+    with pytest.raises(StoreUnavailable):
+        scene.claim()
+    store.deadline_s = 10.0
+    scene.beat([held, lost])
+    scene.run.jobs.release("w0", held, "aborted")
+    assert scene.run.jobs.reap().groups == 0
+    assert scene.run.fleet.fence("w0") == 1
+    scene.take(1)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.janitor.sweep()
+    scene.pause()
+    scene.check()
+    raw.close()
+    store.close()
+
+
+def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
+    before = scene.dump()
+    with pytest.raises(
+        ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"
+    ):
+        scene.run.jobs.reap(201)
+    with pytest.raises(
+        redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be \d+, got 1$"
+    ):
+        scene.raw.eval(library()["beat"].source, 1, scene.keys.control, "trainer")
+    assert scene.dump() == before
+
+
+def test_key_of_a_wrong_type_is_named(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.worker()
+    scene.raw.lpush(scene.keys.leases, "x")
+    before = scene.dump()
+    with pytest.raises(RunDamaged, match=r"^claim: \S*:leases is a list, and not a zset") as caught:
+        scene.claim()
+    assert "something else" in caught.value.hint
+    assert scene.dump() == before
+
+
+def test_record_of_a_wrong_type_is_named_although_no_caller_names_it(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(1)
+    scene.take(1, math=1)
+    manifest = scene.keys.batch("train", 1)
+    scene.raw.delete(manifest)
+    scene.raw.set(manifest, "x")
+    with pytest.raises(RunDamaged, match=f"^commit: {re.escape(manifest)} is a string, and not a"):
+        scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.enqueue(1)
+    record = scene.keys.group("math-0000000001")
+    scene.raw.delete(record)
+    scene.raw.set(record, "x")
+    with pytest.raises(RunDamaged, match=f"^claim: {re.escape(record)} is a string, and not a h"):
+        scene.claim()
