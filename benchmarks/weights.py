@@ -34,8 +34,8 @@ from buffer.weights.transport import WeightsSender
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.worker.engine_control import ControlledEngine
 from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import ControlledEngine
 from producer_workers.worker.weight_updates import WeightSource
 
 MODELS = {

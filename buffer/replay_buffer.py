@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from buffer.control.observers import Observer
 from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
@@ -41,6 +43,9 @@ class ReplayBuffer(Pools):
 
     order_function: OrderFunction | None = None
     """The order policy of the run if a user wrote it: each process that submits or puts sets it."""
+
+    observers: Sequence[Observer] = ()
+    """What hears of submitted groups and taken batches; `Run` sets it."""
 
     def put(
         self,
@@ -179,10 +184,14 @@ class ReplayBuffer(Pools):
         alone (`SubmitOutcome`). Raises StoreUnavailable when the server does not answer; the same
         results may then be submitted again (I13).
         """
+        began_ns = time.time_ns()
         submission = Submission(
             self._store, self._keys, self._limits, self._payloads, self.order_function
         )
-        return submission.submit(worker, results)
+        outcomes = submission.submit(worker, results)
+        for observer in self.observers:
+            observer.submitted(worker, results, outcomes, began_ns)
+        return outcomes
 
     # -- for trainers --------------------------------------------------------
 
@@ -198,9 +207,8 @@ class ReplayBuffer(Pools):
 
         Raises Fenced, LedgerError, PayloadMissing or WireError.
         """
-        answer = BatchLedger(self._store, self._keys, self._limits).take(
-            nonce, step, counts, strict=strict
-        )
+        ledger = BatchLedger(self._store, self._keys, self._limits, observers=self.observers)
+        answer = ledger.take(nonce, step, counts, strict=strict)
         if isinstance(answer, NotReady):
             return answer
         groups = self.load(answer)

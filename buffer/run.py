@@ -11,6 +11,7 @@ from buffer.control.control import RunControl
 from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings
+from buffer.control.observers import Observer
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
 from buffer.control.setting_change import change_settings
@@ -91,11 +92,14 @@ class Run:
         """what `create` changed of a run that existed, in words"""
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
-        self.jobs = JobQueue(store, self.keys, limits)
+        self.observers: list[Observer] = []
+        """optional features that hear what this process does: append to it"""
+        self.jobs = JobQueue(store, self.keys, limits, self.observers)
         self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
-        self.ledger = BatchLedger(store, self.keys, limits)
+        self.buffer.observers = self.observers
+        self.ledger = BatchLedger(store, self.keys, limits, observers=self.observers)
         self.trainers = TrainerOpening(store, self.keys, limits, self.payloads, self.ledger)
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")
         self.control = RunControl(store, self.keys, limits)

@@ -18,7 +18,6 @@ from buffer.config.sections.strategy import FILTERS
 from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.monitoring.tracing import Tracer
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
@@ -42,7 +41,7 @@ from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.load import load_judge, load_worker_judge, make_judge, runs_inline
+from producer_workers.judges.load import is_called_inline, load_judge, load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
@@ -53,7 +52,6 @@ from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.loop_border import GroupFilter, load_sample_filter
-from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 
 
@@ -166,13 +164,11 @@ def make_worker(
     worker_id: str,
     *,
     restarts: int = 0,
-    tracer: Tracer | None = None,
 ) -> Worker:
     """Return a worker with an agent loop per task.
 
-    `restarts`: of its engine, before this one. `tracer`: receives a span for each group. Raises
-    ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine
-    cannot do.
+    `restarts`: of its engine, before this one. Raises ConfigError for a loop, a judge or a filter
+    that cannot be loaded, and for what the engine cannot do.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
@@ -186,10 +182,8 @@ def make_worker(
     ends = eos_ids(config.model_folder)
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
-    judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
-    runners = {
-        name: _make_runner(config, run, name, tokenizer, ends, judges, tracer) for name in names
-    }
+    judges = WatchedJudges(JudgeTimes(run.observers))
+    runners = {name: _make_runner(config, run, name, tokenizer, ends, judges) for name in names}
     return Worker(
         run,
         engine,
@@ -200,7 +194,7 @@ def make_worker(
         sleeps=config.worker.sleep_when_paused,
         judges=judges,
         lanes=config.worker.lanes,
-        uncut_tasks=config.uncut_tasks,
+        untruncated_tasks=config.untruncated_tasks,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
@@ -262,7 +256,6 @@ def _make_runner(
     tokenizer: Tokenizer,
     eos_ids: set[int],
     judges: WatchedJudges,
-    tracer: Tracer | None,
 ) -> TaskRunner:
     task = config.tasks[name]
     strategy = config.strategy_of(name)
@@ -278,11 +271,12 @@ def _make_runner(
     # an evaluation counts every problem, also those that are not worth training on
     spec = None if task.eval_of else strategy.is_valid_sample_fn
     return TaskRunner(
-        TracedLoop(loop, tracer) if tracer else loop,
+        loop,
         is_partial,
         _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
+        run.observers,
     )
 
 
@@ -290,7 +284,7 @@ def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> G
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
     within = partial(judges.run, judging.grace_s)
-    if runs_inline(function, judging, is_safe=spec in FILTERS):
+    if is_called_inline(function, judging, is_safe=spec in FILTERS):
         here = call_here(what, what, function, "filter", judging.timeout_s)
         return GroupFilter(what, here, within)
     is_coroutine = inspect.iscoroutinefunction(function)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from producer_workers.engines.base import Engine
     from producer_workers.judges.judge import GroupJudge, Judge
     from producer_workers.producer.producer import AgentLoopManager
-    from producer_workers.user_code.cheap import cheap
+    from producer_workers.user_code.runs_inline import runs_inline
     from producer_workers.worker.worker import Worker
     from rolloutmq.testing import RehearsalError, rehearse
 else:
@@ -96,7 +96,7 @@ else:
         "ToolCall": "buffer.rollouts.rollout",
         "VersionSpan": "buffer.rollouts.rollout",
         "Worker": "producer_workers.worker.worker",
-        "cheap": "producer_workers.user_code.cheap",
+        "runs_inline": "producer_workers.user_code.runs_inline",
         "padded_tensors": "consumer.handle.torch_dataset",
         "publish": "consumer.handle.publication",
         "rehearse": "rolloutmq.testing",
@@ -153,9 +153,9 @@ __all__ = [
     "ToolCall",
     "VersionSpan",
     "Worker",
-    "cheap",
     "padded_tensors",
     "publish",
     "rehearse",
     "run_all",
+    "runs_inline",
 ]

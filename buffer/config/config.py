@@ -89,9 +89,9 @@ class Config(Section):
         return self.policy.model or self.run.folder / "model"
 
     @property
-    def uncut_tasks(self) -> list[str]:
+    def untruncated_tasks(self) -> list[str]:
         """Return the tasks whose tokens must be sampled from the model's whole distribution."""
-        return [] if self.learner.accept_cut_distribution else self.training_tasks
+        return [] if self.learner.allow_truncated_sampling else self.training_tasks
 
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""

@@ -7,6 +7,7 @@ drift.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from itertools import zip_longest
 
 import orjson
 
+from buffer.control.observers import Observer
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
 from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.model.job import EndedEarly, Job, ReleaseKind
@@ -89,10 +91,13 @@ class JobQueue:
             run.jobs.release(worker, job, "handback")
     """
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, observers: Sequence[Observer] = ()
+    ) -> None:
         self._store = store
         self._keys = keys
         self._limits = limits
+        self._observers = observers
 
     # -- for the producer ----------------------------------------------------
 
@@ -133,6 +138,7 @@ class JobQueue:
         payloads must be stored. `operation` is the same for a repeated call. Raises Fenced when
         another producer was opened, PayloadMissing for a draw without a prompt.
         """
+        began_ns = time.time_ns()
         keys = self._keys
         limits = self._limits
         lane = limits.tasks[task].lane
@@ -157,7 +163,12 @@ class JobQueue:
             [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
         )
         pin_listed(self._store, keys)
-        return Enqueued.parse(unfenced(reply, "producer"), cursor)
+        done = Enqueued.parse(unfenced(reply, "producer"), cursor)
+        passed = zip(range(cursor, done.cursor), samples, strict=False)
+        started = {group_id(task, draw): count for draw, count in passed if count and done.count}
+        for observer in self._observers:
+            observer.enqueued(started, began_ns)
+        return done
 
     def reissue(
         self,
@@ -217,6 +228,9 @@ class JobQueue:
         keys = self._keys
         limits = self._limits
         queues = serving_order(limits, serves, Counter(job.task for job in held))
+        for observer in self._observers:
+            observer.claiming(queues, limit)
+        began_ns = time.time_ns()
         reply = self._store.call(
             "claim",
             keys.slots(worker=worker),
@@ -233,7 +247,10 @@ class JobQueue:
             [keys.slots(task=task, lane=lane) for task, lane in queues],
             [lane for _, lane in queues],
         )
-        return Claim.parse(reply, token)
+        claim = Claim.parse(reply, token)
+        for observer in self._observers:
+            observer.claimed(worker, weights, claim.jobs, began_ns)
+        return claim
 
     def release(
         self,
@@ -247,6 +264,7 @@ class JobQueue:
 
         `ended`: what an `expired` group has. Raises Fenced when the lease was lost.
         """
+        began_ns = time.time_ns()
         task = job.task
         # half a surrogate pair, say, in the message of a foreign exception
         oldest = ended.oldest if ended else {}
@@ -278,7 +296,10 @@ class JobQueue:
             },
             tail_args=made_by,
         )
-        return released(reply, job)
+        stage = released(reply, job)
+        for observer in self._observers:
+            observer.released(worker, job, kind, reason, began_ns)
+        return stage
 
     # -- for operators -------------------------------------------------------
 

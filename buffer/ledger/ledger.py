@@ -8,11 +8,13 @@ checkpoint may ask for again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
+from buffer.control.observers import Observer
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.order_index import expire_all, fill_index
 from buffer.ledger.archive import Archive, parse_manifest
@@ -58,10 +60,18 @@ class BatchLedger:
             ledger.commit(nonce, step, keep=oldest_checkpoint)
     """
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str = "train") -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        name: str = "train",
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._store = store
         self._keys = keys
         self._limits = limits
+        self._observers = observers
         self.name = name
         self.archive = Archive(store, keys, limits, name)
 
@@ -77,6 +87,7 @@ class BatchLedger:
         ever returned, whether or not `refresh` has run (I8). Raises Fenced; LedgerError for a step
         that is not the next; ConfigError for a task that the run does not have.
         """
+        began_ns = time.time_ns()
         training = self.name == "train"
         limits = self._limits
         _check_counts(counts, limits.training_tasks if training else list(limits.tasks))
@@ -99,7 +110,11 @@ class BatchLedger:
             [self._keys.slots(task=task) for task in tasks],
             [arg for task in tasks for arg in (task, counts[task], limits.threshold(task))],
         )
-        return self._taken(reply, step, tasks)
+        answer = self._taken(reply, step, tasks)
+        if isinstance(answer, Manifest):
+            for observer in self._observers:
+                observer.taken(answer, began_ns)
+        return answer
 
     def _taken(self, reply: list[Any], step: int, tasks: Sequence[str]) -> Manifest | NotReady:
         match reply:
@@ -224,9 +239,12 @@ class BatchLedger:
         Batches up to `keep` are archived, and freed once they are not retained; newer ones can be
         delivered again. Raises Fenced, LedgerError.
         """
+        began_ns = time.time_ns()
         while not self._commit_slice(nonce, step, keep):
             pass
         self.archive.forget()
+        for observer in self._observers:
+            observer.committed(step, began_ns)
 
     def _commit_slice(self, nonce: str, step: int, keep: int) -> bool:
         """Archive a bounded number of groups; return whether none is left to archive."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
@@ -16,17 +15,7 @@ from producer_workers.judges.judge import AnyJudge
 
 
 class AgentLoop(Protocol):
-    """Generates and judges groups. One instance of a task serves many groups at once.
-
-    Usage:
-        class MyLoop:
-            def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):
-                ...
-
-            async def generate_group(self, states, engine, gid):
-                ...
-                return states
-    """
+    """Generates and judges groups. One instance of a task serves many groups at once."""
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -43,21 +32,10 @@ class AgentLoop(Protocol):
         ...
 
 
-class AgentLoopFactory(Protocol):
-    """Makes an agent loop; this is what "module:Class" in a configuration names.
-
-    The task's `agent_loop_options` are added as keyword arguments.
-    """
-
-    def __call__(
-        self,
-        *,
-        judge: AnyJudge | None,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        partial_rollout: bool,
-    ) -> AgentLoop: ...
-
+AgentLoopFactory = Callable[..., AgentLoop]
+"""A class with the keyword arguments judge, tokenizer, eos_ids, partial_rollout, and those of the
+task's `agent_loop_options`.
+"""
 
 BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
@@ -65,8 +43,6 @@ BUILT_IN = {
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
 }
-
-_METHOD = "async def generate_group(self, states, engine, gid), which returns the states"
 
 
 def load_agent_loop(
@@ -88,17 +64,18 @@ def load_agent_loop(
         factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
     if not callable(factory):
         raise ConfigError(f"agent loop {name!r} is not a class", hint='give "module:Class"')
+    given: dict[str, Any] = {
+        "judge": judge,
+        "tokenizer": tokenizer,
+        "eos_ids": eos_ids,
+        "partial_rollout": partial_rollout,
+    }
     try:
-        chosen = cast(AgentLoopFactory, partial(factory, **(options or {})))
-        loop = chosen(
-            judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
-        )
+        loop: AgentLoop = factory(**{**(options or {}), **given})
     except TypeError as error:
-        hint = (
-            "its keyword arguments are judge, tokenizer, eos_ids, partial_rollout "
-            "and the task's agent_loop_options"
-        )
+        hint = f"its keyword arguments are {', '.join(given)} and the task's agent_loop_options"
         raise ConfigError(f"agent loop {name!r}: {error}", hint=hint) from error
     if not inspect.iscoroutinefunction(getattr(loop, "generate_group", None)):
-        raise ConfigError(f"agent loop {name!r} has no generate_group", hint=_METHOD)
+        hint = "async def generate_group(self, states, engine, gid), which returns the states"
+        raise ConfigError(f"agent loop {name!r} has no generate_group", hint=hint)
     return loop

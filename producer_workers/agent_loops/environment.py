@@ -1,7 +1,7 @@
 """Define an environment, which answers a model between its turns, and call one of a user.
 
-One that is named by a path is made in processes of its own (user_code/process_function.py), unless
-its factory is declared to run inline. What it does there fails its rollout alone.
+An environment named by a path is made in processes of its own (user_code/process_function.py),
+unless its factory is marked `runs_inline`. A failure there fails its rollout alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Answer:
 class Environment(Protocol):
     """Answers the model between its turns: a set of tools, a game, a simulated user.
 
-    It keeps no state of a rollout, since another process may ask next, and another worker after a
-    pause: everything follows from the arguments. What it changes in them is not kept.
+    It keeps no state of a rollout: another process may ask next, or another worker after a pause.
+    Everything follows from the arguments; changes to them are dropped.
     """
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
@@ -122,7 +122,7 @@ class ContainedEnvironment:
         self._call = call_of(factory, border, rules, path=name if named else None)
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Return its answer. Raises UserCodeError for anything that it does."""
+        """Return its answer. Raises UserCodeError for any failure of it."""
         answer: Answer = await self._call(state, turn)
         return answer
 

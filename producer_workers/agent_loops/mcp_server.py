@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -18,16 +19,30 @@ from typing import Any
 
 from buffer.errors import ConfigError, ProcessUnavailable, UserCodeError
 from buffer.model.extras import install_command
-from producer_workers.agent_loops.loopback import keep_loopback_direct
 
 log = logging.getLogger("rolloutmq.worker")
 
 START_S = 60.0
 """Seconds that a server may take until it answers."""
 
-
 ALIVE_S = 10.0
 """Seconds in which a server must answer beside a call that took too long."""
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def keep_loopback_direct() -> None:
+    """Add loopback to `no_proxy` of this process and of the programs that it starts.
+
+    HTTP clients read the proxies of the environment (`HTTP_PROXY`, `ALL_PROXY`) and would send an
+    agent's prompts, with the key of its session, to a proxy that cannot reach the gateway.
+    """
+    # clients read one spelling, the other, or the first that they find
+    known = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    hosts = [host.strip() for value in known for host in value.split(",")]
+    if "*" not in hosts:
+        value = ",".join(dict.fromkeys(filter(None, [*hosts, *_LOOPBACK])))
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = value
 
 
 class McpError(UserCodeError):
@@ -51,10 +66,7 @@ class McpServer:
         return self._command if isinstance(self._command, str) else " ".join(self._command)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return what the chat template is given, in OpenAI's form.
-
-        Blocks until the server answers. Raises ConfigError.
-        """
+        """Return its tools in OpenAI's form, once the server answers. Raises ConfigError."""
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop already
             return thread.submit(asyncio.run, self._ask_schemas()).result()
 
@@ -99,7 +111,17 @@ class McpServer:
             raise ConfigError(
                 f"MCP server {self.name} does not answer: {type(error).__name__}: {error}"
             ) from error
-        return [_schema(tool) for tool in tools]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in tools
+        ]
 
     async def _connect(self) -> _Connection:
         async with self._lock:  # calls run at the same time; only one may start the server
@@ -112,10 +134,7 @@ class McpServer:
             return self._connection
 
     async def close(self) -> None:
-        """End the connection, and a program that was started for it.
-
-        The next call opens another one.
-        """
+        """End the connection, and its program. The next call opens another one."""
         await self._forget(self._connection)
 
     async def _forget(self, connection: _Connection | None) -> None:
@@ -161,15 +180,6 @@ class _Connection:
             self.client = client
             self._opened.set()
             await self._closing.wait()
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": function}
 
 
 def _is_answer(error: Exception) -> bool:

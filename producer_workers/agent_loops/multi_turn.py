@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import ConfigError
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
@@ -45,7 +44,6 @@ class ToolEnvironment:
         self._parser = parser
 
     async def close(self) -> None:
-        """See `Toolbox.close`."""
         await self._toolbox.close()
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
@@ -104,7 +102,6 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         await self._environment.close()
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
-        self._begin(state)
         if has_ended(state):  # only its judge is missing: the environment is not asked again
             await self._finish(state, state.finish_reason or "")
             return
@@ -117,9 +114,10 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             answer = await self._answer(state, turns) if reason == "stop" else Answer()
             if answer.reward:
                 state.reward = {**(state.reward or {}), **answer.reward}
-            if len(turns) < self._max_turns:
-                state.tool_calls = [*state.tool_calls, *answer.calls]
-            if len(turns) >= self._max_turns or not answer.messages:
+            if len(turns) >= self._max_turns:
+                break
+            state.tool_calls = [*state.tool_calls, *answer.calls]
+            if not answer.messages:
                 break
             if not await self._append(state, answer, engine):
                 reason = "length"
@@ -149,10 +147,9 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         return own_copy(await self._environment.answer(state, turn))
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
-        """Append the tokens of an answer, and return whether the model has another turn.
+        """Append an answer, unless it leaves no room for a token more. Return whether it did.
 
-        It has none where there is no room for them and one token more, neither in `max_tokens` nor
-        in the engine's context.
+        `max_tokens` and the engine's context limit the room.
         """
         was_ended = int(state.response_ids[-1]) in self._eos_ids
         tokens = await in_tokenizer_thread(
@@ -185,34 +182,31 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 class ToolAgentLoop(MultiTurnAgentLoop):
     """Runs several turns with tools.
 
-    `tools` are functions, or "module:function" each; `mcp` names MCP servers (mcp_server.py); for
-    `parser` see tool_parsers.py; `sandbox` is that of the tool `python`, as in `JudgingSection`;
-    for `call_timeout_s`, `processes` and `memory_mb` see `Toolbox`.
+    For `parser` see tool_parsers.py; `toolbox` are the options of `Toolbox`.
     """
 
     def __init__(
         self,
         *,
-        tools: Sequence[Any] = (),
-        mcp: Sequence[Any] = (),
+        judge: AnyJudge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool = False,
         parser: str = "hermes",
-        call_timeout_s: float = 30.0,
-        sandbox: str = BUBBLEWRAP,
-        processes: int = 8,
-        memory_mb: int = 4096,
         max_turns: int = 8,
-        **common: Any,
+        keep_turns: bool = False,
+        **toolbox: Any,
     ) -> None:
-        toolbox = Toolbox(
-            tools,
-            mcp=mcp,
-            call_timeout_s=call_timeout_s,
-            sandbox=sandbox,
-            processes=processes,
-            memory_mb=memory_mb,
+        environment = ToolEnvironment(Toolbox(**toolbox), tool_parser(parser, tokenizer))
+        super().__init__(
+            judge=judge,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            partial_rollout=partial_rollout,
+            environment=environment,
+            max_turns=max_turns,
+            keep_turns=keep_turns,
         )
-        environment = ToolEnvironment(toolbox, tool_parser(parser, common["tokenizer"]))
-        super().__init__(environment=environment, max_turns=max_turns, **common)
 
 
 def turns_of(state: RolloutState) -> list[slice]:

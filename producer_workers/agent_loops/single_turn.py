@@ -63,7 +63,12 @@ class SingleTurnAgentLoop:
         A rollout whose request is refused, or whose environment raises, has failed alone. Any other
         error of one rollout cancels the others of the group, then is raised.
         """
-        _check_tool_choice(states[0], gid)
+        choice = states[0].tool_choice
+        if choice not in (None, "auto", "none"):
+            raise ConfigError(
+                f"{gid} has tool_choice {choice!r}, which this agent loop cannot enforce",
+                hint="leave it out, or let an agent ask for it over the gateway",
+            )
         open_ones = [state for state in states if state.status is not Status.COMPLETED]
         await run_all(self._attempt(state, engine, gid) for state in open_ones)
         if isinstance(self._judge, GroupJudge):
@@ -87,15 +92,17 @@ class SingleTurnAgentLoop:
             return
         except JudgeError as error:
             for state in ended:
-                state.status = Status.FAILED
-                state.error = str(error)
+                _fail(state, str(error))
             return
-        rewards = dict(zip(map(id, states), judged, strict=True))
-        for state in ended:
-            state.status = Status.COMPLETED
-            state.reward = {**(state.reward or {}), **rewards[id(state)]}
+        for state, reward in zip(states, judged, strict=True):
+            if state.status is Status.INIT:
+                state.status = Status.COMPLETED
+                state.reward = {**(state.reward or {}), **reward}
 
     async def _attempt(self, state: RolloutState, engine: Engine, gid: str) -> None:
+        keeps_tokens = self._partial_rollout or has_ended(state)
+        if not keeps_tokens or state.status not in (Status.ABORTED, Status.INIT):
+            state.reset_response()
         try:
             await self._run(state, engine, gid)
         # an environment's call fails its rollout alone, and so does a refused request
@@ -103,22 +110,14 @@ class SingleTurnAgentLoop:
             own = GenerationError | UserCodeError
             if isinstance(error, RolloutMQError) and not isinstance(error, own):
                 raise
-            state.status = Status.FAILED
-            state.error = describe(error)
+            _fail(state, describe(error))
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
-        self._begin(state)
         reason = self._finished(state) or await self._generate(state, engine, gid)
         if reason == "abort":
             self._abort(state)
         else:
             await self._complete(state, reason)
-
-    def _begin(self, state: RolloutState) -> None:
-        """Discard the tokens that a rollout must not continue."""
-        keeps_tokens = self._partial_rollout or has_ended(state)
-        if not keeps_tokens or state.status not in (Status.ABORTED, Status.INIT):
-            state.reset_response()
 
     def _finished(self, state: RolloutState) -> str | None:
         """Return why a resumed rollout needs no request any more; None where it does."""
@@ -137,12 +136,9 @@ class SingleTurnAgentLoop:
         request_id = f"{gid}/{state.index}/{next(self._attempts)}"
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
         params = state.sample_params.after(len(state.response_ids))
-        generation = await engine.generate(request_id, tokens, params)
-        experts = generation.routed_experts
-        state.append(
-            generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts
-        )
-        return generation.finish_reason
+        made = await engine.generate(request_id, tokens, params)
+        state.append(made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts)
+        return made.finish_reason
 
     def _abort(self, state: RolloutState) -> None:
         """Abort a rollout; one that has ended keeps its reason, and waits for the others."""
@@ -156,8 +152,10 @@ class SingleTurnAgentLoop:
     async def _complete(self, state: RolloutState, reason: str) -> None:
         state.finish_reason = reason
         if not len(state.response_ids):
-            state.status = Status.FAILED
-            state.error = _no_token(state, reason)
+            why = f"the engine finished ({reason}) without a token"
+            if reason == "length" and state.prompt_ids is not None:
+                why = f"the prompt of {len(state.prompt_ids)} tokens fills the engine's context"
+            _fail(state, why)
             return
         state.response = await in_tokenizer_thread(self._text, state)
         if isinstance(self._judge, GroupJudge):
@@ -168,8 +166,7 @@ class SingleTurnAgentLoop:
         except JudgeInterrupted:
             self._abort(state)
         except JudgeError as error:
-            state.status = Status.FAILED
-            state.error = str(error)
+            _fail(state, str(error))
         else:
             state.status = Status.COMPLETED
 
@@ -177,18 +174,9 @@ class SingleTurnAgentLoop:
         return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
 
 
-def _check_tool_choice(state: RolloutState, gid: str) -> None:
-    if state.tool_choice not in (None, "auto", "none"):
-        raise ConfigError(
-            f"{gid} has tool_choice {state.tool_choice!r}, which this agent loop cannot enforce",
-            hint="leave it out, or let an agent ask for it over the gateway",
-        )
-
-
-def _no_token(state: RolloutState, reason: str) -> str:
-    if reason == "length" and state.prompt_ids is not None:
-        return f"the prompt of {len(state.prompt_ids)} tokens fills the engine's context"
-    return f"the engine finished ({reason}) without a token"
+def _fail(state: RolloutState, reason: str) -> None:
+    state.status = Status.FAILED
+    state.error = reason
 
 
 async def run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-import orjson
-
 from buffer.errors import ModelError
+from producer_workers.engines.model_folder import read_config
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,30 +86,16 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Return the class that reads the folder's tokenizer: the one that AutoTokenizer chooses.
-
-    AutoTokenizer imports torch, which takes seconds.
-    """
-    if _names_general_class(folder) and _model_type(folder) in _TRUSTED_TYPES:
+    """Return the class that AutoTokenizer would choose, which itself imports torch: seconds."""
+    fields = read_config(folder, "tokenizer_config.json")
+    is_general = fields.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in fields
+    if is_general and str(read_config(folder).get("model_type", "")) in _TRUSTED_TYPES:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _names_general_class(folder: Path) -> bool:
-    fields = _read(folder / "tokenizer_config.json")
-    return fields.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in fields
-
-
-def _model_type(folder: Path) -> str:
-    return str(_read(folder / "config.json").get("model_type", ""))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return dict(orjson.loads(file.read_bytes())) if file.is_file() else {}
 
 
 def encode_chat(

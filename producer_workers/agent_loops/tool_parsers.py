@@ -7,9 +7,9 @@
     mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3),
               or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-What a model thinks before its answer (up to </think> or [/THINK]) calls nothing. Marks within the
-texts of a call's arguments are text. A parser never raises: what looks like a call and cannot be
-parsed becomes one whose `arguments` are None, so that the model gets an error and may try again.
+A thought before the answer (up to </think> or [/THINK]) calls nothing. Marks within the texts of a
+call's arguments are text. A parser never raises: a call that cannot be parsed has None as its
+`arguments`, so that the model gets an error and may try again.
 
 Any other name is a parser of vLLM (`vllm_tool_parser.py`). The three above are the same with and
 without vLLM, so that all workers of a run read a turn alike.
@@ -68,31 +68,41 @@ _MISTRAL_ENDS = re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
 
 _DECODER = json.JSONDecoder(strict=False)
 
-
-def parse_hermes(text: str) -> list[ToolCall]:
-    """Return the calls in the text of one turn, in order."""
-    marked = _marked(text, "hermes", _HERMES_ENDS, "</tool_call>")
-    return _number(_call(text[start:end].strip()) for _, start, end in marked)
+Calls = Iterator[tuple[str, str]]
+"""Names of calls, and their arguments as JSON."""
 
 
-def parse_llama(text: str) -> list[ToolCall]:
-    """Return the calls in the text of one turn, in order."""
+def _hermes(text: str) -> Calls:
+    for _, raw in _marked(text, "hermes", _HERMES_ENDS, "</tool_call>"):
+        yield _call(raw)
+
+
+def _llama(text: str) -> Calls:
     if begin := _BEGINS["llama"].match(text):
-        return _number(_call(part) for part in _objects(text[begin.end() :]))
-    return []
+        yield from map(_call, _objects(text[begin.end() :]))
 
 
-def parse_mistral(text: str) -> list[ToolCall]:
-    """Return the calls in the text of one turn, in order."""
-    found: list[tuple[str, str]] = []
-    for name, start, end in _marked(text, "mistral", _MISTRAL_ENDS, "[TOOL_CALLS]"):
-        raw = text[start:end].strip()
+def _mistral(text: str) -> Calls:
+    for name, raw in _marked(text, "mistral", _MISTRAL_ENDS, "[TOOL_CALLS]"):
         listed = None if name else _loads(raw)
         if isinstance(listed, list):
-            found += [_call(orjson.dumps(item).decode()) for item in listed]
+            yield from (_call(orjson.dumps(item).decode()) for item in listed)
         else:
-            found.append((name, raw))
-    return _number(found)
+            yield name, raw
+
+
+PARSERS: dict[str, Callable[[str], Calls]] = {
+    "hermes": _hermes,
+    "llama": _llama,
+    "mistral": _mistral,
+}
+"""Each finds the calls in the answer of one turn, in order."""
+
+
+def calls_in(text: str, parser: str) -> list[ToolCall]:
+    """Return the calls in the text of one turn by one of PARSERS."""
+    calls = PARSERS[parser](split_thought(text, parser)[1])
+    return [tool_call(number, *call) for number, call in enumerate(calls)]
 
 
 def split_thought(text: str, parser: str) -> tuple[str, str]:
@@ -126,13 +136,8 @@ def _end_of_call_around(text: str, start: int, position: int, parser: str) -> in
     return None
 
 
-def _marked(
-    text: str, parser: str, ends: re.Pattern[str], closes: str
-) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, start, end) of what follows each mark.
-
-    It is JSON followed by `ends`, or else everything up to `closes`.
-    """
+def _marked(text: str, parser: str, ends: re.Pattern[str], closes: str) -> Calls:
+    """Yield the name in each mark, and what follows: JSON and `ends`, or all up to `closes`."""
     position = 0
     while begin := _BEGINS[parser].search(text, position):
         start = begin.end()
@@ -140,7 +145,7 @@ def _marked(
         if end is None or not ends.match(text, end):
             closed = text.find(closes, start)
             end = closed if closed >= 0 else len(text)
-        yield (begin[1] or "" if begin.re.groups else ""), start, end
+        yield (begin[1] or "" if begin.re.groups else ""), text[start:end].strip()
         position = end
 
 
@@ -152,19 +157,6 @@ def _end_of_json(text: str, start: int) -> int | None:
         return _DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
-
-
-def _without_thought(
-    name: str, parse: Callable[[str], list[ToolCall]]
-) -> Callable[[str], list[ToolCall]]:
-    return lambda text: parse(split_thought(text, name)[1])
-
-
-PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {
-    "hermes": _without_thought("hermes", parse_hermes),
-    "llama": _without_thought("llama", parse_llama),
-    "mistral": _without_thought("mistral", parse_mistral),
-}
 
 
 _FORMS = {
@@ -182,7 +174,7 @@ class OwnToolParser:
 
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
         """See `ToolParser`."""
-        calls = PARSERS[self._name](text)
+        calls = calls_in(text, self._name)
         return ParsedTurn(before_calls(text, self._name) if calls else text, calls)
 
     def structure(self, names: Sequence[str]) -> StructuredOutput | None:
@@ -200,10 +192,6 @@ def tool_parser(name: str, tokenizer: Any) -> ToolParser:
     from producer_workers.agent_loops.vllm_tool_parser import VllmToolParser
 
     return VllmToolParser(name, tokenizer)
-
-
-def _number(calls: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> list[ToolCall]:
-    return [tool_call(number, name, arguments) for number, (name, arguments) in enumerate(calls)]
 
 
 def tool_call(number: int, name: str, raw: str) -> ToolCall:
@@ -229,10 +217,7 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """Yield the JSON objects that are separated by `;`; the rest where one cannot be parsed.
-
-    Prose calls nothing.
-    """
+    """Yield the JSON objects between `;`, and the rest where one cannot be parsed; no prose."""
     while "{" in text:
         end = _end_of_json(text, 0) if text.startswith("{") else None
         yield text[:end].strip()

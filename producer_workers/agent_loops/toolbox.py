@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from pydantic import TypeAdapter
+import orjson
+from pydantic import TypeAdapter, ValidationError, validate_call
 
 from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import (
@@ -23,27 +24,28 @@ from buffer.errors import (
     ProcessUnavailable,
     SandboxUnavailable,
     UserCodeError,
+    text_of,
 )
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
-from producer_workers.agent_loops.tool_border import LONGEST_RESULT
+from producer_workers.user_code.border import Border
 from producer_workers.user_code.process_function import ProcessFunction, call_of
 from producer_workers.user_code.program import Limits
 from producer_workers.user_code.rules import Rules
 from producer_workers.user_code.sandbox import check_sandbox, run_program
 from producer_workers.user_code.user_function import UserFunction
 
-TOOL_BORDER = "producer_workers.agent_loops.tool_border:TOOL"
+LONGEST_RESULT = 8192
+"""Characters of a result that the model gets to see."""
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
 PYTHON_LIMITS = Limits(time_s=10.0, memory_mb=1024)
 
 Tool = str | Callable[..., Any]
-"""A plain or coroutine function with annotated arguments and a docstring for the model.
-
-Or "module:function", or a name of BUILT_IN.
+"""A plain or coroutine function with annotated arguments and a docstring for the model,
+"module:function", or a name of BUILT_IN.
 """
 
 BUILT_IN = ("python",)
@@ -52,17 +54,45 @@ McpCommand = str | Sequence[str]
 """A program with its arguments that is an MCP server, or the URL of one."""
 
 
-class Toolbox:
-    """Functions by name, and the tools of MCP servers.
+class ToolBorder(Border):
+    """Its argument is the arguments of a tool by name, as the model gave them."""
 
-    `call_timeout_s` limits a call, without its wait for a turn. Each function named by a path has
-    up to `processes` processes with `memory_mb` of address space. Raises ConfigError where one
-    fails to load.
+    def prepare(self, function: Any, options: Mapping[str, Any]) -> Any:
+        return validate_call(function)
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        return function(**arguments[0])
+
+    def check(self, name: str, result: Any, *arguments: Any) -> str:
+        text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
+        return text[:LONGEST_RESULT].encode(errors="replace").decode()
+
+    def told(self, error: BaseException) -> str:
+        if isinstance(error, ValidationError):
+            faults = [
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+                for fault in error.errors(include_url=False)
+            ]
+            return f"the arguments of {error.title} do not fit: {'; '.join(faults)}"
+        text = text_of(error)
+        name = type(error).__name__
+        return f"{name}: {text}"[:LONGEST_RESULT] if text else name
+
+
+TOOL = ToolBorder()
+
+
+class Toolbox:
+    """Functions by name, and the tools of MCP servers (mcp_server.py).
+
+    `call_timeout_s` limits a call, without its wait for a turn. `sandbox` is that of the tool
+    `python`, as in `JudgingSection`. Each function named by a path has up to `processes` processes
+    with `memory_mb` of address space. Raises ConfigError where one fails to load.
     """
 
     def __init__(
         self,
-        tools: Sequence[Tool],
+        tools: Sequence[Tool] = (),
         *,
         mcp: Sequence[McpCommand] = (),
         call_timeout_s: float = 30.0,
@@ -88,10 +118,7 @@ class Toolbox:
         self._timeout_s = call_timeout_s
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Run the calls at the same time and return their results in order.
-
-        Raises ProcessUnavailable where a tool cannot be called: no model is told that.
-        """
+        """Run the calls at the same time; return their results. Raises ProcessUnavailable."""
         return await asyncio.gather(*(self._call(call) for call in calls))
 
     async def close(self) -> None:
@@ -133,7 +160,7 @@ def _call_of(
         mode="coroutines" if inspect.iscoroutinefunction(function) else "plain",
     )
     path = tool if isinstance(tool, str) and not is_built_in else None
-    return call_of(function, TOOL_BORDER, rules, path=path, turns=_THREADS)
+    return call_of(function, f"{__name__}:TOOL", rules, path=path, turns=_THREADS)
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
@@ -145,20 +172,18 @@ def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[
 
 
 def _load(tools: Sequence[Tool], sandbox: str = BUBBLEWRAP) -> dict[str, Callable[..., Any]]:
-    functions = [_function(tool, sandbox) for tool in tools]
-    for tool, function in zip(tools, functions, strict=True):
+    functions: list[Any] = []
+    for tool in tools:
+        function: Any = tool
+        if tool == "python":
+            function = python_tool(sandbox)
+        elif isinstance(tool, str):
+            function = load_object(tool, kind="tool", built_in=BUILT_IN)
         if not inspect.isroutine(function):
             raise ConfigError(f"tool {tool!r} is not a function", hint='give "module:function"')
+        functions.append(function)
     _refuse_duplicates([function.__name__ for function in functions])
     return {function.__name__: function for function in functions}
-
-
-def _function(tool: Tool, sandbox: str) -> Any:
-    if tool == "python":
-        return python_tool(sandbox)
-    if isinstance(tool, str):
-        return load_object(tool, kind="tool", built_in=BUILT_IN)
-    return tool
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:

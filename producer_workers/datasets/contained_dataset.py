@@ -23,9 +23,9 @@ from buffer.model.dotted_path import load_object
 from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border
-from producer_workers.user_code.cheap import is_cheap
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
 from producer_workers.user_code.rules import Rules
+from producer_workers.user_code.runs_inline import is_marked_inline
 
 _SECTION: TypeAdapter[DatasetSection] = TypeAdapter(DatasetSection)
 
@@ -190,5 +190,5 @@ def source_of_code(section: DatasetSection) -> str | None:
     record = getattr(section, "record", None)
     kinds = {"data set": factory, "record function": record}
     named = {spec: load_object(spec, kind=kind) for kind, spec in kinds.items() if spec}
-    unsafe = [spec for spec, function in named.items() if not is_cheap(function)]
+    unsafe = [spec for spec, function in named.items() if not is_marked_inline(function)]
     return unsafe[0] if unsafe else None

@@ -1,8 +1,8 @@
 """Define the interface between a rollout worker and an inference engine.
 
 Token ids go in; token ids, logprobs and policy versions come out. `Engine` is what every engine
-offers. What only some can do is a protocol of its own, and the worker does without it where it is
-missing.
+offers. An optional ability is a protocol or attribute of its own; the worker does without it where
+it is missing.
 
 Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights
 which made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, checks
@@ -66,14 +66,7 @@ class Generation:
 
 
 class Engine(Protocol):
-    """One model on one device or several. All methods run on the event loop that called `start`.
-
-    Usage:
-        await engine.start()
-        generation = await engine.generate("math-0000000001/0", prompt_ids, SampleParams())
-        await engine.load_weights(Path("weights/1"), PolicyVersion(lineage, 1))
-        await engine.shutdown()
-    """
+    """One model on one device or several. All methods run on the event loop that called `start`."""
 
     name: str
 
@@ -132,19 +125,12 @@ def context_length(engine: object) -> int | None:
     return getattr(engine, "max_model_len", None)
 
 
-@runtime_checkable
-class SupportsStructure(Protocol):
-    """An engine that may constrain a response to `SampleParams.structured`.
-
-    Without it a task that asks for structure is refused at the start, and a group when it asks.
-    """
-
-    structures_output: bool
-
-
 def structures(engine: object) -> bool:
-    """Return whether `engine` constrains responses to a structure."""
-    # not by isinstance: from Python 3.12 on, it does not see the attributes behind a wrapper
+    """Return whether `engine` constrains responses to `SampleParams.structured`.
+
+    Such an engine has `structures_output = True`. Without it, a task that asks for structure is
+    refused at the start, and a group when it asks.
+    """
     return bool(getattr(engine, "structures_output", False))
 
 
@@ -165,10 +151,7 @@ class AbortsGroups(Protocol):
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
-    """An engine that can receive weights from the trainer's memory.
-
-    Without it, the worker loads them from their folder.
-    """
+    """An engine that can receive weights from the trainer's memory, not only from a folder."""
 
     def receives_weights(self) -> bool:
         """Return whether it can, with the configuration it was started with."""
@@ -208,28 +191,19 @@ class GroupImages(Protocol):
         """Drop a group's images: no request of it will follow."""
 
 
+class NoImages:
+    """The images of an engine without a model, which ignores them."""
+
+    def read_with(self, reader: ImageReader) -> None: ...
+    def show(self, gid: str, media: Sequence[MediaRef]) -> None: ...
+    def forget(self, gid: str) -> None: ...
+
+
 @runtime_checkable
 class ShowsImages(Protocol):
     """An engine that can show images to its model. Without it, groups with images are refused."""
 
     images: GroupImages
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Running requests, requests that wait for a slot, and the used share of the KV cache."""
-
-    running: int
-    waiting: int
-    kv_usage: float
-
-
-@runtime_checkable
-class ReportsLoad(Protocol):
-    """An engine that reports how full it is, which `concurrency = "auto"` needs."""
-
-    def load(self) -> EngineLoad | None:
-        """Return the load after its last step; None before the first, or where reporting is off."""
 
 
 @contextmanager
@@ -254,14 +228,18 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
         images.forget(gid)
 
 
-class NoImages:
-    """The images of an engine without a model, which reads no prompt either."""
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Running requests, requests that wait for a slot, and the used share of the KV cache."""
 
-    def read_with(self, reader: ImageReader) -> None:
-        pass
+    running: int
+    waiting: int
+    kv_usage: float
 
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
-        pass
 
-    def forget(self, gid: str) -> None:
-        pass
+@runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine that reports how full it is, which `concurrency = "auto"` needs."""
+
+    def load(self) -> EngineLoad | None:
+        """Return the load after its last step; None before the first, or where reporting is off."""

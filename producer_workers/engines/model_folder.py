@@ -28,13 +28,16 @@ from buffer.weights.safetensors_files import (
 )
 from producer_workers.engines.base import EngineError, WeightsError
 
-TOKENIZER_FILES = (
+TOKENIZER_FILES = [
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
     "tekken.json",
     "tiktoken.model",
-)
+]
+
+OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
+"""Settings of adapters beyond plain low-rank pairs, which vLLM ignores or refuses half-way."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -60,25 +63,16 @@ def read_shapes(folder: Path) -> Shapes:
 
     Raises WeightsError.
     """
-    files = weight_files(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes.update(_file_shapes(file))
-    return shapes
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that make up one checkpoint. Raises WeightsError."""
     try:
-        return safetensors_files.weight_files(folder)
+        files = safetensors_files.weight_files(folder)
     except ModelError as error:
         raise WeightsError(error.message, hint=error.hint) from error
+    return {name: shape for file in files for name, shape in _file_shapes(file).items()}
 
 
 def has_tied_head(folder: Path) -> bool:
     """Return whether the model of `folder` shares its output head with its embeddings."""
-    config = orjson.loads((folder / "config.json").read_bytes())
-    return bool(config.get("tie_word_embeddings", False))
+    return bool(read_config(folder).get("tie_word_embeddings", False))
 
 
 def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
@@ -96,18 +90,16 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
         raise WeightsError(
             f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint
         )
-    missing = sorted(old.keys() - new.keys() - optional)
-    unknown = sorted(new.keys() - old.keys() - optional)
-    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    for names, what in (
-        (missing, "lacks"),
-        (unknown, "has unknown"),
-        (changed, "has another shape of"),
-    ):
+    differences = {
+        "lacks": old.keys() - new.keys() - optional,
+        "has unknown": new.keys() - old.keys() - optional,
+        "has another shape of": {name for name in old.keys() & new if old[name] != new[name]},
+    }
+    for what, names in differences.items():
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(
-                f"{folder} {what} {names[0]}{more}",
+                f"{folder} {what} {min(names)}{more}",
                 hint="publish the model that the worker was started with",
             )
 
@@ -130,14 +122,10 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: span.shape for name, span in header.tensors.items()}
 
 
-OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
-"""Settings beyond plain low-rank pairs, which vLLM ignores or refuses half-way."""
-
-
 class AdapterCheck:
     """Checks LoRA adapters, as PEFT writes them, against the model in `model_dir`.
 
-    `most` is the largest rank, where the engine has one.
+    `most` is the engine's largest rank, if it has one. Reads headers only.
     """
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int | None = None) -> None:
@@ -146,10 +134,7 @@ class AdapterCheck:
         self._most = most
 
     def check(self, folder: Path) -> None:
-        """Raise WeightsError unless `folder` holds a whole adapter that fits.
-
-        Reads headers only.
-        """
+        """Raise WeightsError unless `folder` holds a whole adapter that fits."""
         rank = self._rank(folder)
         for name, shape in read_shapes(folder).items():
             if shape != self._expected(name, rank):
@@ -209,7 +194,7 @@ class AdapterCheck:
 def eos_ids(folder: Path) -> set[int]:
     """Return the end-of-text ids of a model, from its generation config or its config."""
     for name in ("generation_config.json", "config.json"):
-        eos = _read_json(folder / name).get("eos_token_id")
+        eos = read_config(folder, name).get("eos_token_id")
         if eos is not None:
             return set(eos) if isinstance(eos, list) else {int(eos)}
     return set()
@@ -217,10 +202,12 @@ def eos_ids(folder: Path) -> set[int]:
 
 def vocabulary_size(folder: Path) -> int | None:
     """Return how many token ids a model has; None without its config."""
-    config = _read_json(folder / "config.json")
+    config = read_config(folder)
     size = config.get("text_config", config).get("vocab_size")
     return None if size is None else int(size)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder; {} without the file."""
+    file = folder / name
     return dict(orjson.loads(file.read_bytes())) if file.is_file() else {}

@@ -15,10 +15,14 @@ class GrowingResponse:
     """The response of one request so far. `finish_reason` is None until it has ended."""
 
     def __init__(self) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all tokens and start again."""
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] = []
-        self.finish_reason: FinishReason | None = None
 
     def add(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
         """Append tokens with their logprobs."""
@@ -26,25 +30,14 @@ class GrowingResponse:
         self._logprobs.extend(logprobs)
 
     def stamp(self, version: PolicyVersion) -> None:
-        """Record that `version` made the tokens since the last stamp.
-
-        Adjacent spans of the same version become one.
-        """
+        """Record that `version` made the tokens since the last stamp; extend its span if it can."""
         start = self._spans[-1].start + self._spans[-1].length if self._spans else 0
-        length = len(self.token_ids) - start
-        if not length:
+        if start == len(self.token_ids):
             return
         if self._spans and (self._spans[-1].lineage, self._spans[-1].version) == version:
-            last = self._spans.pop()
-            start = last.start
-            length = last.length + length
+            start = self._spans.pop().start
+        length = len(self.token_ids) - start
         self._spans.append(VersionSpan(start, length, version.version, version.lineage))
-
-    def forget(self) -> None:
-        """Drop all tokens and start again."""
-        self.token_ids = []
-        self._logprobs = []
-        self._spans = []
 
     def finish(self, reason: FinishReason) -> None:
         """End the response for `reason`, unless it has ended."""

@@ -12,12 +12,13 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, VersionSpan
@@ -34,16 +35,21 @@ from producer_workers.engines.base import (
     WeightsError,
 )
 from producer_workers.engines.model_folder import read_shapes
-from producer_workers.engines.request_trace import (
-    TracedRequest,
-    draw_pace,
-    read_trace,
-)
 
 logger = logging.getLogger(__name__)
 
 VOCABULARY = 32_000
-"""Token ids without a model."""
+"""Number of token ids without a model."""
+
+
+class TracedRequest(BaseModel):
+    """One line of a trace, as JSON. A latency that is missing is drawn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: int = Field(ge=1)
+    first_token_s: float | None = Field(None, ge=0)
+    token_s: float | None = Field(None, ge=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +66,6 @@ class _Run:
     started_s: float | None = None
     timer: asyncio.TimerHandle | None = None
 
-    def due_s(self) -> float:
-        """Return when the last token is made, on the engine's clock."""
-        assert self.started_s is not None
-        return self.started_s + self.first_token_s + self.token_s * (len(self.token_ids) - 1)
-
     def tokens_at(self, clock_s: float) -> int:
         """Return how many tokens are made at a time of the engine's clock."""
         if self.started_s is None or clock_s < self.started_s + self.first_token_s:
@@ -76,10 +77,10 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Engine protocol without a model. Stop strings are ignored: there is no text."""
+    """Engine protocol without a model. Stop strings and structures are accepted and ignored."""
 
     name = "simulated"
-    structures_output = True  # accepted and ignored, as stop strings are
+    structures_output = True
     images = NoImages()
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
@@ -114,14 +115,19 @@ class SimulatedEngine:
         if self.asleep:
             raise GenerationError(f"request {request_id} arrived while the engine slept")
         self._requests += 1
-        self._inject_failures(request_id)
+        self._fail_as_configured(request_id)
         run = self._draw(request_id, prompt_ids, params)
         self._waiting.append(run)
-        self._admit()
+        self._start_waiting()
         try:
             return await run.result
-        finally:
-            self._drop(run)
+        finally:  # also where it was aborted, or its caller was cancelled
+            if run.timer:
+                run.timer.cancel()
+            self._running.discard(run)
+            if run.started_s is None and run in self._waiting:
+                self._waiting.remove(run)
+            self._start_waiting()
 
     async def pause(self, mode: PauseMode) -> None:
         self.check_health()
@@ -177,7 +183,7 @@ class SimulatedEngine:
         return len(self._running) + len(self._waiting)
 
     def load(self) -> EngineLoad:
-        """Return the running and the waiting requests; there is no cache that could fill up."""
+        """Return the running and the waiting requests; no cache can fill up."""
         return EngineLoad(len(self._running), len(self._waiting), 0.0)
 
     async def shutdown(self) -> None:
@@ -203,100 +209,101 @@ class SimulatedEngine:
         self._offset_s = asyncio.get_running_loop().time() - self._frozen_s
         self._frozen_s = None
         for run in self._running:
-            self._arm(run)
-        self._admit()
+            self._set_timer(run)
+        self._start_waiting()
 
-    def _admit(self) -> None:
+    def _start_waiting(self) -> None:
         """Start waiting requests while there are free slots."""
-        while (
-            self._waiting
-            and self._frozen_s is None
-            and len(self._running) < self._config.max_num_seqs
-        ):
+        if self._frozen_s is not None:
+            return
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
             run = self._waiting.popleft()
             run.started_s = self._clock()
             self._running.add(run)
-            self._arm(run)
+            self._set_timer(run)
 
-    def _arm(self, run: _Run) -> None:
+    def _set_timer(self, run: _Run) -> None:
+        assert run.started_s is not None
+        tokens = len(run.token_ids)
+        due_s = run.started_s + run.first_token_s + run.token_s * (tokens - 1)
         run.timer = asyncio.get_running_loop().call_at(
-            self._offset_s + run.due_s(), self._finish, run
+            self._offset_s + due_s, self._end, run, tokens, run.finish_reason
         )
 
-    def _finish(self, run: _Run) -> None:
-        if not run.result.done():
-            run.result.set_result(self._generation(run, len(run.token_ids), run.finish_reason))
-
-    def _drop(self, run: _Run) -> None:
-        """Forget a request, whether it finished, was aborted or its caller was cancelled."""
-        if run.timer:
-            run.timer.cancel()
-        self._running.discard(run)
-        if run.started_s is None and run in self._waiting:
-            self._waiting.remove(run)
-        self._admit()
+    def _end(self, run: _Run, tokens: int, reason: FinishReason) -> None:
+        """End a request with its first `tokens`; new weights between two of them cut the spans."""
+        if run.result.done():
+            return
+        starts = [min(run.tokens_at(clock_s), tokens) for clock_s, _ in self._swaps]
+        spans = tuple(
+            VersionSpan(start, end - start, version.version, version.lineage)
+            for start, end, (_, version) in zip(
+                starts, [*starts[1:], tokens], self._swaps, strict=True
+            )
+            if end > start
+        )
+        run.result.set_result(
+            Generation(run.token_ids[:tokens], run.logprobs[:tokens], spans, reason)
+        )
 
     def _all(self) -> list[_Run]:
         return [*self._running, *self._waiting]
 
-    def _abort(self, runs: list[_Run]) -> None:
+    def _abort(self, runs: Sequence[_Run]) -> None:
         clock_s = self._clock()
         for run in runs:
-            if not run.result.done():
-                run.result.set_result(self._generation(run, run.tokens_at(clock_s), "abort"))
-        # Not by `_drop`, which would start other aborted requests in the freed slots.
+            self._end(run, run.tokens_at(clock_s), "abort")
+        # At once, so that no other aborted request starts in a freed slot.
         gone = set(runs)
         self._running -= gone
         self._waiting = deque(run for run in self._waiting if run not in gone)
 
-    def _generation(self, run: _Run, tokens: int, reason: FinishReason) -> Generation:
-        return Generation(
-            run.token_ids[:tokens], run.logprobs[:tokens], self._spans(run, tokens), reason
-        )
-
-    def _spans(self, run: _Run, tokens: int) -> tuple[VersionSpan, ...]:
-        """Cut [0, tokens) wherever new weights came between two tokens."""
-        starts = [min(run.tokens_at(clock_s), tokens) for clock_s, _ in self._swaps]
-        ends = [*starts[1:], tokens]
-        return tuple(
-            VersionSpan(start, end - start, version.version, version.lineage)
-            for start, end, (_, version) in zip(starts, ends, self._swaps, strict=True)
-            if end > start
-        )
-
     def _draw(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> _Run:
-        rng = self._generator(request_id, prompt_ids, params)
+        config = self._config
+        key = request_id if params.seed is None else f"seed {params.seed}"
+        digest = hashlib.blake2b(f"{config.seed}/{key}/".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
+        rng = np.random.default_rng(int.from_bytes(digest.digest(), "little"))
+        pace = self._draw_pace(rng)
         # As in vLLM, the stop token itself may come after min_tokens others at the earliest.
-        pace = draw_pace(rng, self._config, self._trace)
-        wanted = max(pace.tokens, params.min_tokens + 1)
+        wanted = max(round(pace["tokens"]), params.min_tokens + 1)
         tokens = min(wanted, params.max_tokens)
-        vocabulary = self._config.vocab_size or VOCABULARY
-        token_ids = rng.integers(0, vocabulary, tokens, dtype=np.int32)
+        token_ids = rng.integers(0, config.vocab_size or VOCABULARY, tokens, dtype=np.int32)
         # Exponential surprise with mean 0.5 nat: about what a trained model's own samples have.
         logprobs = -rng.exponential(0.5, tokens).astype(np.float32)
-        stopped = wanted <= params.max_tokens
-        if stopped:
-            token_ids[-1] = self._config.eos_token_id or 0
-        tokens, stopped = _first_stop(token_ids, params, stopped)
+        is_stopped = wanted <= params.max_tokens
+        if is_stopped:
+            token_ids[-1] = config.eos_token_id or 0
+        stops = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
+        stops = stops[stops >= params.min_tokens]
+        if stops.size:
+            is_stopped = True
+            tokens = int(stops[0]) + 1
         return _Run(
             request_id,
             token_ids[:tokens],
             logprobs[:tokens],
-            "stop" if stopped else "length",
-            pace.first_token_s,
-            pace.token_s,
+            "stop" if is_stopped else "length",
+            pace["first_token_s"],
+            pace["token_s"],
             asyncio.get_running_loop().create_future(),
         )
 
-    def _generator(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> np.random.Generator:
-        key = request_id if params.seed is None else f"seed {params.seed}"
-        digest = hashlib.blake2b(f"{self._config.seed}/{key}/".encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
-        return np.random.default_rng(int.from_bytes(digest.digest(), "little"))
+    def _draw_pace(self, rng: np.random.Generator) -> dict[str, float]:
+        """Draw a request of the trace; the configured distributions supply what it lacks."""
+        pace = {
+            "tokens": self._config.response_tokens,
+            "first_token_s": self._config.first_token_s,
+            "token_s": self._config.token_s,
+        }
+        traced = self._trace[int(rng.integers(len(self._trace)))] if self._trace else None
+        known = traced.model_dump(exclude_none=True) if traced else {}
+        return {
+            name: known[name] if name in known else distribution.draw(rng)
+            for name, distribution in pace.items()
+        }
 
-    def _inject_failures(self, request_id: str) -> None:
+    def _fail_as_configured(self, request_id: str) -> None:
         every = self._config.fail_every
         last = self._config.die_after
         if last is not None and self._requests > last:
@@ -317,10 +324,27 @@ class SimulatedEngine:
                 run.result.set_exception(error)
 
 
-def _first_stop(
-    token_ids: NDArray[np.int32], params: SampleParams, stopped: bool
-) -> tuple[int, bool]:
-    """Return the length up to and with the first requested stop token, and whether it stops."""
-    hits = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
-    hits = hits[hits >= params.min_tokens]
-    return (int(hits[0]) + 1, True) if hits.size else (len(token_ids), stopped)
+def read_trace(path: Path) -> list[TracedRequest]:
+    """Read all lines of a JSONL file. Raises EngineError naming the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise EngineError(f"the trace {path} cannot be read: {error}") from error
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(TracedRequest.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the line"
+            hint = "expected tokens, and first_token_s and token_s where they are known"
+            message = f"{path}, line {number}: {where}: {first['msg']}"
+            raise EngineError(message, hint=hint) from error
+    if not requests:
+        raise EngineError(
+            f"the trace {path} holds no requests",
+            hint='expected one {"tokens": 812, "token_s": 0.01} in each line',
+        )
+    return requests

@@ -7,7 +7,7 @@
     solve.resumable = True              # it begins from task.finished; or agent_loop_options
                                         # resumable = true, for programs, too
 
-A program is ended together with all that it started. An exit code other than 0 fails the rollout.
+A program is ended together with everything it started. An exit code other than 0 fails the rollout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, UserCodeError
+from buffer.model.dotted_path import load_object
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_reward
 from producer_workers.user_code.process_function import call_of
@@ -44,12 +45,7 @@ class AgentError(RolloutMQError):
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What an agent gets.
-
-    Usage:
-        client = OpenAI(base_url=task.base_url, api_key=task.api_key)
-        client.chat.completions.create(model=task.model, messages=task.messages)
-    """
+    """The address and key of a session, for any client of the OpenAI API, and its problem."""
 
     base_url: str
     api_key: str
@@ -74,23 +70,6 @@ class AgentTask:
         )
 
 
-class AgentRunner(Protocol):
-    """Runs an agent. A `resumable` one continues from `AgentTask.finished`."""
-
-    resumable: bool
-
-    async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """Return the reward that the agent gave itself, or None.
-
-        Raises AgentError. Cancelling it ends the agent.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what is kept between two sessions."""
-        ...
-
-
 class AgentBorder(Border):
     """Its argument is the task; its result is a reward, or None."""
 
@@ -105,19 +84,18 @@ AGENT = AgentBorder()
 
 
 class FunctionAgent:
-    """Runs a function of a user, in processes that import it by `path`; here without one.
+    """Runs a function, in processes if it is named as "module:function".
 
-    A plain function runs in a thread. `limit_s` limits one session.
+    A plain function runs in a thread. `limit_s` limits one session. A `resumable` one continues
+    from `AgentTask.finished`. Raises ConfigError.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[[AgentTask], Any],
-        limit_s: float,
-        *,
-        path: str | None = None,
-    ) -> None:
+    def __init__(self, agent: str | Callable[[AgentTask], Any], limit_s: float) -> None:
+        path = agent if isinstance(agent, str) else None
+        function: Any = load_object(path, kind="agent") if path else agent
+        if not callable(function):
+            raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
+        name = path or str(getattr(function, "__name__", "agent"))
         self.resumable = bool(getattr(function, "resumable", False))
         is_coroutine = inspect.iscoroutinefunction(function)
         rules = Rules(
@@ -135,7 +113,10 @@ class FunctionAgent:
         self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """See `AgentRunner`."""
+        """Return the reward that the agent gave itself, or None; cancelling it ends the agent.
+
+        Raises AgentError.
+        """
         try:
             reward: dict[str, float] | None = await self._call(task)
         except UserCodeError as error:  # it fails its rollout alone
@@ -148,10 +129,9 @@ class FunctionAgent:
 
 
 class ProgramAgent:
-    """Runs a program.
+    """Runs a program; `{question}`, `{base_url}` and `{model}` in its arguments are replaced.
 
-    In its arguments `{question}`, `{base_url}` and `{model}` are replaced. Raises ConfigError for
-    `{api_key}`: every user of the machine can read the arguments of a program.
+    Raises ConfigError for `{api_key}`: every user of the machine can read a program's arguments.
     """
 
     resumable = False
@@ -169,16 +149,14 @@ class ProgramAgent:
         """Do nothing: each program ends with its session."""
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """See `AgentRunner`."""
-        known = {
-            "question": task.question,
-            "base_url": task.base_url,
-            "model": task.model,
-        }
+        """Run one session, see `FunctionAgent.run`."""
+        command = self._command
+        for name in ("question", "base_url", "model"):
+            command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished")
         given = {name: getattr(task, name) for name in names}
         process = await asyncio.create_subprocess_exec(
-            *(_fill(part, known) for part in self._command),
+            *command,
             env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
@@ -197,12 +175,6 @@ class ProgramAgent:
             reason = stderr.decode(errors="replace").strip()[-LONGEST_STDERR:]
             raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {reason}")
         return None
-
-
-def _fill(part: str, known: dict[str, str]) -> str:
-    for name, value in known.items():
-        part = part.replace(f"{{{name}}}", value)
-    return part
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -16,26 +16,28 @@ from dataclasses import replace
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
-from buffer.model.dotted_path import load_object
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.loopback import keep_loopback_direct
+from producer_workers.agent_loops.mcp_server import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import (
     AgentError,
-    AgentRunner,
     AgentTask,
     FunctionAgent,
     ProgramAgent,
 )
-from producer_workers.gateway.segment import Segment, common_prompt
+from producer_workers.gateway.segment import (
+    Segment,
+    SessionRecord,
+    common_prompt,
+    without_record,
+)
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
-from producer_workers.gateway.session_record import SessionRecord, without_record
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
 Rollouts = list[tuple[RolloutState, Segment | None]]
@@ -49,8 +51,8 @@ class GatewayAgentLoop:
     tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
 
     An interrupted session begins again, unless its agent is `resumable` and the task has partial
-    rollout: then it is continued behind its finished turns, by any worker (session_record.py).
-    Sessions of its group that had ended keep what they have; one without a reward is only judged.
+    rollout: then any worker continues it behind its finished turns (`SessionRecord`). Sessions of
+    its group that had ended keep what they have; one without a reward is only judged.
     """
 
     makes_prompts = True
@@ -76,7 +78,7 @@ class GatewayAgentLoop:
             )
         keep_loopback_direct()
         self._agent = (
-            ProgramAgent(command, time_limit_s) if command else _function(agent, time_limit_s)
+            ProgramAgent(command, time_limit_s) if command else FunctionAgent(agent, time_limit_s)
         )
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
@@ -99,14 +101,14 @@ class GatewayAgentLoop:
                 hint="use another agent_loop for its task",
             )
         made: dict[int, Rollouts] = {}
+        open_ones: dict[int, list[RolloutState]] = {}
         for state in states:
             if state.status is Status.COMPLETED or _is_unjudged(state):
                 made.setdefault(state.index, []).append((state, Segment.of_state(state)))
-        resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
-        open_ones: dict[int, list[RolloutState]] = {}
         for state in states:
             if state.index not in made:
                 open_ones.setdefault(state.index, []).append(state)
+        resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
         record = SessionRecord(states[0].extra)
         async with Endpoint(self._tokenizer) as endpoint:
 
@@ -146,8 +148,8 @@ class GatewayAgentLoop:
             self._eos_ids,
             state.sample_params,
             self._parser,
+            finished,
         )
-        session.restore(finished)
         key = endpoint.admit(session)
         task = AgentTask(
             endpoint.url,
@@ -268,15 +270,6 @@ def _is_unjudged(state: RolloutState) -> bool:
     return has_ended(state) and state.status in (Status.INIT, Status.ABORTED)
 
 
-def _function(agent: Any, limit_s: float) -> AgentRunner:
-    function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
-    if not callable(function):
-        raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
-    name = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
-    path = agent if isinstance(agent, str) else None
-    return FunctionAgent(name, function, limit_s, path=path)
-
-
 def _failed(state: RolloutState, reason: str) -> RolloutState:
     state.reset_response()
     state.status = Status.FAILED
@@ -287,12 +280,10 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
 def _as_group(rollouts: Rollouts) -> list[RolloutState]:
     """Return the rollouts with one prompt for all of them."""
     segments = [segment for _, segment in rollouts if segment is not None]
-    if not segments:
-        return [state for state, _ in rollouts]
-    prompt = common_prompt(segments)
+    prompt = common_prompt(segments) if segments else 0
     for state, segment in rollouts:
-        if segment is None:
-            state.prompt_ids = segments[0].ids[:prompt]
-        else:
+        if segment is not None:
             segment.fill(state, prompt)
+        elif segments:
+            state.prompt_ids = segments[0].ids[:prompt]
     return [state for state, _ in rollouts]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import (
@@ -29,11 +29,8 @@ from pydantic import (
 )
 
 from buffer.rollouts.sampling import StructuredOutput
-from producer_workers.gateway.sampling_overrides import (
-    SamplingOverrides,
-    structure_of,
-)
-from producer_workers.gateway.session import Session, Turn
+from producer_workers.gateway.sampling_limits import SamplingOverrides, structure_of
+from producer_workers.gateway.session import SampledTurn, Session
 
 Json = dict[str, Any]
 
@@ -77,38 +74,13 @@ Null and empty ones mean nothing.
 """
 
 
-class ParsedRequest(Protocol):
-    """A valid request."""
-
-    @property
-    def wants_stream(self) -> bool: ...
-
-    @property
-    def wants_logprobs(self) -> bool: ...
-
-    async def ask(self, session: Session) -> Turn:
-        """Let the model answer in a session. Raises what `Session` raises."""
-        ...
-
-    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
-        """Return the response with the id `name`.
-
-        `pieces` are the texts of its tokens, where logprobs are wanted.
-        """
-        ...
-
-    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        """Return the response as a stream.
-
-        The turn is complete when it begins, so its tokens come in one chunk.
-        """
-        ...
-
-
 class Request(BaseModel):
     """The fields that every request may have; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     model: str = ""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -125,55 +97,48 @@ class Request(BaseModel):
                 raise ValueError(f"{name}: {REFUSED[name]}")
         return fields
 
-    def overrides(self, max_tokens: int | None) -> SamplingOverrides:
-        """Return what this request changes of the task's sampling."""
+    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
+        """Return the response with the id `name`.
+
+        `pieces` are the texts of its tokens, where logprobs are wanted.
+        """
+        frame = self._frame(name, self.kind)
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
+
+    def chunks(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[Json]:
+        """Yield the response as a stream. The turn is complete, so its tokens are in one chunk."""
+        wants_usage = (self.stream_options or {}).get("include_usage")
+        frame = self._frame(name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
+        for choice in self._chunk_choices(turn, pieces):
+            yield {**frame, "choices": [choice]}
+        if wants_usage:
+            yield {**frame, "choices": [], "usage": _usage(turn)}
+
+    def _frame(self, name: str, kind: str) -> Json:
+        return {
+            "id": f"{self.id_prefix}-{name}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
+        raise NotImplementedError
+
+    def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
+        return [self._choice(turn, pieces)]
+
+    def _overrides(self, max_tokens: int | None) -> SamplingOverrides:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingOverrides(max_tokens, stops, self.response_format)
-
-    @property
-    def wants_stream(self) -> bool:
-        return bool(self.stream)
-
-    def frame(self, name: str, kind: str) -> Json:
-        """Return the fields that every answer has."""
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
-
-    @property
-    def wants_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return bool((self.stream_options or {}).get("include_usage"))
-
-    @property
-    def no_usage(self) -> Json:
-        """Return what every chunk but the last contains, where usage is wanted."""
-        return {"usage": None} if self.wants_usage else {}
-
-
-def usage(turn: Turn) -> dict[str, int]:
-    """Return the token counts of a turn."""
-    made = len(turn.made.token_ids)
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": turn.prompt_tokens + made,
-    }
-
-
-def refusal(
-    message: str, code: str, kind: str = "invalid_request_error", field: str | None = None
-) -> Json:
-    """Return an error as OpenAI's clients parse it."""
-    return {"error": {"message": message, "type": kind, "code": code, "param": field}}
-
-
-def _name(tool: Json) -> str:
-    """Return the name of the function that a tool, or a choice of one, names; "" for none."""
-    function = tool.get("function")
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 class ChatRequest(Request):
     """A request to /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
@@ -206,37 +171,33 @@ class ChatRequest(Request):
             return [name for name in offered if name and name == _name(self.tool_choice)]
         return list(filter(None, offered)) if self.tool_choice == "required" else []
 
-    async def ask(self, session: Session) -> Turn:
+    async def ask(self, session: Session) -> SampledTurn:
+        """Let the model answer in a session. Raises as `Session.chat` does."""
         tools = None if self.tool_choice == "none" else self.tools or None
-        overrides = self.overrides(self.max_completion_tokens or self.max_tokens)
+        overrides = self._overrides(self.max_completion_tokens or self.max_tokens)
         return await session.chat(
             self.messages, tools, replace(overrides, call_one_of=self._forced)
         )
 
-    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
-        choice = {
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
+        return {
             "index": 0,
             "message": {**turn.message, "refusal": None},
-            "finish_reason": _finish(turn),
+            "finish_reason": _finish_reason(turn),
             "logprobs": self._logprobs(turn, pieces),
         }
-        frame = self.frame(f"chatcmpl-{name}", "chat.completion")
-        return {**frame, "choices": [choice], "usage": usage(turn)}
 
-    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = {**self.frame(f"chatcmpl-{name}", "chat.completion.chunk"), **self.no_usage}
+    def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         delta = dict(turn.message)
         if calls := turn.message.get("tool_calls"):
             delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
         logprobs = self._logprobs(turn, pieces)
-        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-        yield {**frame, "choices": [choice]}
-        end = {"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}
-        yield {**frame, "choices": [end]}
-        if self.wants_usage:
-            yield {**frame, "choices": [], "usage": usage(turn)}
+        return [
+            {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs},
+            {"index": 0, "delta": {}, "finish_reason": _finish_reason(turn), "logprobs": None},
+        ]
 
-    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
+    def _logprobs(self, turn: SampledTurn, pieces: list[str]) -> Json | None:
         if not self.logprobs:
             return None
         pairs = zip(pieces, turn.made.logprobs.tolist(), strict=True)
@@ -245,6 +206,71 @@ class ChatRequest(Request):
             for piece, value in pairs
         ]
         return {"content": content, "refusal": None}
+
+
+class TextRequest(Request):
+    """A request to /v1/completions."""
+
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    prompt: Annotated[str, Field(min_length=1)] | Tokens
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise ValueError("one prompt at a time can be asked")
+            return prompt[0]
+        return prompt
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    async def ask(self, session: Session) -> SampledTurn:
+        """Let the model continue the prompt in a session. Raises as `Session.complete` does."""
+        overrides = self._overrides(self.max_tokens or DEFAULT_MAX_TOKENS)
+        return await session.complete(self.prompt, overrides)
+
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
+        logprobs = {
+            "tokens": pieces,
+            "token_logprobs": turn.made.logprobs.tolist(),
+            "top_logprobs": None,
+            "text_offset": list(accumulate(map(len, pieces), initial=0))[:-1],
+        }
+        return {
+            "index": 0,
+            "text": turn.message["content"],
+            "logprobs": logprobs if self.wants_logprobs else None,
+            "finish_reason": turn.made.finish_reason,
+        }
+
+
+def _usage(turn: SampledTurn) -> dict[str, int]:
+    made = len(turn.made.token_ids)
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": turn.prompt_tokens + made,
+    }
+
+
+def _name(tool: Json) -> str:
+    """Return the name of the function that a tool, or a choice of one, names; "" without one."""
+    function = tool.get("function")
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _finish_reason(turn: SampledTurn) -> str:
+    return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
 
 
 def plain_message(message: Json) -> Json:
@@ -269,22 +295,18 @@ def plain_message(message: Json) -> Json:
 
 
 def _plain_content(content: Any) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return "".join(_text(part) for part in parts)
-
-
-def _text(part: Any) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-    raise ValueError("only text can be asked")
+    texts = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError("only text can be asked")
+    return "".join(texts)
 
 
 def _plain_call(call: Any) -> Json:
-    """Return a call as this gateway writes it.
-
-    Agents send calls back with other white space, or with fields of their own.
-    """
+    """Return a call as this gateway writes it; agents add white space and fields of their own."""
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             function = {"name": name, "arguments": _plain_arguments(arguments)}
@@ -297,66 +319,3 @@ def _plain_arguments(arguments: Any) -> str:
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
     return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-
-
-def _finish(turn: Turn) -> str:
-    return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
-
-
-class TextRequest(Request):
-    """A request to /v1/completions."""
-
-    prompt: Annotated[str, Field(min_length=1)] | Tokens
-    max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0)
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _only_one(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise ValueError("one prompt at a time can be asked")
-            return prompt[0]
-        return prompt
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
-    async def ask(self, session: Session) -> Turn:
-        return await session.complete(
-            self.prompt, self.overrides(self.max_tokens or DEFAULT_MAX_TOKENS)
-        )
-
-    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
-        frame = self.frame(f"cmpl-{name}", "text_completion")
-        return {**frame, "choices": [self._choice(turn, pieces)], "usage": usage(turn)}
-
-    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = {**self.frame(f"cmpl-{name}", "text_completion"), **self.no_usage}
-        yield {**frame, "choices": [self._choice(turn, pieces)]}
-        if self.wants_usage:
-            yield {**frame, "choices": [], "usage": usage(turn)}
-
-    def _choice(self, turn: Turn, pieces: list[str]) -> Json:
-        return {
-            "index": 0,
-            "text": turn.message["content"],
-            "logprobs": self._logprobs(turn, pieces),
-            "finish_reason": turn.made.finish_reason,
-        }
-
-    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
-        if self.logprobs is None:
-            return None
-        values = turn.made.logprobs.tolist()
-        starts = list(accumulate(map(len, pieces), initial=0))[:-1]
-        return {
-            "tokens": pieces,
-            "token_logprobs": values,
-            "top_logprobs": None,
-            "text_offset": starts,
-        }

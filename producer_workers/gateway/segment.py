@@ -1,5 +1,7 @@
 """Keep one context of the model, from its first token to the last sampled one, for the trainer.
 
+Interrupted contexts are kept in the rollouts and the `extra` of their group.
+
 Invariant: `ids` are exactly what the engine was given and what it sampled, never a text that was
 tokenized again, and a token is trained in one segment at most.
 """
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
@@ -43,7 +46,6 @@ class Segment:
 
     @classmethod
     def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
-        """Start a segment with a prompt."""
         ids = np.array(prompt, "<i4")
         return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
 
@@ -100,11 +102,9 @@ class Segment:
         """Return the segment of a finished rollout of a resumed group."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
-        trained = (
-            np.ones(len(state.response_ids), "u1")
-            if state.response_mask is None
-            else state.response_mask
-        )
+        trained = state.response_mask
+        if trained is None:
+            trained = np.ones(len(state.response_ids), "u1")
         return cls(
             [],
             None,
@@ -143,3 +143,53 @@ def common_prompt(segments: Sequence[Segment]) -> int:
         shortest = shortest if same.all() else int((~same).argmax())
         first = first[:shortest]
     return shortest
+
+
+class SessionRecord:
+    """The interrupted sessions of a claimed group, kept in its `extra` for the next worker.
+
+        extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason], ...]}
+        extra["sessions_restarted"] = 2
+
+    An open session has an entry for each of its rollouts, in order; their tokens are in the
+    rollouts. It is continued where its agent is resumable. Other interrupted sessions, and those
+    whose tokens are too old, begin again and are counted.
+    """
+
+    def __init__(self, extra: dict[str, Any]) -> None:
+        self._found: dict[str, list[Any]] = dict(extra.get(OPEN_SESSIONS, {}))
+        self._open: dict[str, list[Any]] = {}
+        self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
+
+    def resume(self, rollouts: Sequence[RolloutState]) -> list[Segment]:
+        """Return the segments of an open session; none where it begins (again)."""
+        known = self._found.get(str(rollouts[0].index), [])
+        sampled = [rollout for rollout in rollouts if len(rollout.response_ids)]
+        if not known or len(sampled) != len(known):
+            self._restarted += bool(known)
+            return []
+        return [
+            replace(Segment.of_state(rollout), messages=messages, tools=tools, finish_reason=reason)
+            for rollout, (messages, tools, reason) in zip(sampled, known, strict=True)
+        ]
+
+    def keep(self, index: int, segments: Sequence[Segment]) -> None:
+        """Record an interrupted session that may be continued."""
+        self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]
+
+    def restart(self) -> None:
+        """Count an interrupted session that begins again."""
+        self._restarted += 1
+
+    def write(self, states: Sequence[RolloutState]) -> None:
+        """Write the record into the `extra` of a group."""
+        counts = {SESSIONS_RESTARTED: self._restarted, OPEN_SESSIONS: self._open}
+        record = {name: value for name, value in counts.items() if value}
+        for state in states:
+            state.extra = without_record(state.extra) | record
+
+
+def without_record(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the `extra` of a rollout as its agent gets it."""
+    own = (OPEN_SESSIONS, SESSIONS_RESTARTED)
+    return {name: value for name, value in extra.items() if name not in own}

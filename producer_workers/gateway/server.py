@@ -10,7 +10,8 @@ import hmac
 import logging
 import re
 import secrets
-from types import TracebackType
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,18 +22,8 @@ from pydantic import ValidationError
 from buffer.errors import ConfigError
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.gateway.openai_api import (
-    ChatRequest,
-    ParsedRequest,
-    TextRequest,
-    refusal,
-)
-from producer_workers.gateway.session import (
-    ContextFull,
-    Session,
-    SessionClosed,
-    Turn,
-)
+from producer_workers.gateway.openai_api import ChatRequest, TextRequest
+from producer_workers.gateway.session import ContextFull, SampledTurn, Session, SessionClosed
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -49,15 +40,13 @@ _ESCAPE = re.compile(
 """An escape of JSON: a surrogate pair, half of one (the group), or any other."""
 
 
+AnyRequest = ChatRequest | TextRequest
+
+
 class Endpoint:
     """The endpoint of one group.
 
     `failure` is what the engine died of, for the loop that waits for the agents.
-
-    Usage:
-        async with Endpoint(tokenizer) as endpoint:
-            key = endpoint.admit(session)
-            client = OpenAI(base_url=endpoint.url, api_key=key)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -84,8 +73,8 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_errors_as_openai])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", partial(self._serve, ChatRequest)),
+                web.post("/v1/completions", partial(self._serve, TextRequest)),
                 web.get("/v1/models", self._models),
                 web.route("*", "/{path:.*}", _unknown),
             ],
@@ -101,12 +90,7 @@ class Endpoint:
         self.url = f"http://{host}:{port}/v1"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     def _key(self, request: web.Request) -> str | None:
@@ -122,22 +106,10 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.Response:
         if self._key(request) is None:
             return _refuse(401, "this key belongs to no session", "invalid_api_key")
-        return web.json_response(
-            {
-                "object": "list",
-                "data": [{"id": "policy", "object": "model", "owned_by": "rolloutmq"}],
-            }
-        )
+        model = {"id": "policy", "object": "model", "owned_by": "rolloutmq"}
+        return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, ChatRequest)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, TextRequest)
-
-    async def _serve(
-        self, request: web.Request, kind: type[ChatRequest | TextRequest]
-    ) -> web.StreamResponse:
+    async def _serve(self, kind: type[AnyRequest], request: web.Request) -> web.StreamResponse:
         key = self._key(request)
         answering = asyncio.current_task()
         if key is None:
@@ -153,7 +125,7 @@ class Endpoint:
             requests.discard(answering)
 
     async def _answer(
-        self, request: web.Request, kind: type[ChatRequest | TextRequest], session: Session
+        self, request: web.Request, kind: type[AnyRequest], session: Session
     ) -> web.StreamResponse:
         body = await request.read()
         try:
@@ -162,11 +134,9 @@ class Endpoint:
             return _refuse_fields(error)
         try:
             turn = await asked.ask(session)
-        except SessionClosed as error:
-            if session.interrupted.is_set():
+        except (SessionClosed, ContextFull) as error:
+            if isinstance(error, SessionClosed) and session.interrupted.is_set():
                 return _refuse(503, str(error), "interrupted")
-            return _refuse(400, str(error), "context_length_exceeded")
-        except ContextFull as error:
             return _refuse(400, str(error), "context_length_exceeded")
         except (ConfigError, GenerationError) as error:
             return _refuse(400, str(error), "refused")
@@ -174,23 +144,18 @@ class Endpoint:
             self.failure = error
             session.interrupted.set()
             return _refuse(503, "the engine died", "interrupted")
-        return await self._reply(request, asked, turn)
-
-    async def _reply(
-        self, request: web.Request, asked: ParsedRequest, turn: Turn
-    ) -> web.StreamResponse:
         pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
-        if not asked.wants_stream:
+        if not asked.stream:
             return web.json_response(asked.answer(turn, name, pieces))
-        return await _stream(request, list(asked.chunks(turn, name, pieces)))
+        return await _stream(request, asked.chunks(turn, name, pieces))
 
-    def _pieces(self, turn: Turn) -> list[str]:
+    def _pieces(self, turn: SampledTurn) -> list[str]:
         """Return the text of each token."""
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
-def _parse(kind: type[ChatRequest | TextRequest], body: bytes) -> ChatRequest | TextRequest:
+def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Return the request in `body`, with U+FFFD for what is half a character.
 
     Agents that cut a text after a number of UTF-16 units or bytes cut an emoji in two.
@@ -205,7 +170,7 @@ def _parse(kind: type[ChatRequest | TextRequest], body: bytes) -> ChatRequest | 
         return kind.model_validate_json(whole)
 
 
-async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
@@ -254,9 +219,8 @@ def _refuse_fields(error: ValidationError) -> web.Response:
 
 
 def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message[:LONGEST_REFUSAL], "type": kind, "code": code, "param": field}
     # Clients would retry, and a second request would be refused, too.
     headers = {"x-should-retry": "false"}
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return web.json_response(
-        refusal(message[:LONGEST_REFUSAL], code, kind, field), status=status, headers=headers
-    )
+    return web.json_response({"error": error}, status=status, headers=headers)

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.rollouts.rollout import ToolCall
@@ -27,9 +28,8 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
-from producer_workers.gateway.sampling_overrides import SamplingOverrides
+from producer_workers.gateway.sampling_limits import SamplingOverrides, TokenBudget
 from producer_workers.gateway.segment import Messages, Segment
-from producer_workers.gateway.token_budget import TokenBudget
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -38,7 +38,6 @@ _RAW = "raw"
 
 MOST_SEGMENTS = 256
 """Segments of one session: each is a rollout with a whole context, so they bound its size."""
-
 
 _FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
 _LONG = "this model's maximum context length is {} tokens, and the messages have {}"
@@ -54,7 +53,7 @@ class ContextFull(RolloutMQError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SampledTurn:
     """One answer of the model, its message in OpenAI's form, and the length of its prompt."""
 
     message: dict[str, Any]
@@ -65,8 +64,9 @@ class Turn:
 class Session:
     """The requests of one rollout.
 
-    `params` are the task's; their `max_tokens` is the limit of all that the session samples.
-    `truncation`: why its last request was refused or cut off; "" where it was not.
+    `params` are the task's; their `max_tokens` is the limit of all that the session samples. An
+    interrupted session continues with its `finished` segments. `truncation`: why its last request
+    was refused or cut off; "" where it was not.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Session:
         eos_ids: Collection[int],
         params: SampleParams,
         parser: ToolParser | None,
+        finished: Sequence[Segment] = (),
     ) -> None:
         self.name = name
         self._engine = engine
@@ -86,28 +87,24 @@ class Session:
         self._eos_ids = frozenset(eos_ids)
         self._params = params
         self._parser = parser
-        self._requests = itertools.count()
-        self._running = 0
-        self._budget = TokenBudget(params.max_tokens)
-        self._seen: list[Segment] = []
-        self.truncation = ""
-        self.segments: list[Segment] = []
-        self.interrupted = asyncio.Event()
-
-    def restore(self, segments: Sequence[Segment]) -> None:
-        """Continue with the segments of an interrupted session, before the first request."""
-        turns = sum(int((np.diff(s.mask, prepend=np.uint8(0)) == 1).sum()) for s in segments)
+        turns = sum(int((np.diff(s.mask, prepend=np.uint8(0)) == 1).sum()) for s in finished)
         # requests count on, so that none has the seed of an earlier one
         self._requests = itertools.count(turns)
-        self._budget.spend(sum(int(segment.mask.sum()) for segment in segments))
-        self._seen = [*segments]
-        self.segments = [*segments]
+        self._running = 0
+        sampled = sum(int(segment.mask.sum()) for segment in finished)
+        self._budget = TokenBudget(params.max_tokens - sampled)
+        self._seen = [*finished]
+        self.truncation = ""
+        self.segments = [*finished]
+        self.interrupted = asyncio.Event()
 
     @property
     def is_full(self) -> bool:
         return self._budget.left <= 0
 
-    async def chat(self, messages: Messages, tools: Any, overrides: SamplingOverrides) -> Turn:
+    async def chat(
+        self, messages: Messages, tools: Any, overrides: SamplingOverrides
+    ) -> SampledTurn:
         """Sample one turn of the model.
 
         Raises SessionClosed, ContextFull, ConfigError (an unsupported request), GenerationError.
@@ -123,9 +120,9 @@ class Session:
                 self._message, number, made, overrides.stops, tools
             )
             self._keep(parent, context, made, [*messages, message], text, calls)
-            return Turn(message, made, len(context.ids))
+            return SampledTurn(message, made, len(context.ids))
 
-    async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> Turn:
+    async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> SampledTurn:
         """Sample what follows a text or tokens. Raises as `chat` does."""
         with self._request(overrides) as number:
             parent, context = await in_tokenizer_thread(self._raw_context, prompt)
@@ -134,7 +131,7 @@ class Session:
             messages = [{"role": _RAW, "content": _content(context) + text}]
             self._keep(parent, context, made, messages, text, [])
             message = {"role": "assistant", "content": _before(text, overrides.stops)}
-            return Turn(message, made, len(context.ids))
+            return SampledTurn(message, made, len(context.ids))
 
     @contextmanager
     def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
@@ -195,25 +192,13 @@ class Session:
         self._seen.append(grown)
         self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
 
-    def _parent(self, messages: Messages, tools: Any) -> Segment | None:
-        """Return the longest of all contexts that these messages continue."""
-        fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
-        return max(fitting, key=lambda segment: len(segment.messages), default=None)
-
     def _context(self, messages: Messages, tools: Any) -> tuple[Segment | None, Segment]:
         """Return the segment that the request continues (None for a new one), and its context."""
-        parent = self._parent(messages, tools)
-        if parent is not None:
-            was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
-            has_thought = any(
-                "</think>" in str(message["content"])
-                for message in parent.messages
-                if message["role"] == "assistant"
-            )
-            new = [_for_template(message) for message in messages[len(parent.messages) :]]
+        fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
+        if fitting:
+            parent = max(fitting, key=lambda segment: len(segment.messages))
             try:
-                tokens = self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
-                return parent, parent.read(tokens, messages)
+                return parent, parent.read(self._tokens_behind(parent, messages), messages)
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
@@ -230,6 +215,14 @@ class Session:
             ) from error
         return None, Segment.begin(messages, tools, prompt)
 
+    def _tokens_behind(self, parent: Segment, messages: Messages) -> NDArray[np.int32]:
+        """Return the tokens of what `messages` add to a segment. Raises ConfigError."""
+        was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
+        turns = [each for each in parent.messages if each["role"] == "assistant"]
+        has_thought = any("</think>" in str(turn["content"]) for turn in turns)
+        new = [_for_template(message) for message in messages[len(parent.messages) :]]
+        return self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
+
     def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
         """Return the same for a text or tokens without a chat template.
 
@@ -238,7 +231,9 @@ class Session:
         if isinstance(prompt, str):
             fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
-            new = self._encode(prompt.removeprefix(_content(parent)) if parent else prompt)
+            # Special tokens that are written out count: this agent writes the chat format itself.
+            rest = prompt.removeprefix(_content(parent)) if parent else prompt
+            new = list(cast(Any, self._tokenizer).encode(rest, add_special_tokens=False))
         else:
             fitting = [s for s in self._seen if s.ids.tolist() == prompt[: len(s.ids)]]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
@@ -248,13 +243,6 @@ class Session:
         if parent is None:
             return None, Segment.begin(messages, _RAW, new)
         return parent, replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
-
-    def _encode(self, text: str) -> list[int]:
-        # Special tokens that are written out count: this agent writes the chat format itself.
-        return [
-            int(token)
-            for token in cast(Any, self._tokenizer).encode(text, add_special_tokens=False)
-        ]
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib import import_module
 from secrets import token_hex
@@ -53,35 +53,34 @@ def _rollout_player(environment: Any) -> Agent:
     """Return the agent for an environment up to 0.3, which takes an OpenAI client."""
 
     async def play(task: AgentTask) -> dict[str, float]:
+        row = {
+            "prompt": task.messages,
+            "answer": task.ground_truth,
+            "info": task.extra,
+            "example_id": 0,
+        }
         async with import_module("openai").AsyncOpenAI(
             base_url=task.base_url, api_key=task.api_key
         ) as asks:
             client = import_module("verifiers.clients").OpenAIChatCompletionsClient(asks)
-            state = await environment.rollout(_row(task), client, task.model, {})
+            state = await environment.rollout(row, client, task.model, {})
         if state.get("error") is not None:
             raise state["error"]
         await environment.rubric.score_rollout(state)
-        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        return metrics | {"score": float(state["reward"])}
+        return _reward(state.get("metrics") or {}, state["reward"])
 
     return play
 
 
-def _row(task: AgentTask) -> dict[str, Any]:
-    """Return a problem as a row of an environment's data set."""
-    return {
-        "prompt": task.messages,
-        "answer": task.ground_truth,
-        "info": task.extra,
-        "example_id": 0,
-    }
+def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
+    known = {name: float(value) for name, value in metrics.items() if value is not None}
+    return known | {"score": float(score)}
 
 
 class _EpisodePlayer:
     """Plays environments since 0.4: they start their agents as programs and forward their requests.
 
-    What an environment needs for that (a server of its own, shared tools) runs while any rollout
-    does.
+    An environment's own servers and shared tools run while any rollout does.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -94,10 +93,7 @@ class _EpisodePlayer:
             episode = await self._ask(task)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if episode.ok and len(traces) == 1:
-            metrics = {
-                name: float(value) for name, value in traces[0].metrics.items() if value is not None
-            }
-            return metrics | {"score": float(traces[0].reward)}
+            return _reward(traces[0].metrics, traces[0].reward)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
             raise EpisodeError(f"{errors[-1].type}: {errors[-1].message}")

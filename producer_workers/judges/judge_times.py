@@ -7,10 +7,11 @@ queue: it is what a rollout waits, not what a judge computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram
+from buffer.control.observers import Observer, all_of
 from buffer.errors import JudgeError
 
 
@@ -21,7 +22,8 @@ class JudgeTimes:
     times. Measured on the event loop, read by the heartbeat's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
         self.failed = 0
         self.histogram = Histogram(JUDGE_BOUNDS_S)
 
@@ -30,7 +32,8 @@ class JudgeTimes:
         """Count the time in the block as one answer, unless a pause ends it."""
         began = time.monotonic()
         try:
-            yield
+            with all_of(observer.judging() for observer in self._observers):
+                yield
         except JudgeError:
             self.failed += 1
             self.histogram.add(time.monotonic() - began)

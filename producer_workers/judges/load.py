@@ -21,7 +21,7 @@ from producer_workers.judges.function_judge import (
 )
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
-from producer_workers.user_code.cheap import is_cheap
+from producer_workers.user_code.runs_inline import is_marked_inline
 from producer_workers.user_code.sandbox import check_sandbox
 
 
@@ -37,7 +37,7 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
 
 
 def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
-    """Make a judge as a rollout worker calls it, in processes of its own unless it is cheap.
+    """Make a judge as a rollout worker calls it: in processes, unless it is marked inline.
 
     Raises ConfigError.
     """
@@ -45,18 +45,20 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
         return HttpJudge(spec, judging)
     function = _function(spec, judging)
     is_safe = spec in JUDGES and not JUDGES[spec].is_unsafe
-    if runs_inline(function, judging, is_safe=is_safe):
+    if is_called_inline(function, judging, is_safe=is_safe):
         return judge_from_function(spec, function, judging.timeout_s)
     kind = GroupProcessJudge if _sees_group(function) else ProcessJudge
     is_coroutine = inspect.iscoroutinefunction(function)
     return kind(spec, _path(spec), judging, is_coroutine=is_coroutine)
 
 
-def runs_inline(function: Callable[..., Any], judging: JudgingSection, *, is_safe: bool) -> bool:
+def is_called_inline(
+    function: Callable[..., Any], judging: JudgingSection, *, is_safe: bool
+) -> bool:
     """Return whether a worker calls a function in its own process; `is_safe`: a built-in one."""
     if judging.kind in ("inline", "process"):
         return judging.kind == "inline"
-    return is_safe or is_cheap(function)
+    return is_safe or is_marked_inline(function)
 
 
 def judge_from_function(

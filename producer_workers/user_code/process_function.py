@@ -21,9 +21,9 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from producer_workers.user_code.border import load_border
-from producer_workers.user_code.cheap import is_cheap
 from producer_workers.user_code.function_server import Order
 from producer_workers.user_code.rules import ROOM, Rules
+from producer_workers.user_code.runs_inline import is_marked_inline
 from producer_workers.user_code.user_function import TURNS, UserFunction
 from producer_workers.user_code.user_process import Ended, UserProcess
 
@@ -122,7 +122,7 @@ def call_of(
 
     Here, in up to `turns` threads, where it is declared to run inline, or has no path.
     """
-    if path is not None and not is_cheap(function):
+    if path is not None and not is_marked_inline(function):
         return ProcessFunction(path, border, rules, options)
     kind = load_border(border)
     return UserFunction(kind.prepare(function, options or {}), kind, rules, turns=turns)

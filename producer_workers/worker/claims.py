@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
 
-from buffer.errors import StoreUnavailable
+from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.groups.claim import Claim
+from buffer.groups.job_queue import Serves
 from buffer.model.ids import new_nonce
+from buffer.model.job import Job
+from buffer.model.limits import Concurrency, RunLimits
 from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from producer_workers.worker.capacity import Vacancy
+from producer_workers.engines.base import EngineLoad
+from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -53,3 +61,169 @@ class Claims:
     def report(self, problem: str) -> None:
         """Log, once, why nothing is claimed; "" where something can be."""
         self._problem.report(problem)
+
+
+KV_SHORT = 0.95
+"""Share of the KV cache from which an engine begins to evict requests."""
+
+START = 8
+"""Groups that a worker begins with."""
+
+QUEUED_POLLS = 2
+"""Polls in a row that must find a queue: new requests wait for a moment in every engine."""
+
+
+class AdaptiveConcurrency:
+    """Finds the `limit` of groups at which an engine is full, from `least` to `most`."""
+
+    def __init__(self, start: int = START, least: int = 1, most: int = 1024) -> None:
+        self.limit = start
+        self._least = least
+        self._most = most
+        self._is_searching = True
+        self._queued = 0
+
+    def observe(self, load: EngineLoad, held: int) -> int:
+        """Return the new limit, given the engine's load while `held` groups are sampled."""
+        too_many = held * load.waiting // max(1, load.running + load.waiting)
+        self._queued = self._queued + 1 if too_many or load.kv_usage > KV_SHORT else 0
+        # above the limit, the last decrease has not had its effect yet
+        if self._queued >= QUEUED_POLLS and held <= self.limit:
+            self._shrink(too_many or ceil(held / 8), held)
+        # a limit that is not used up is not too low
+        elif not self._queued and held >= self.limit:
+            self.limit = min(self._most, 2 * self.limit if self._is_searching else self.limit + 1)
+        return self.limit
+
+    def _shrink(self, too_many: int, held: int) -> None:
+        self.limit = max(self._least, held // 2, held - max(1, too_many))
+        self._is_searching = False
+        self._queued = 0
+
+
+Shares = Mapping[Job, float]
+"""The groups that are held, each with the share of its members that may need the engine, 0..1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """Room for `limit` groups of what `serves` names, beside those that are `sampled` now."""
+
+    limit: int
+    serves: Serves
+    sampled: list[Job]
+
+
+class Capacity:
+    """The room of one worker, under the limits of its run and its own `concurrency`."""
+
+    def __init__(self, limits: RunLimits, concurrency: Concurrency, serves: Serves) -> None:
+        self._limits = limits
+        self._concurrency = concurrency
+        self._serves = serves
+        self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
+
+    def limit(self) -> int:
+        """Return how many groups may be sampled at once."""
+        wanted = self._limits.concurrency or self._concurrency
+        return self._adaptive.limit if wanted == "auto" else wanted
+
+    def vacancy(self, shares: Shares) -> Vacancy | None:
+        """Return what to claim now, None for nothing."""
+        limit = self.limit()
+        # rounded up: most of the last group waits in the engine at first
+        free = ceil(limit - sum(shares.values()))
+        behind = Counter(job.task for job, share in shares.items() if not share)
+        tasks = frozenset(task for task in self._serves.tasks if behind[task] <= limit)
+        if free <= 0 or not tasks:
+            return None
+        # leaves some jobs for other workers
+        most = min(free, max(1, limit // 4))
+        sampled = [job for job, share in shares.items() if share]
+        return Vacancy(most, replace(self._serves, tasks=tasks), sampled)
+
+    def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
+        """Adapt the limit to the engine's load. Return whether there is more room now."""
+        if load is None:
+            return False
+        before = self._adaptive.limit
+        return self._adaptive.observe(load, int(sum(shares.values()))) > before
+
+
+FREE_FAILURES = 16
+"""Failures in a row that cause no pause."""
+
+FIRST_S = 1.0
+LONGEST_S = 30.0
+"""The longest pause; it takes some 20 more failures to grow to this."""
+
+
+class FailureBackoff:
+    """Counts the failures in a row of one worker, and says how long it claims nothing after them.
+
+    Times are in seconds of the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._in_row = 0
+        self._pause_s = FIRST_S
+        self._until_s = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """Count a failed try."""
+        self._in_row += 1
+        if self._in_row > FREE_FAILURES:
+            self._pause_s = min(LONGEST_S, self._pause_s * 1.2)
+            self._until_s = now_s + self._pause_s
+
+    def succeeded(self) -> None:
+        """Count a try that gave a result."""
+        self._in_row = 0
+        self._pause_s = FIRST_S
+        self._until_s = 0.0
+
+    def must_pause(self, now_s: float) -> bool:
+        """Return whether nothing is claimed now."""
+        return now_s < self._until_s
+
+
+class WakeUp:
+    """Waits on a thread for a wake-up of the workers, and posts `JobsMayWait` after it.
+
+    A wake-up is for one worker: one that has no vacancy must not wait for it.
+    """
+
+    def __init__(self, run: Run, inbox: Inbox) -> None:
+        self._run = run
+        self._inbox = inbox
+        self._task: asyncio.Task[None] | None = None
+        self._problem = LogOnce(log, "no wake-ups")
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a wait is under way."""
+        return self._task is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Begin to wait; post `JobsMayWait` at the wake-up, or after `timeout_s` without one."""
+        self._task = asyncio.create_task(self._wait(timeout_s))
+
+    def cancel(self) -> None:
+        """End the wait."""
+        if self._task:
+            self._task.cancel()
+
+    async def _wait(self, timeout_s: float) -> None:
+        wake_up = self._run.keys.wake_up("workers")
+        try:
+            await asyncio.to_thread(
+                self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True
+            )
+            self._problem.report("")
+        except StoreUnavailable as error:
+            self._problem.report(error.hint)
+        except RolloutMQError as error:
+            self._inbox.post(PartFailed(error))
+        finally:
+            self._task = None
+            self._inbox.post(JobsMayWait())

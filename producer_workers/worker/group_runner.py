@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+
+from buffer.control.observers import Observer, all_of
 from buffer.errors import (
     Fenced,
     GroupChanged,
@@ -33,29 +37,16 @@ from buffer.errors import (
 )
 from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.redis.connection.retry import LogOnce
+from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.rollouts.staleness import AgeLimit
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.contained_tasks import Contained
-from producer_workers.worker.drawn import Drawn
-from producer_workers.worker.expert_files import put_experts_into_files
-from producer_workers.worker.failure_backoff import FailureBackoff
-from producer_workers.worker.loop_border import GroupFilter, check_result, check_weights
-from producer_workers.worker.members import (
-    figure,
-    oldest_weights,
-    open_share,
-    waits_for_judge,
-)
-from producer_workers.worker.restarts import (
-    interrupt,
-    is_interrupted,
-    restart,
-    restart_too_old,
-    restart_unfinished,
-)
+from producer_workers.worker.claims import FailureBackoff
+from producer_workers.worker.loop_border import Drawn, GroupFilter, check_result, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
@@ -76,6 +67,17 @@ class TaskRunner:
     is_valid_sample: GroupFilter | None = None
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
+    observers: Sequence[Observer] = ()
+
+    async def _run_loop(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
+        weights = engine.version()
+        with all_of(
+            observer.generating(gid, len(states), engine.name, weights)
+            for observer in self.observers
+        ):
+            return await self.agent_loop.generate_group(states, engine, gid)
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, drawn: Drawn
@@ -90,7 +92,7 @@ class TaskRunner:
         states[:] = drawn.lend(given, makes_prompts=makes_prompts)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
+                made = await Contained(self._run_loop(list(states), engine, gid))
             return check_result(drawn, given, made, makes_prompts=makes_prompts)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
@@ -390,3 +392,108 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
+
+
+UNJUDGED = (Status.INIT, Status.ABORTED)
+"""Statuses of a sampled rollout whose judge has not answered yet."""
+
+
+def figure(
+    compute: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], fallback: T
+) -> T:
+    """Return `compute(members)`, or `fallback` where a user's loop has put rubbish into them.
+
+    The group fails for that rubbish when the loop returns (`check_result`).
+    """
+    try:
+        return compute(members)
+    except Exception:  # any field of a member may be anything
+        return fallback
+
+
+def open_share(members: Sequence[RolloutState]) -> float:
+    """Return the share of the members that may still need the engine."""
+    if not members:
+        return 1.0
+    return sum(not has_ended(member) for member in members) / len(members)
+
+
+def waits_for_judge(members: Sequence[RolloutState]) -> bool:
+    """Return whether all members are sampled, and some are without their judge's answer."""
+    return not open_share(members) and any(member.status in UNJUDGED for member in members)
+
+
+def oldest_weights(
+    states: Iterable[RolloutState], began: PolicyVersion | None
+) -> PolicyVersion | None:
+    """Return the oldest weights in the tokens of a group; None if it has none.
+
+    The first tokens of a rollout are its oldest: weights of a lineage that was abandoned come
+    before those of the fork.
+    """
+    first = [span for state in states for span in state.spans[:1]]
+    weights = [PolicyVersion(span.lineage, span.version) for span in first]
+    return min([*weights, *([began] if began else [])], key=lambda w: w.version, default=None)
+
+
+def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:
+    """Return the members of a claimed group, those that are too old without their response.
+
+    A session with a segment that is too old starts again as a whole, as one member.
+    """
+    return restart(
+        states,
+        {s.index for s in states if s.status is Status.EXPIRED or limit.is_too_old(s)},
+    )
+
+
+def restart(states: Sequence[RolloutState], indexes: Collection[int]) -> list[RolloutState]:
+    """Return the members, those of `indexes` without their response: one for each of them."""
+    firsts = {state.index: state for state in reversed(states)}
+    for index in indexes:
+        firsts[index].reset_response()
+    return [state for state in states if state.index not in indexes or firsts[state.index] is state]
+
+
+def restart_unfinished(states: Iterable[RolloutState]) -> None:
+    """Discard the response of each interrupted member of a task without partial rollout."""
+    for state in filter(is_interrupted, states):
+        state.reset_response()
+        interrupt(state)
+
+
+def is_interrupted(state: RolloutState) -> bool:
+    """Return whether a pause ended a rollout before its response was complete."""
+    return state.status is Status.ABORTED and not has_ended(state)
+
+
+def interrupt(state: RolloutState) -> None:
+    """Mark a rollout as one that a pause ended."""
+    state.status = Status.ABORTED
+    state.finish_reason = "abort"
+
+
+INLINE_BYTES = 64 << 10
+"""Routed experts of at most this size stay in their column: a file costs more than it saves."""
+
+
+def put_experts_into_files(
+    states: Sequence[RolloutState], media: MediaFolder | None, gid: str, token: str
+) -> None:
+    """Move the routed experts of completed rollouts into the run's media folder, if it has one.
+
+    For a large model they are megabytes per rollout. `token`: of the claim, so that a slow worker
+    cannot overwrite the files of a later one.
+    """
+    if media is None:
+        return
+    for position, state in enumerate(states):
+        experts = state.routed_experts
+        if not isinstance(experts, np.ndarray) or experts.nbytes <= INLINE_BYTES:
+            continue
+        # an interrupted rollout keeps its column: the next worker needs its rows
+        if state.status is Status.COMPLETED:
+            file = io.BytesIO()
+            np.save(file, experts, allow_pickle=False)
+            name = f"experts-{token}-{position}.npy"
+            state.routed_experts = media.put(gid, name, file.getbuffer())

@@ -51,14 +51,11 @@ from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.user_code.contained_tasks import contain_exits
-from producer_workers.worker.capacity import Capacity, Vacancy
-from producer_workers.worker.claims import Claims
+from producer_workers.worker.claims import Capacity, Claims, Vacancy, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
-from producer_workers.worker.engine_control import ControlledEngine
-from producer_workers.worker.expiring_groups import DoomedGroups
 from producer_workers.worker.group_runner import GroupRunner, TaskRunner
-from producer_workers.worker.heartbeat import Heartbeat, Reporter
-from producer_workers.worker.held_groups import PendingGroups, Protection
+from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, Reporter
+from producer_workers.worker.held_groups import DoomedGroups, PendingGroups, Protection
 from producer_workers.worker.inbox import (
     ControlLineBroken,
     Event,
@@ -74,9 +71,7 @@ from producer_workers.worker.inbox import (
     StopAsked,
     WeightsFetched,
 )
-from producer_workers.worker.loop_watch import LoopWatch
-from producer_workers.worker.shared_engine import SharedEngine
-from producer_workers.worker.wake_up import WakeUp
+from producer_workers.worker.shared_engine import ControlledEngine, SharedEngine
 from producer_workers.worker.weight_updates import WeightSource
 
 log = logging.getLogger("rolloutmq.worker")
@@ -96,7 +91,7 @@ class Worker:
 
     `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
-    `uncut_tasks`: see `SharedEngine`.
+    `untruncated_tasks`: see `SharedEngine`.
 
     Usage:
         worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
@@ -117,7 +112,7 @@ class Worker:
         facts: Mapping[str, str] | None = None,
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
-        uncut_tasks: Collection[str] = (),
+        untruncated_tasks: Collection[str] = (),
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -132,7 +127,7 @@ class Worker:
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox, uncut_tasks)
+        shared = SharedEngine(engine, self._inbox, untruncated_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
         self._doomed = DoomedGroups(self._engine, self._groups, self._runner)
         self._judges = judges or WatchedJudges()

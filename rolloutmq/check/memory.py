@@ -1,6 +1,6 @@
 """Estimate the memory of each GPU: of the trainer's ranks, and of the engines.
 
-The formula and its reasons are in docs/pages/memory.md. It is arithmetic, not a measurement.
+The formula and its reasons are in docs/pages/many_gpus.md. It is arithmetic, not a measurement.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _devices(ranks: int) -> str:
 
 
 def _less(config: Config) -> str:
-    """Return how the trainer needs less memory: the next step of docs/pages/memory.md."""
+    """Return how the trainer needs less memory: the next step of docs/pages/many_gpus.md."""
     learner = config.learner
     if not learner.gradient_checkpointing:
         return "set [learner] gradient_checkpointing = true"
@@ -156,7 +156,7 @@ def _less(config: Config) -> str:
         return f"lower [learner] token_budget to {longest_sample(config)}"
     return (
         "use more trainer_gpus, [learner.sharding] cpu_offload = true, or [learner.lora]; "
-        "see docs/pages/memory.md"
+        "see docs/pages/many_gpus.md"
     )
 
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.monitoring.traced_run import trace_run
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.replies import role_held
 from buffer.redis.server.process import OWNER
 from consumer.grpo.checkpoint import make_again, make_run
 from rolloutmq.commands.steer.settings import override_lines
+from rolloutmq.tracing import trace_run
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig

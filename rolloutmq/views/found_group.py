@@ -8,11 +8,11 @@ from typing import Any
 from buffer.errors import AccountError, ConfigError
 from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.model.job import PayloadRef
-from buffer.monitoring.tracing import trace_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.group_json import group_json
 from buffer.run import Run
 from consumer.grpo.reporting.sample_log import Sample, SampleLog
+from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
     "archived": "trained and committed",

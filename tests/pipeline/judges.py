@@ -5,10 +5,10 @@ from __future__ import annotations
 from zlib import crc32
 
 from buffer.rollouts.rollout import RolloutState
-from producer_workers.user_code.cheap import cheap
+from producer_workers.user_code.runs_inline import runs_inline
 
 
-@cheap
+@runs_inline
 def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> float:
     """Return 1 or 0, by the tokens of the response alone.
 

@@ -44,7 +44,7 @@ def test_worker_keeps_results_without_a_network_and_hands_back_the_rest_when_it_
         "redis.deadline_s=1",
         "strategy.enable_partial_rollout=true",
         "worker.drain_timeout_s=1",
-        "learner.accept_cut_distribution=true",  # its rows set min_tokens
+        "learner.allow_truncated_sampling=true",  # its rows set min_tokens
     ]
     overrides = [part for option in options for part in ("--set", option)]
     worker = site.start("worker", "--id", "away", "--redis-url", network.url, *overrides)

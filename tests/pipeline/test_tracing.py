@@ -15,16 +15,15 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from buffer.config.config import TrainingConfig
 from buffer.config.load import load_config
-from buffer.monitoring.traced_run import trace_run
-from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.tracing import SWITCH, root_span_id, trace_id, trace_run
 from tests.pipeline.site import Process, Site
 
-WHO = {"enqueue": "producer", "take": "trainer", "train": "trainer", "commit": "trainer"}
-LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "commit"]
+WHO = {"enqueue": "producer", "take": "trainer", "rl.train": "trainer", "commit": "trainer"}
+LIFE = ["enqueue", "wait", "claim", "rl.sample", "submit", "take", "rl.train", "commit"]
 
 
 class Collector:
@@ -134,8 +133,8 @@ def check_life(collector: Collector, trace: str, root: str) -> None:
         assert collector.who[span.span_id.hex()] == WHO.get(span.name, "w0")
     assert (spans[0].span_id.hex(), spans[0].parent_span_id) == (root, b"")
     assert {span.parent_span_id.hex() for span in spans[1:]} == {root}
-    judged = collector.named(trace, "judge")
-    assert [span.parent_span_id for span in judged] == [found["generate"][0].span_id] * 4
+    judged = collector.named(trace, "rl.reward")
+    assert [span.parent_span_id for span in judged] == [found["rl.sample"][0].span_id] * 4
 
 
 def test_without_the_switch_a_run_stays_as_it_is(
@@ -146,7 +145,6 @@ def test_without_the_switch_a_run_stays_as_it_is(
     with site.server as server:
         store = Store(server.url)
         run = create_run(store, load_config(TrainingConfig, site.config, []), site.model)
-        parts = (run.jobs, run.buffer, run.ledger)
         assert trace_run(run, "worker") is None
-        assert parts == (run.jobs, run.buffer, run.ledger)
+        assert not run.observers
         store.close()

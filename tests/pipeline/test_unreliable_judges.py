@@ -21,7 +21,7 @@ from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
-from producer_workers.worker import loop_watch
+from producer_workers.worker import heartbeat
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.yard import FIRST, TASK, Letters, Yard
@@ -281,8 +281,8 @@ def sleep_with_lock(**_: Any) -> float:
 def test_the_log_names_a_judge_that_blocks_the_worker(
     yard: Yard, judge: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.3)
-    monkeypatch.setattr(loop_watch, "POLL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "BLOCKED_S", 0.3)
+    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
     yard.enqueue(1, tokens=[10])
 
     async def scenario() -> None:
@@ -297,9 +297,9 @@ def test_the_log_names_a_judge_that_blocks_the_worker(
 def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterwards(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "STUCK_S", 0.5)
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.3)
-    monkeypatch.setattr(loop_watch, "POLL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "STUCK_S", 0.5)
+    monkeypatch.setattr(heartbeat, "BLOCKED_S", 0.3)
+    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
     yard = make_yard(lease_ms=3000)
     yard.enqueue(1, tokens=[10])
     lost = threading.Event()

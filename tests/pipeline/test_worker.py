@@ -23,7 +23,7 @@ from buffer.run import Run
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.worker import expert_files
+from producer_workers.worker import group_runner
 from rolloutmq.views.history import WORKERS, History
 from rolloutmq.views.prometheus import RunCollector
 from rolloutmq.views.run_view import read_run_view
@@ -486,7 +486,7 @@ def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Either way the trainer's reader finds a row for each token but the last."""
-    monkeypatch.setattr(expert_files, "INLINE_BYTES", most)
+    monkeypatch.setattr(group_runner, "INLINE_BYTES", most)
     yard = make_yard(media=str(tmp_path / "media"))
     model = write_tiny_model(tmp_path / "model", seed=1, architecture="qwen3_moe")
     (gid,) = yard.enqueue(1, tokens=(6, 4))

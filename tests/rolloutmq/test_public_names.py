@@ -18,7 +18,7 @@ PUBLIC = """
     MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
     RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
     ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
-    cheap padded_tensors publish rehearse run_all
+    padded_tensors publish rehearse run_all runs_inline
 """
 NAMES = PUBLIC.split()
 HEAVY = {"torch", "vllm", "rq", "transformers", "fakeredis"}

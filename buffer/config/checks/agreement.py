@@ -212,7 +212,7 @@ def _temperatures_agree(
 
 
 def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Iterator[str]:
-    if learner.accept_cut_distribution:
+    if learner.allow_truncated_sampling:
         return
     for name, task in training(tasks).items():
         if cuts := task.sample.to_params().cuts():
@@ -220,7 +220,7 @@ def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Ite
                 f"task {name} is sampled with {cuts}: the engine's logprobs are then of another "
                 "distribution than the trainer's, which covers all tokens, and the ratios between "
                 "the two are wrong; sample without it, or set "
-                "[learner] accept_cut_distribution = true"
+                "[learner] allow_truncated_sampling = true"
             )
 
 

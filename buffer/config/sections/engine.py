@@ -189,7 +189,7 @@ class SimulatedConfig(EngineSettings):
     token_s: Distribution = Fixed(value=0.01)
     """seconds for each further token"""
     trace: Path | None = None
-    """JSONL file of requests whose lengths and durations are repeated (request_trace.py); default:
+    """JSONL file of requests whose lengths and durations are repeated (TracedRequest); default:
     they are drawn from the distributions above
     """
     load_weights_s: float = Field(0.0, ge=0, le=YEAR_S)

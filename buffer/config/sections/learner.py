@@ -194,7 +194,7 @@ class LearnerConfig(Section):
     """sampling temperature of the rollouts: logits are divided by it. It must equal the temperature
     of all tasks
     """
-    accept_cut_distribution: bool = False
+    allow_truncated_sampling: bool = False
     """train although responses are sampled with top_p, top_k, min_tokens, structured or penalties:
     the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
     that the ratio of the two is wrong even for equal weights

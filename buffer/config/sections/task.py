@@ -95,7 +95,7 @@ class SampleParamsSection(Section):
     """largest number of tokens of a response"""
     min_tokens: Count = Field(0, ge=0)
     """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
-    distribution that is sampled from: see [learner] accept_cut_distribution
+    distribution that is sampled from: see [learner] allow_truncated_sampling
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
@@ -139,7 +139,7 @@ class JudgingSection(Section):
     """inline: in the rollout worker, for what is cheap and cannot hang. process: in processes of
     the rollout worker, which are killed if they hang or crash. rq: in a forked process of
     `rolloutmq judge`, for slow or unsafe judges, on other machines too. auto: inline for built-in
-    judges that are safe there and for functions declared with @rolloutmq.cheap, else process
+    judges that are safe there and for functions declared with @rolloutmq.runs_inline, else process
     """
     processes: int = Field(4, ge=1, le=1024)
     """kind process: largest number of processes of one judge in one worker, started when they are

@@ -202,9 +202,9 @@ def _text(value: bytes | None) -> str:
 def _problems(config: TrainingConfig) -> Iterator[str]:
     if config.learner.lora:
         yield "[learner.lora] publishes adapters, and an audit loads whole weights"
-    if config.learner.accept_cut_distribution:
+    if config.learner.allow_truncated_sampling:
         yield (
-            "with [learner] accept_cut_distribution, logprobs are of another distribution than "
+            "with [learner] allow_truncated_sampling, logprobs are of another distribution than "
             "the model's"
         )
     if config.engine.kind == "simulated":

@@ -58,14 +58,11 @@ class _Request(GrowingResponse):
         self.prompt = prompt_ids.tolist()
         self.params = params
         self.generator = torch.Generator()
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed)
+        self.generator.manual_seed(self.generator.seed() if params.seed is None else params.seed)
         self.cache: Any = None
         self.experts = RoutedTokens()
         self.error: Exception | None = None
-        self.ended = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def routed_experts(self) -> NDArray[np.int16] | None:
         return self.experts.whole()
@@ -112,11 +109,9 @@ class TransformersEngine:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
         self._adapter = TransformersAdapter(self._model_dir, self._shapes)
-        try:
-            self._model, self._recorder = await asyncio.to_thread(self._load, self._model_dir)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise EngineError(f"transformers cannot load {self._model_dir}: {error}") from error
-        self._stop_ids = _eos_ids(self._model)
+        self._model, self._recorder = await self._read(self._model_dir, EngineError)
+        eos = self._model.generation_config.eos_token_id
+        self._stop_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
         self.max_model_len = getattr(self._model.config, "max_position_embeddings", None)
         self._dead = None
         self._driver = asyncio.create_task(self._drive())
@@ -137,8 +132,7 @@ class TransformersEngine:
         self._requests[id(request)] = request
         self._wake.set()
         try:
-            generation: Generation = await request.ended
-            return generation
+            return await request.ended
         finally:
             self._requests.pop(id(request), None)
 
@@ -202,7 +196,6 @@ class TransformersEngine:
             )
 
     def load(self) -> EngineLoad:
-        """Return the requests in the batch and those that wait for a slot; no cache limits them."""
         running = min(len(self._requests), self._config.max_num_seqs)
         return EngineLoad(running, len(self._requests) - running, 0.0)
 
@@ -294,13 +287,14 @@ class TransformersEngine:
             self._has_first_model = True
             self._switch(model, recorder, version)
 
-    async def _read(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
+    async def _read(
+        self, path: Path, kind: type[EngineError | WeightsError] = WeightsError
+    ) -> tuple[Any, RoutingRecorder | None]:
         try:
             return await asyncio.to_thread(self._load, path)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise WeightsError(
-                f"transformers cannot load {path}: {error}", hint="the old weights still run"
-            ) from error
+            hint = "the old weights still run" if kind is WeightsError else ""
+            raise kind(f"transformers cannot load {path}: {error}", hint=hint) from error
 
     def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
         if model is not self._model:
@@ -340,13 +334,7 @@ class TransformersEngine:
 
 
 def _load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder, to find stop strings."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])

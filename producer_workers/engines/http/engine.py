@@ -27,7 +27,6 @@ from buffer.rollouts.sampling import SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
-    FinishReason,
     Generation,
     GenerationError,
     PauseMode,
@@ -44,7 +43,7 @@ from producer_workers.engines.http.server import (
 )
 from producer_workers.engines.http.weights import make_weights
 from producer_workers.engines.response import GrowingResponse
-from producer_workers.engines.vllm.api import structure_arguments
+from producer_workers.engines.vllm.api import REASONS, sampling_arguments, structure_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +52,6 @@ WATCH_S = 2.0
 
 ABORT_GRACE_S = 2.0
 """Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
-
-REASONS: dict[str, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "repetition": "length",  # vLLM cut it off
-}
-"""Reasons that end a response; "abort" only ends a part of it."""
 
 
 class HttpRequest(GrowingResponse):
@@ -83,20 +75,7 @@ class HttpRequest(GrowingResponse):
         Every field is given, since servers have defaults of their own.
         """
         params = self._params.after(len(self.token_ids))
-        fields = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": 0.0,
-            "max_tokens": params.max_tokens,
-            "min_tokens": params.min_tokens,
-            "stop": params.stops,
-            "stop_token_ids": params.stop_token_ids,
-            "seed": params.seed,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-        }
+        fields = {**sampling_arguments(params), "min_p": 0.0}
         if params.structured:
             fields["structured_outputs"] = structure_arguments(params.structured)
         return fields
@@ -112,12 +91,11 @@ class HttpRequest(GrowingResponse):
     def receive(self, piece: Piece) -> None:
         """Add what the server sent. Raises GenerationError for a reason that is a failure."""
         self.add(piece.token_ids, piece.logprobs)
-        if reason := REASONS.get(piece.finish_reason or ""):
-            self.finish_reason = reason
-        elif piece.finish_reason not in (None, "abort"):
-            raise GenerationError(
-                f"the server ended a response with the reason {piece.finish_reason!r}"
-            )
+        reason = piece.finish_reason
+        if reason in REASONS and reason != "abort":  # which only ends this part
+            self.finish_reason = REASONS[reason]
+        elif reason not in (None, "abort"):
+            raise GenerationError(f"the server ended a response with the reason {reason!r}")
         elif len(self.token_ids) >= self._params.max_tokens:
             self.finish_reason = "length"
 
@@ -151,7 +129,11 @@ class HttpEngine:
             await self._server.open()
             self.max_model_len = self._server.max_model_len
             if self._updates:  # first, since a worker that died may have left the server paused
-                await self._take_over()
+                try:
+                    await self._weights.take_over(self._version)
+                except ServerRefusal as error:
+                    what = f"{self._config.url} cannot load weights: {error.message}"
+                    raise EngineError(what, hint=self._weights.hint) from error
             await check_logprobs(self._server)
             self.structures_output = await applies_structure(self._server)
         except (ServerGone, ServerRefusal) as error:
@@ -312,13 +294,6 @@ class HttpEngine:
             self._changed.notify_all()
 
     # -- weights
-
-    async def _take_over(self) -> None:
-        try:
-            await self._weights.take_over(self._version)
-        except ServerRefusal as error:
-            what = f"{self._config.url} cannot load weights: {error.message}"
-            raise EngineError(what, hint=self._weights.hint) from error
 
     async def _update(self, path: Path, version: PolicyVersion) -> None:
         async with self._lock:

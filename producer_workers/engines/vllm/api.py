@@ -39,6 +39,18 @@ CHOSEN = (
     "gpu_memory_utilization",
     "enforce_eager",
 )
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 CPU_DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -88,9 +100,7 @@ def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
     Variables that the user has set stay. vLLM reads most of them at import and passes all of them
     to its child processes, so this comes first; a later call changes nothing.
     """
-    wanted = dict(ALWAYS)
-    if on_cpu:
-        wanted |= ON_CPU
+    wanted = ALWAYS | (ON_CPU if on_cpu else {})
     if on_cpu and config.enforce_eager is not False:
         wanted |= ON_CPU_EAGER
     if config.omp_threads is not None:
@@ -129,17 +139,24 @@ def import_vllm() -> VllmApi:
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported: {error}", hint=INSTALL_HINT) from error
     version = str(vllm.__version__)
-    _check_version(version)
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
+        first, last = (".".join(map(str, each)) for each in SUPPORTED)
+        message = f"vLLM {version} is not supported; {first} to {last} are"
+        raise EngineError(message, hint=INSTALL_HINT)
+    sampling = import_module("vllm.sampling_params")
+    # the rendered form skips a hop through vLLM's thread pool for every request
+    rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
     return VllmApi(
         version=version,
         engine=async_llm.AsyncLLM,
         arguments=import_module("vllm.engine.arg_utils").AsyncEngineArgs,
         sampling=vllm.SamplingParams,
-        structured=import_module("vllm.sampling_params").StructuredOutputsParams,
-        final_only=import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+        structured=sampling.StructuredOutputsParams,
+        final_only=sampling.RequestOutputKind.FINAL_ONLY,
         engine_dead=import_module("vllm.v1.engine.exceptions").EngineDeadError,
         refused=_refusals(),
-        wrap_prompt=_prompt_wrapper(),
+        wrap_prompt=rendered or (lambda ids: {"prompt_token_ids": ids}),
         tracks_versions=hasattr(async_llm.AsyncLLM, "update_weight_version"),
     )
 
@@ -153,7 +170,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
     if on_cpu and config.enable_sleep_mode:
         hint = "remove [engine] enable_sleep_mode, and [worker] sleep_when_paused"
         raise EngineError("the CPU build of vLLM cannot sleep", hint=hint)
-    chosen = {name: getattr(config, name) for name in CHOSEN}
+    chosen = {name: getattr(config, name) for name in CHOSEN if getattr(config, name) is not None}
     defaults: dict[str, Any] = {}
     if on_cpu:
         defaults = {**CPU_DEFAULTS}
@@ -173,7 +190,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
     return {
         **defaults,
         **image_arguments(model_dir),
-        **{name: value for name, value in chosen.items() if value is not None},
+        **chosen,
         **owned,
         **_routing_arguments(config),
         **config.extra_args,
@@ -194,27 +211,8 @@ def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:
-    """Return the SamplingParams for one response.
-
-    Ids and logprobs come out; text is made only where it decides the stop.
-    """
-    return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens,
-        "stop": params.stops or None,
-        "stop_token_ids": params.stop_token_ids or None,
-        "seed": params.seed,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "logprobs": 0,
-        "flat_logprobs": True,  # plain lists instead of a dict per token
-        "detokenize": bool(params.stops),
-        "skip_clone": True,
-    }
+    """Return what SamplingParams and a request to vLLM's server have in common."""
+    return {name: getattr(params, name) for name in SAMPLED} | {"stop": params.stops}
 
 
 def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
@@ -235,11 +233,10 @@ def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generat
     token_ids = np.asarray(output.token_ids, dtype="<i4")
     logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
     labels = getattr(output, "weight_versions", None)
-    if labels is None:
-        spans = [_span(str(submitted), 0, len(token_ids))]
-    else:
-        spans = [_span(label.version, label.start, label.end) for label in labels]
-    kept = tuple(span for span in spans if span.length)
+    spans = [(str(submitted), 0, len(token_ids))]
+    if labels is not None:
+        spans = [(label.version, label.start, label.end) for label in labels]
+    kept = tuple(_span(*span) for span in spans if span[1] < span[2])
     return Generation(token_ids, logprobs, kept, reason, _experts_of(output, prompt))
 
 
@@ -289,33 +286,9 @@ def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
     return {argument: True}
 
 
-def _check_version(version: str) -> None:
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    first, last = SUPPORTED
-    if not first <= numbers <= last:
-        raise EngineError(
-            f"vLLM {version} is not supported; {_dotted(first)} to {_dotted(last)} are",
-            hint=INSTALL_HINT,
-        )
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
-
-
 def _refusals() -> tuple[type[Exception], ...]:
     """Return what vLLM raises for an invalid request: ValueError in the older versions."""
     try:
         return (ValueError, import_module("vllm.exceptions").VLLMClientError)
     except (ImportError, AttributeError):
         return (ValueError,)
-
-
-def _prompt_wrapper() -> Any:
-    """Return a function from a list of token ids to a prompt.
-
-    The rendered form skips a hop through vLLM's thread pool for every request, where the version
-    has it.
-    """
-    rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
-    return rendered or (lambda ids: {"prompt_token_ids": ids})

@@ -156,15 +156,17 @@ class VllmEngine:
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None
-        structure = (
-            self._api.structured(**structure_arguments(params.structured))
-            if params.structured
-            else None
-        )
+        structure = None
+        if params.structured:
+            structure = self._api.structured(**structure_arguments(params.structured))
         return self._api.sampling(
             **sampling_arguments(params),
             structured_outputs=structure,
             output_kind=self._api.final_only,
+            logprobs=0,
+            flat_logprobs=True,  # plain lists instead of a dict per token
+            detokenize=bool(params.stops),  # text is made only where it decides the stop
+            skip_clone=True,
         )
 
     async def pause(self, mode: PauseMode) -> None:
@@ -226,10 +228,7 @@ class VllmEngine:
         return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
 
     async def sleep(self) -> None:
-        """Put vLLM to sleep at level 1 (CUDA only).
-
-        Weights move to the host's memory, and the KV cache is dropped.
-        """
+        """Move the weights to the host's memory, and drop the KV cache: level 1, CUDA only."""
         control = self._running()
         if not self._config.enable_sleep_mode:
             raise EngineError(
@@ -329,10 +328,8 @@ class VllmEngine:
     async def _load(self, path: Path) -> None:
         """Load the weights in `path` in every shard, or raise."""
         folder = str(path.resolve())
-        call = (
-            self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
-        )
-        await self._call_workers(*call)
+        call = ("rolloutmq_load_weights", folder)
+        await self._call_workers(*(self._adapter.loading(folder) if self._adapter else call))
 
     async def _name_weights(self, version: PolicyVersion) -> None:
         """Make vLLM label every token with `version` from here on, in every replica."""

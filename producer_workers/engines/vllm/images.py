@@ -1,10 +1,9 @@
 """Give vLLM the images of a prompt, and check that it reads the prompt's own tokens.
 
-vLLM's processor writes as many placeholders as an image takes. Payloads have them already, written
-by the model's processor in the producer. So vLLM gets the prompt up to its last image, with one
-placeholder for each; what it makes of that must be the prompt's beginning, token for token. The
-rest follows as it is. Hence a request that continues a response sees what the first one saw, and
-all requests of a group share what was computed.
+vLLM's processor writes as many placeholders as an image takes; payloads have them already, written
+by the producer. So vLLM gets the prompt up to its last image, with one placeholder for each. Its
+result must be the prompt's beginning, token for token; the rest follows as it is. So a request that
+continues a response sees what the first one saw, and all requests of a group share the computation.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from buffer.rollouts.rollout import MediaRef
 from producer_workers.engines.base import GenerationError
+from producer_workers.engines.model_folder import read_config
 from producer_workers.image_reader import ImageReader, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")
@@ -113,7 +112,7 @@ class VllmImages:
 
 def image_token(model_dir: Path) -> int | None:
     """Return the placeholder of an image; None for a text model."""
-    config = orjson.loads((model_dir / "config.json").read_bytes())
+    config = read_config(model_dir)
     return next((int(config[name]) for name in TOKEN_NAMES if config.get(name) is not None), None)
 
 

@@ -114,9 +114,9 @@ def producer(
     settings = _load(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
-    from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_producer
     from producer_workers.producer.standby import stand_by
+    from rolloutmq.tracing import trace_run
 
     key_file = settings.producer.key_file
     key = Key.read(key_file, PRODUCER) if key_file else None
@@ -256,10 +256,10 @@ async def _work(
     key: Key | None,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
-    from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
     from producer_workers.user_functions import check_functions
     from producer_workers.worker import engine_restarts
+    from rolloutmq.tracing import trace_run
 
     stopped = threading.Event()
     # before the engine, which takes long to load
@@ -272,7 +272,7 @@ async def _work(
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts, tracer=tracer)
+        member = make_worker(settings, run, engine, name, restarts=restarts)
         _on_signals(_drain, member, stopped)
         await member.run()
 
@@ -280,7 +280,7 @@ async def _work(
     run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
-    tracer = trace_run(run, name)
+    trace_run(run, name)
     await engine_restarts.serve(start, work, settings.engine.restarts)
     return stopped.is_set()
 

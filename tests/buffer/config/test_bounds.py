@@ -51,7 +51,7 @@ response_tokens = { shape = "lognormal", median = 3.0 }
 [judges]
 [trainer]
 [learner]
-accept_cut_distribution = true
+allow_truncated_sampling = true
 [learner.loss]
 [critic]
 [tiny_model]

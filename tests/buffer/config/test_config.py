@@ -283,7 +283,7 @@ def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
 ) -> None:
     told = problems(tmp_path, GOOD, f"tasks.math.sample.{cut}")
     assert f"task math is sampled with {cut.partition('=')[0]}: the engine's logprobs" in told
-    load(tmp_path, GOOD, f"tasks.math.sample.{cut}", "learner.accept_cut_distribution=true")
+    load(tmp_path, GOOD, f"tasks.math.sample.{cut}", "learner.allow_truncated_sampling=true")
     load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
 
 

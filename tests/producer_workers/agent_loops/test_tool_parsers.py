@@ -11,45 +11,41 @@ from hypothesis import strategies as st
 from producer_workers.agent_loops.tool_parsers import (
     PARSERS,
     before_calls,
-    parse_hermes,
-    parse_llama,
-    parse_mistral,
+    calls_in,
 )
 
 ADD: dict[str, Any] = {"a": 1, "b": {"c": ["}", '"']}}
 
 
-def found(calls: list[Any]) -> list[tuple[str, Any]]:
-    return [(call.name, call.arguments) for call in calls]
+def found(text: str, parser: str) -> list[tuple[str, Any]]:
+    return [(call.name, call.arguments) for call in calls_in(text, parser)]
 
 
-def test_hermes_reads_every_call_of_a_turn() -> None:
-    text = (
-        'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": ["}", "\\""]}}}\n</tool_call>\n'
-        '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    )
-    assert found(parse_hermes(text)) == [("add", ADD), ("now", {})]
-    assert [call.id for call in parse_hermes(text)] == ["call_0", "call_1"]
+JSON_ADD = '{"a": 1, "b": {"c": ["}", "\\""]}}'
+LLAMA = f'<|python_tag|>{{"name": "add", "parameters": {JSON_ADD}}}'
+V3 = '[TOOL_CALLS] [{"name": "add", "arguments": %s}, {"name": "now", "arguments": "{}"}]'
 
 
-def test_llama_reads_one_or_several_objects_and_no_prose() -> None:
-    one = '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": {"c": ["}", "\\""]}}}'
-    assert found(parse_llama(one)) == [("add", ADD)]
-    assert found(parse_llama(one + '; {"name": "now", "parameters": {}}')) == [
-        ("add", ADD),
-        ("now", {}),
-    ]
-    assert parse_llama('The answer is {"a": 1}') == []
-
-
-def test_mistral_reads_both_of_its_forms() -> None:
-    v3 = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": "{}"}]'
-    assert found(parse_mistral(v3)) == [("add", {"a": 1}), ("now", {})]
-    assert found(parse_mistral('[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]now{}')) == [
-        ("add", {"a": 1}),
-        ("now", {}),
-    ]
-    assert parse_mistral("no call") == []
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        (
+            "hermes",
+            f'Let me see.\n<tool_call>\n{{"name": "add", "arguments": {JSON_ADD}}}\n</tool_call>\n'
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+            [("add", ADD), ("now", {})],
+        ),
+        ("llama", LLAMA, [("add", ADD)]),
+        ("llama", LLAMA + '; {"name": "now", "parameters": {}}', [("add", ADD), ("now", {})]),
+        ("llama", 'The answer is {"a": 1}', []),
+        ("mistral", V3 % JSON_ADD, [("add", ADD), ("now", {})]),
+        ("mistral", f"[TOOL_CALLS]add{JSON_ADD}[TOOL_CALLS]now{{}}", [("add", ADD), ("now", {})]),
+        ("mistral", "no call", []),
+    ],
+)
+def test_calls_are_read_in_each_form(parser: str, text: str, calls: list[Any]) -> None:
+    assert found(text, parser) == calls
+    assert [c.id for c in calls_in(text, parser)] == [f"call_{n}" for n in range(len(calls))]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_mistral_reads_both_of_its_forms() -> None:
 def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(
     parser: str, text: str
 ) -> None:
-    (call,) = PARSERS[parser](text)
+    (call,) = calls_in(text, parser)
     assert call.arguments is None
     assert call.raw_arguments
 
@@ -80,8 +76,8 @@ def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(
     ],
 )
 def test_what_is_only_thought_of_is_not_called(parser: str, call: str) -> None:
-    assert PARSERS[parser](f"<think>\n{call} would be bad\n</think>\n\nI will not.") == []
-    assert found(PARSERS[parser](f"<think>\n{call}?\n</think>\n\n{call}")) == [("rm", {})]
+    assert calls_in(f"<think>\n{call} would be bad\n</think>\n\nI will not.", parser) == []
+    assert found(f"<think>\n{call}?\n</think>\n\n{call}", parser) == [("rm", {})]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_what_is_only_thought_of_is_not_called(parser: str, call: str) -> None:
 def test_a_call_that_no_group_could_hold_cannot_be_read(parser: str, call: str) -> None:
     """Models that fell into a loop write such; it would fail the whole group when it is handed in."""
     for deep in (40, 500, 100_000):
-        (read,) = PARSERS[parser](call % ('{"a":' * deep + "1" + "}" * deep))
+        (read,) = calls_in(call % ('{"a":' * deep + "1" + "}" * deep), parser)
         assert read.arguments is None
 
 
@@ -162,12 +158,12 @@ def test_what_a_template_writes_is_read_whatever_its_texts_say(
         begin = "" if thinks == "open" else "<think>\n"
         thought = f"{begin}{prose}{written(tokenizer, family, thoughts)} would be bad\n</think>\n\n"
     said = written(tokenizer, family, calls, prose)
-    assert found(PARSERS[parser](thought + said)) == calls
+    assert found(thought + said, parser) == calls
     if parser != "llama":  # which says nothing before a call
         assert before_calls(thought + said, parser).strip() == (thought + prose).strip()
 
 
 @given(st.text(alphabet='<tool_call>{}[]"\\;:,TOLCAS name/arguments|1', max_size=200))
 def test_parsers_never_raise(text: str) -> None:
-    for parser in PARSERS.values():
-        parser(text)
+    for parser in PARSERS:
+        calls_in(text, parser)

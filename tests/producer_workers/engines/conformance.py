@@ -22,9 +22,9 @@ from producer_workers.engines.base import (
     GenerationError,
     PreparesWeights,
     ReportsLoad,
-    SupportsStructure,
     WeightsError,
     context_length,
+    structures,
 )
 from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.shared_engine import SharedEngine
@@ -428,7 +428,7 @@ class ModelContract(EngineContract):
 
         tokenizer = AutoTokenizer.from_pretrained(folders.first)
         params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
-        if not isinstance(engine, SupportsStructure):
+        if not structures(engine):
             with pytest.raises(GenerationError, match="cannot produce structured output"):
                 run(generate(engine, params))
             return
@@ -445,7 +445,7 @@ class ModelContract(EngineContract):
     def test_a_structure_survives_an_update_and_a_bad_one_is_refused_alone(
         self, engine: Engine, run: Run[Any], folders: Folders
     ) -> None:
-        if not isinstance(engine, SupportsStructure):
+        if not structures(engine):
             pytest.skip("this engine keeps to no structure")
         from transformers import AutoTokenizer
 

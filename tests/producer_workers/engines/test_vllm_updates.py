@@ -36,8 +36,8 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
-from producer_workers.worker.engine_control import ControlledEngine
 from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import ControlledEngine
 from producer_workers.worker.weight_updates import WeightSource
 from tests.producer_workers.engines.conformance import NEXT, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import FIRST, Folders

@@ -30,9 +30,9 @@ from producer_workers.agent_loops.tool_parsers import OwnToolParser
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.sampling_limits import TokenBudget
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
-from producer_workers.gateway.token_budget import TokenBudget
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]

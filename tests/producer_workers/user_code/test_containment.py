@@ -99,7 +99,7 @@ async def playing(name: str) -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def acting(name: str) -> AsyncIterator[Call]:
-    agent = FunctionAgent(name, getattr(deeds, name), LIMIT_S, path=f"{MINE}:{name}")
+    agent = FunctionAgent(f"{MINE}:{name}", LIMIT_S)
     try:
         yield lambda deed: agent.run(AgentTask("", "", [], ground_truth=deed))
     finally:

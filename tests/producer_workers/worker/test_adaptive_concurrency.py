@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.capacity import QUEUED_POLLS, AdaptiveConcurrency
+from producer_workers.worker.claims import QUEUED_POLLS, AdaptiveConcurrency
 
 
 class Fleet:

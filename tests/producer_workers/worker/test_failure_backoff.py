@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from producer_workers.worker.failure_backoff import FREE_FAILURES, LONGEST_S, FailureBackoff
+from producer_workers.worker.claims import FREE_FAILURES, LONGEST_S, FailureBackoff
 
 
 def test_pauses_grow_with_the_failures_and_end_with_a_success() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from producer_workers.worker.drawn import Drawn
-from producer_workers.worker.loop_border import LoopError, check_result
+from producer_workers.worker.loop_border import Drawn, LoopError, check_result
 
 Act = Callable[[RolloutState], object]
 

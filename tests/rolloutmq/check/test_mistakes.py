@@ -231,7 +231,7 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
 
 
 def test_the_formula_of_memory_md_is_the_one_that_is_computed(project: Path) -> None:
-    """Qwen3-0.6B's row of docs/pages/memory.md, without the activations: 12 GiB on one GPU."""
+    """Qwen3-0.6B's row of docs/pages/many_gpus.md, without the activations: 12 GiB on one GPU."""
     config, _ = inspect_config(ROOT / "configs" / "gpu_check.toml")
     parts = trainer_parts(config, shape_of(config))
     assert (parts.total - parts.activations) / 2**30 == pytest.approx(12, abs=0.5)

@@ -2,12 +2,12 @@
 
 import re
 
-from rolloutmq import cheap
+from rolloutmq import runs_inline
 
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
-@cheap  # it is quick and cannot hang: called in the worker itself
+@runs_inline  # it is quick and cannot hang: called in the worker itself
 def score(response, ground_truth, state):
     """Return 1.0 for the right number, else 0.0."""
     return float(last_number(response) == last_number(str(ground_truth)) is not None)

@@ -225,7 +225,7 @@ def test_groups_and_weights_may_be_gone(yard: Yard, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize(
     "section",
-    [{"learner": {"lora": {}}}, {"learner": {"accept_cut_distribution": True}},
+    [{"learner": {"lora": {}}}, {"learner": {"allow_truncated_sampling": True}},
      {"engine": {"kind": "simulated"}}],
 )  # fmt: skip
 def test_what_would_bar_honest_workers_is_refused(yard: Yard, section: dict[str, Any]) -> None:

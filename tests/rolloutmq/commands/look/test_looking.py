@@ -17,9 +17,9 @@ import pytest
 
 from buffer.ledger.position import Position
 from buffer.model.ids import group_id, new_nonce
-from buffer.monitoring.tracing import trace_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from rolloutmq.tracing import trace_id
 from tests.rolloutmq.conftest import ROOT, Command, in_process, json_of
 from tests.rolloutmq.populate import ESCAPE, Scene, write_samples, write_steps
 

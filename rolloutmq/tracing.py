@@ -1,11 +1,11 @@
 """Traces of a group's life across processes, by OpenTelemetry (`pip install '.[otel]'`).
 
-    enqueue ─ wait ─ claim ─ generate ┬ judge (each) ─ submit or release ─ take ─ train ─ commit
-    producer         worker           └                                     trainer
+    enqueue ─ wait ─ claim ─ rl.sample ┬ rl.reward ─ submit or release ─ take ─ rl.train ─ commit
+    producer         worker            └ (each)                          trainer
 
 OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
-variables of OpenTelemetry have their usual meaning. Without it, no tracer is made, and the parts
-of a run are not replaced by those of `traced_run.py`.
+variables of OpenTelemetry have their usual meaning. Without it, the run has no observer. Spans that
+OpenTelemetry's proposal for `rl.*` knows have its names (semantic-conventions-genai 88).
 
 Every process computes the ids of a group's trace from its gid, so no context travels with the
 group.
@@ -17,11 +17,17 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+from buffer.control.observers import Observer
+from buffer.model.job import Job, ReleaseKind, Result
+from buffer.model.manifest import Manifest
+from buffer.rollouts.rollout import PolicyVersion
+from buffer.run import Run
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -127,9 +133,100 @@ class Tracer:
         return set_span_in_context(NonRecordingSpan(self._of(gid)), Context())
 
 
-def now_ns() -> int:
-    """Return the time as spans have it: ns since 1970 by this machine's clock."""
-    return time.time_ns()
+def trace_run(run: Run, process: str) -> Tracer | None:
+    """Record what `process` does with `run`, if the environment asks for traces."""
+    tracer = open_tracer(run.name, run.nonce, process)
+    if tracer:
+        run.observers.append(Tracing(run, tracer))
+    return tracer
+
+
+class Tracing(Observer):
+    """Makes spans of the moments of one process."""
+
+    def __init__(self, run: Run, tracer: Tracer) -> None:
+        self._run = run
+        self._tracer = tracer
+        self._waiting_since: dict[str, int] = {}
+        self._at_trainer: dict[int, tuple[int, Sequence[str]]] = {}
+
+    def enqueued(self, samples: Mapping[str, int], began_ns: int) -> None:
+        for gid, count in samples.items():
+            self._tracer.root("enqueue", gid, began_ns, samples=count)
+
+    def claiming(self, queues: Sequence[tuple[str, str]], limit: int) -> None:
+        """Read since when the first groups of each queue have waited.
+
+        The id of a stream's entry begins with the milliseconds of its arrival.
+        """
+        keys = self._run.keys
+        heads = [
+            ("XRANGE", keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in queues
+        ]
+        found = self._run.store.each("heads", heads, "control")
+        self._waiting_since = {
+            fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000
+            for head in found
+            for entry, fields in head
+        }
+
+    def claimed(
+        self, worker: str, weights: PolicyVersion, jobs: Sequence[Job], began_ns: int
+    ) -> None:
+        for job in jobs:
+            since = self._waiting_since.get(job.gid)
+            if since is not None:  # else it arrived between the two calls
+                self._tracer.past("wait", job.gid, min(since, began_ns), began_ns, lane=job.lane)
+            self._tracer.past(
+                "claim", job.gid, began_ns, worker=worker, tries=job.tries, weights=str(weights)
+            )
+
+    def generating(
+        self, gid: str, rollouts: int, engine: str, weights: PolicyVersion
+    ) -> AbstractContextManager[object]:
+        return self._tracer.during(
+            "rl.sample", gid, rollouts=rollouts, engine=engine, weights=str(weights)
+        )
+
+    def judging(self) -> AbstractContextManager[object]:
+        return self._tracer.child("rl.reward")
+
+    def submitted(
+        self,
+        worker: str,
+        results: Sequence[Result],
+        outcomes: Sequence[object],
+        began_ns: int,
+    ) -> None:
+        for result, outcome in zip(results, outcomes, strict=True):
+            self._tracer.past(
+                "submit",
+                result.job.gid,
+                began_ns,
+                worker=worker,
+                tokens=result.new_tokens,
+                status=str(result.group.status),
+                error=str(outcome) if isinstance(outcome, Exception) else "",
+            )
+
+    def released(
+        self, worker: str, job: Job, kind: ReleaseKind, reason: str, began_ns: int
+    ) -> None:
+        self._tracer.past(
+            "release", job.gid, began_ns, worker=worker, kind=kind, reason=reason[:200]
+        )
+
+    def taken(self, manifest: Manifest, began_ns: int) -> None:
+        for gid in manifest.gids:
+            self._tracer.past("take", gid, began_ns, step=manifest.step)
+        self._at_trainer[manifest.step] = time.time_ns(), manifest.gids
+
+    def committed(self, step: int, began_ns: int) -> None:
+        for done in sorted(self._at_trainer.keys() & set(range(step + 1))):
+            taken_ns, gids = self._at_trainer.pop(done)
+            for gid in gids:
+                self._tracer.past("rl.train", gid, taken_ns, began_ns, step=done)
+                self._tracer.past("commit", gid, began_ns, step=done)
 
 
 def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
@@ -192,6 +289,7 @@ def tracer_of(exporter: SpanExporter, run: str, run_nonce: str, process: str) ->
             return forced.span_id if forced else super().generate_span_id()
 
     names = {"service.name": "rolloutmq", "service.instance.id": process, "rolloutmq.run": run}
+    names |= {"rl.system": "rolloutmq", "rl.run.id": run_nonce}
     provider = TracerProvider(resource=Resource.create(names), id_generator=Ids())
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider, run_nonce, root)

@@ -1,11 +1,13 @@
-"""Define what of its sampling a request may choose; the task sets all else.
+"""Define what a request may choose of its sampling, and share a session's tokens between requests.
 
-The trainer relies on the task's temperature and top_p.
+The task sets all else: the trainer relies on its temperature and top_p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,3 +84,43 @@ def structure_of(response_format: Any) -> StructuredOutput | None:
     raise ValueError(
         'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
     )
+
+
+class TokenBudget:
+    """The tokens of one session. `left` are not sampled yet, those of running requests included.
+
+    Invariant: what was sampled, and what running requests may still sample, never exceeds the
+    session's tokens. A request reserves what it may need and returns what it did not use.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+        self._reserved = 0
+        self._queue = asyncio.Lock()  # requests reserve in the order of their arrival
+        self._returned = asyncio.Event()
+
+    @asynccontextmanager
+    async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
+        """Reserve up to `wanted` tokens (None: all) and yield how many may be sampled, perhaps 0.
+
+        Waits until running requests leave that many: first come, first served. So requests without
+        a limit run one after another.
+        """
+        async with self._queue:
+            while self._reserved and self.left - self._reserved < self._limit(wanted):
+                self._returned.clear()
+                await self._returned.wait()
+            allowed = min(self._limit(wanted), self.left)
+            self._reserved += allowed
+        try:
+            yield allowed
+        finally:
+            self._reserved -= allowed
+            self._returned.set()
+
+    def _limit(self, wanted: int | None) -> int:
+        return self.left if wanted is None else wanted
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens of a reservation as sampled."""
+        self.left -= tokens

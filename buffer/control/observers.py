@@ -1,0 +1,81 @@
+"""Observers: optional features hear what a process does with groups, and change nothing of it.
+
+class Slowest(Observer):
+    def taken(self, manifest: Manifest, began_ns: int) -> None: ...
+
+run.observers.append(Slowest())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+from buffer.model.job import Job, ReleaseKind, Result
+from buffer.model.manifest import Manifest
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import PolicyVersion
+
+
+class Observer:
+    """Receives the moments of one process: override those that matter.
+
+    Each is called in the thread that acts, after the server has accepted the change, in the order
+    of `Run.observers`. `began_ns` is when the call began, in ns since 1970 (`time.time_ns`). An
+    exception reaches the caller, for whom the change is made already.
+    """
+
+    def enqueued(self, samples: Mapping[str, int], began_ns: int) -> None:
+        """Receive the number of rollouts of each group that the producer started, by gid."""
+
+    def claiming(self, queues: Sequence[tuple[str, str]], limit: int) -> None:
+        """Receive the (task, lane) queues of a claim, before it is made."""
+
+    def claimed(
+        self, worker: str, weights: PolicyVersion, jobs: Sequence[Job], began_ns: int
+    ) -> None:
+        """Receive the groups that a worker was given."""
+
+    def generating(
+        self, gid: str, rollouts: int, engine: str, weights: PolicyVersion
+    ) -> AbstractContextManager[object]:
+        """Return a context in which a worker generates and judges one group."""
+        return nullcontext()
+
+    def judging(self) -> AbstractContextManager[object]:
+        """Return a context, within `generating`, in which a judge answers."""
+        return nullcontext()
+
+    def submitted(
+        self,
+        worker: str,
+        results: Sequence[Result],
+        outcomes: Sequence[object],
+        began_ns: int,
+    ) -> None:
+        """Receive the results of a worker, and of each its `Stored` or the error."""
+
+    def released(
+        self, worker: str, job: Job, kind: ReleaseKind, reason: str, began_ns: int
+    ) -> None:
+        """Receive a group that a worker gave back without a result."""
+
+    def taken(self, manifest: Manifest, began_ns: int) -> None:
+        """Receive the manifest of a batch of the trainer, also when it is taken again."""
+
+    def received(self, manifest: Manifest, groups: Sequence[RolloutGroup]) -> None:
+        """Receive the groups of a batch as the trainer has read them, in order."""
+
+    def committed(self, step: int, began_ns: int) -> None:
+        """Receive the step whose checkpoint is durable."""
+
+    def published(self, version: PolicyVersion, began_ns: int) -> None:
+        """Receive the version of weights that workers may fetch from now on."""
+
+
+def all_of(contexts: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
+    """Enter contexts one after another; leave them in the reverse order."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack

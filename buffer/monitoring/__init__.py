@@ -1,1 +1,0 @@
-"""What people and programs see of a run: views, metrics, traces, history."""
