@@ -1,12 +1,17 @@
-"""The list of all commands, of which only the one that is called is imported.
+"""Find all commands, of which only the one that is called is imported.
 
-Importing all of them takes most of a second, at each `--help` and at each completion in a shell.
+Importing all of them takes most of a second, at each `--help` and at each completion in a shell:
+names and summaries are read from the text of the files.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 from typer import core
@@ -15,204 +20,92 @@ from typer.main import get_command
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-SECTIONS = {
-    "Run": (
-        "init",
-        "check",
-        "run",
-        "stop",
-        "create",
-        "train",
-        "worker",
-        "producer",
-        "judge",
-        "audit",
-        "eval",
-        "simulate",
-    ),
-    "Look": (
-        "status",
-        "top",
-        "runs",
-        "ls",
-        "show",
-        "batch",
-        "tail",
-        "logs",
-        "workers",
-        "report",
-        "web",
-        "metrics",
-    ),
-    "Steer": ("pause", "resume", "drain", "set", "fence", "dead", "requeue", "drop"),
-    "Data": ("save", "restore", "export", "import", "problems", "warm-start", "export-model"),
-    "Administration": ("server", "doctor", "fsck", "janitor", "acl", "key", "scripts", "gpu-check"),
-}
-"""Sections of `--help`, with their commands."""
+SECTIONS = ("Run", "Look", "Steer", "Data", "Administration")
+"""Sections of `--help`, in their order."""
 
-SUMMARIES = {
-    "rolloutmq.check.command": {
-        "check": "Find the mistakes of a config before a GPU is used.",
-    },
-    "rolloutmq.init.command": {
-        "init": "Write the folder of a new project.",
-    },
-    "rolloutmq.launch.commands": {
-        "run": "Start a whole run on this machine, or continue it.",
-        "create": "Make the run of a config on its server, and start nothing.",
-        "train": "Start the trainer of a run, or one rank of it.",
-        "eval": "Evaluate a checkpoint or a model on the held-out tasks of a config.",
-        "warm-start": "Build and warm-start the small model of a config.",
-        "export-model": "Write the model of a checkpoint as a Hugging Face folder.",
-        "gpu-check": "Check the pipeline on one CUDA GPU.",
-    },
-    "rolloutmq.commands.run.produce": {
-        "worker": "Start one rollout worker.",
-        "producer": "Start the producer.",
-        "judge": "Judge rollouts of tasks whose judging is of kind rq.",
-        "problems": "Write generated problems to the run's folder, and check what the "
-        "config names.",
-    },
-    "rolloutmq.commands.run.audit": {
-        "audit": "Compute logprobs of some groups of each batch again, and bar workers that "
-        "differ.",
-    },
-    "rolloutmq.commands.run.simulate": {
-        "simulate": "Simulate a fleet and a trainer with your numbers.",
-    },
-    "rolloutmq.commands.look.status": {
-        "status": "Show the state of a run: groups, weights, workers, staleness.",
-    },
-    "rolloutmq.top.top": {
-        "top": "Watch a run live; q or Ctrl-C quits.",
-    },
-    "rolloutmq.commands.look.runs": {
-        "runs": "List the runs of a server and the run folders under ./runs, or delete a run "
-        "of a server.",
-    },
-    "rolloutmq.commands.look.groups": {
-        "ls": "List the groups of a run that match a query.",
-    },
-    "rolloutmq.commands.steer.groups": {
-        "dead": "List dead letters, newest first.",
-        "requeue": "Put a dead group, or one of a pool, back into the queue.",
-        "drop": "End a group that waits, is in a pool, or is dead.",
-    },
-    "rolloutmq.commands.look.show": {
-        "show": "Show one group: its stage, texts, rewards and versions.",
-    },
-    "rolloutmq.commands.look.batch": {
-        "batch": "Show the groups of a train step.",
-    },
-    "rolloutmq.commands.look.tail": {
-        "tail": "Follow the events of a run, until it is finished or Ctrl-C.",
-    },
-    "rolloutmq.commands.look.logs": {
-        "logs": "Show the logs of a run's processes, merged by time.",
-    },
-    "rolloutmq.commands.run.stop": {
-        "stop": "Stop a run that `rolloutmq run` started, and wait for its end.",
-    },
-    "rolloutmq.commands.look.workers": {
-        "workers": "List the workers of a run.",
-    },
-    "rolloutmq.commands.steer.fence": {
-        "fence": "Revoke all groups that a worker holds, and remove the worker.",
-    },
-    "rolloutmq.report.command": {
-        "report": "Write a run's folder as one HTML file, to send or to keep.",
-    },
-    "rolloutmq.web.command": {
-        "web": "Show a run in a browser, until Ctrl-C.",
-    },
-    "rolloutmq.commands.look.metrics": {
-        "metrics": "Show runs in the format of Prometheus.",
-    },
-    "rolloutmq.commands.steer.pause": {
-        "pause": "Pause a run until `rolloutmq resume`.",
-        "resume": "End the operator's pause of a run.",
-        "drain": "Finish the running groups and claim no new ones.",
-    },
-    "rolloutmq.commands.steer.settings": {
-        "set": "Change settings of a run while it continues.",
-    },
-    "rolloutmq.commands.data.snapshot": {
-        "save": "Save a run to a folder: groups, order, counters, batches.",
-        "restore": "Restore a saved run to a server.",
-    },
-    "rolloutmq.commands.data.curate": {
-        "export": "Write groups to a file, one line per rollout.",
-        "import": "Put completed groups from a file into the pools of a run.",
-    },
-    "rolloutmq.commands.administration.server": {
-        "server": "Start or stop the embedded server of a run.",
-        "janitor": "Revoke expired leases, expire old groups, free unused data.",
-    },
-    "rolloutmq.commands.administration.doctor": {
-        "doctor": "Check the server, and report what each run waits for.",
-    },
-    "rolloutmq.commands.administration.fsck": {
-        "fsck": "Check that nothing is lost and nothing was trained twice.",
-    },
-    "rolloutmq.commands.administration.signing_key": {
-        "key": "Create the key with which a worker signs what it submits.",
-    },
-    "rolloutmq.commands.administration.scripts": {
-        "acl": "Print users for the server's ACL file, one per role.",
-        "scripts": "List the Lua scripts, one per state change.",
-    },
-}
-"""The first sentence of each command's help, by module and name."""
-
-ALIASES = {"continue": "resume"}
-"""Former names of commands, which no help lists."""
-
-_MODULES = {name: module for module, listed in SUMMARIES.items() for name in listed}
-
+_HERE = Path(__file__).parent
+_PLACES = ("cli/*.py", "*/command*.py")
+_COMMAND = re.compile(
+    r'^@command\(\s*"(\w+)",\s*"([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
+)
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
 _ITEM: Any = vars(core)["CompletionItem"]
 """typer's type of a proposal, which has no public name."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CommandPlace(NamedTuple):
+    """Where a command is, and the first sentence of its help."""
+
+    section: str
+    module: str
+    summary: str
+
+
+def command(section: str, name: str, *, epilog: str) -> Callable[[F], F]:
+    """Make a function the command `name`, in a section of `--help`; its docstring is its help."""
+    assert section in SECTIONS
+
+    def mark(function: F) -> F:
+        _FUNCTIONS[name] = (function, epilog)
+        return function
+
+    return mark
+
+
+@cache
+def command_places() -> dict[str, CommandPlace]:
+    """Return all commands by name, in the order of `--help`, without importing one."""
+    found = {}
+    for file in (path for pattern in _PLACES for path in _HERE.glob(pattern)):
+        module = ".".join(file.relative_to(_HERE.parent).with_suffix("").parts)
+        for section, name, summary in _COMMAND.findall(file.read_text(encoding="utf-8")):
+            found[name] = CommandPlace(section, module, " ".join(summary.split()))
+    order = sorted(found, key=lambda name: (SECTIONS.index(found[name].section), name))
+    return {name: found[name] for name in order}
+
 
 class LazyGroup(TyperGroup):
-    """Finds a command in its module when it is asked for."""
+    """Imports a command when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, without importing one."""
-        return [name for names in SECTIONS.values() for name in names]
+        return list(command_places())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return a command; None if there is none of this name."""
-        name = ALIASES.get(cmd_name, cmd_name)
-        if name not in _MODULES:
-            return None
-        return commands_of(_MODULES[name])[name]
+        """Import and return a command; None for an unknown name."""
+        return open_command(cmd_name) if cmd_name in command_places() else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the sections of `--help`."""
-        for title, names in SECTIONS.items():
+        for title in SECTIONS:
+            places = command_places().items()
+            rows = [(name, place.summary) for name, place in places if place.section == title]
             with formatter.section(title):
-                formatter.write_dl([(name, SUMMARIES[_MODULES[name]][name]) for name in names])
+                formatter.write_dl(rows)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the names that begin with `incomplete`, without importing a command."""
-        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        places = command_places().items()
+        items = [
+            _ITEM(name, help=place.summary) for name, place in places if name.startswith(incomplete)
+        ]
         # typer's own method imports all commands; the next one completes options
-        options = super(TyperGroup, self).shell_complete(ctx, incomplete)
-        return [_ITEM(name, help=SUMMARIES[_MODULES[name]][name]) for name in names] + options
+        options: list[Any] = super(TyperGroup, self).shell_complete(ctx, incomplete)
+        return items + options
 
 
 def all_commands() -> dict[str, Any]:
     """Import and return all commands by name, in the order of `--help`."""
-    known: dict[str, Any] = {}
-    for module in SUMMARIES:
-        known |= commands_of(module)
-    return {name: known[name] for names in SECTIONS.values() for name in names}
+    return {name: open_command(name) for name in command_places()}
 
 
-def commands_of(module: str) -> dict[str, Any]:
-    """Import a module of commands; return those that it registers, by name."""
-    # typer makes no group of a single command without a callback
-    app = typer.Typer(rich_markup_mode=None, callback=lambda: None, context_settings=SETTINGS)
-    import_module(module).register(app)
-    commands: dict[str, Any] = vars(get_command(app))["commands"]
-    return commands
+@cache
+def open_command(name: str) -> Any:
+    """Import a command, and return it as typer's object."""
+    import_module(command_places()[name].module)
+    function, epilog = _FUNCTIONS[name]
+    app = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS)
+    app.command(name, epilog=epilog)(function)
+    return get_command(app)

@@ -22,7 +22,7 @@ _context.set_forkserver_preload(
         "producer_workers.build",
         "rolloutmq.launch.launcher",
         "rolloutmq.launch.training",
-        "rolloutmq.commands.run.produce",
+        "rolloutmq.cli.processes",
         "tests.forked_commands",
     ]
 )

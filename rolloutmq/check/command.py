@@ -25,13 +25,12 @@ from rolloutmq.check.report import show
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES
+from rolloutmq.command_list import command
 from rolloutmq.console import console as open_console
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import emit
 from rolloutmq.presets import find_config
-
-EPILOG = "Example: rolloutmq check mine.toml --set plan.steps=20"
 
 GpuMemory = Annotated[
     str | None,
@@ -42,11 +41,7 @@ GpuMemory = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command(epilog=EPILOG)(check)
-
-
+@command("Run", "check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,

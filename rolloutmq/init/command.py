@@ -10,6 +10,7 @@ import typer
 from rich.prompt import IntPrompt, Prompt
 
 from buffer.errors import ConfigError
+from rolloutmq.command_list import command
 from rolloutmq.console import console as open_console
 from rolloutmq.init.project import KINDS, TINY, Choices, write_project
 from rolloutmq.launch.placement import count_gpus
@@ -45,11 +46,7 @@ Gpus = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command(epilog=EPILOG)(init)
-
-
+@command("Run", "init", epilog=EPILOG)
 def init(
     folder: Folder,
     template: TemplateName = None,

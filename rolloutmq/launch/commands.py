@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -11,10 +13,22 @@ from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.process import follow_owner, log_json
+from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.command_list import command
 from rolloutmq.console import console
-from rolloutmq.options import AsJson, ConfigPath, ConfigUrl, MetricsAddress, Overrides, set_flags
-from rolloutmq.output import emit, table
+from rolloutmq.options import (
+    RUNS,
+    AsJson,
+    ConfigPath,
+    ConfigUrl,
+    MetricsAddress,
+    Overrides,
+    RunDir,
+    set_flags,
+)
+from rolloutmq.output import age, emit, table
 from rolloutmq.presets import open_config
+from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -37,9 +51,6 @@ Detach = Annotated[
         "--detach", "-d", help="Return once the run is under way; it continues in the background."
     ),
 ]
-ChaosFlag = Annotated[
-    bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server during the run.")
-]
 
 
 EVAL_EPILOG = """
@@ -55,24 +66,11 @@ Examples: rolloutmq run configs/demo.toml --set plan.steps=20
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command(epilog=RUN_EPILOG)(run)
-    app.command(epilog="Example: rolloutmq create configs/demo.toml")(create)
-    app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
-    app.command("eval", epilog=EVAL_EPILOG)(evaluate)
-    app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
-    app.command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")(
-        export
-    )
-    app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
-
-
+@command("Run", "run", epilog=RUN_EPILOG)
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    chaos: ChaosFlag = False,
     regenerate: Regenerate = False,
     detach: Detach = False,
 ) -> None:
@@ -81,19 +79,15 @@ def run(
     Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C or
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
     hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
-    them. The same command continues the run. With --chaos it is a separate run, NAME-chaos.
+    them. The same command continues the run.
     """
     given = list(overrides or [])
     settings = _load(config, given)
-    if chaos and not any(override.startswith("run.") for override in given):
-        # a separate run, so that the undisturbed one stays as it is
-        given += [f"run.name={settings.run.name}-chaos", f"run.dir={settings.run.folder}-chaos"]
-        settings = _load(config, given)
     if detach:
-        _detach(settings, config, given, redis_url, regenerate=regenerate, chaos=chaos)
+        _detach(settings, config, given, redis_url, regenerate=regenerate)
     from rolloutmq.launch.launcher import Launcher
 
-    Launcher(settings, config, given, redis_url=redis_url, chaos=chaos, regenerate=regenerate).run()
+    Launcher(settings, config, given, redis_url=redis_url, regenerate=regenerate).run()
 
 
 def _detach(
@@ -111,6 +105,7 @@ def _detach(
     raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 
+@command("Run", "create", epilog="Example: rolloutmq create configs/demo.toml")
 def create(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -134,6 +129,7 @@ def create(
         typer.echo(line)
 
 
+@command("Run", "train", epilog="Example: rolloutmq train configs/demo.toml --take-over")
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -162,6 +158,7 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@command("Data", "warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")
 def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     """Build and warm-start the small model of a config.
 
@@ -175,6 +172,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     make_model(settings)
 
 
+@command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
     step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
@@ -196,6 +194,7 @@ def export(
     )
 
 
+@command("Run", "eval", epilog=EVAL_EPILOG)
 def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[
@@ -232,6 +231,7 @@ def evaluate(
     console().print(grid)
 
 
+@command("Administration", "gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
     overrides: Overrides = None,
@@ -250,3 +250,71 @@ def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
     from buffer.config.config import TrainingConfig
 
     return open_config(TrainingConfig, config, overrides)
+
+
+EPILOG = """
+\b
+Examples: rolloutmq stop
+          rolloutmq stop --run-dir runs/demo --now
+"""
+
+POLL_S = 0.2
+"""Seconds between two looks at the run."""
+
+Now = Annotated[
+    bool,
+    typer.Option(
+        "--now",
+        help="As a second Ctrl-C: kill its processes. The newest checkpoint is kept.",
+    ),
+]
+
+
+@command("Run", "stop", epilog=EPILOG)
+def stop(now: Now = False, run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Stop a run that `rolloutmq run` started, and wait for its end.
+
+    It does what Ctrl-C does: the trainer writes a checkpoint, workers return what they hold, the
+    run's own server stops last. The same `rolloutmq run` continues it. Ctrl-C here only ends the
+    wait. Without --run-dir, it is the running one under ./runs.
+    """
+    folder = choose_folder(run_dir, RUNS)
+    begin = time.monotonic()
+    before = interrupt(folder, at_once=now)
+    if not as_json:
+        how = "at once" if now else "in order"
+        console().print(f"run {before.run} in {folder}: stopping {how} (process {before.pid})")
+    _wait(folder, quiet=as_json)
+    _report(folder, read_record(folder) or before, time.monotonic() - begin, as_json)
+
+
+def _wait(folder: Path, *, quiet: bool) -> None:
+    """Wait for the end of the owner; print what it waits for."""
+    shown = ""
+    while is_owned(folder):
+        record = read_record(folder)
+        if record and record.detail not in ("", shown) and not quiet:
+            shown = record.detail
+            console().print(f"  {shown}")
+        time.sleep(POLL_S)
+
+
+def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) -> None:
+    steps = CheckpointFolder(folder / "checkpoints").steps()
+    step = steps[-1] if steps else 0
+    if as_json:
+        facts = record.model_dump(include={"run", "stage", "steps", "detail", "account"})
+        emit(facts | {"checkpoint": step, "took_s": round(took_s, 3)})
+    elif record.stage is Stage.FINISHED:
+        console().print(f"run {record.run} had just finished all {record.steps} steps")
+    else:
+        # `set` may have raised the number of steps since the start
+        of = f" of {record.steps}" if step <= record.steps else ""
+        done = f"at step {step}{of}" if step else "before its first checkpoint"
+        rest = "".join(f"; {part}" for part in (record.detail, record.account) if part)
+        took = age(took_s * 1000)
+        console().print(
+            f"run {record.run} {record.stage} {done}, after {took}{rest}", soft_wrap=True
+        )
+    if record.stage in (Stage.FAILED, Stage.DIED):
+        sys.exit(1)

@@ -18,8 +18,8 @@ from buffer.open_run import open_store
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
 from consumer.grpo.checkpoint import make_run
-from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
+from rolloutmq.views.setting_view import override_lines
 
 
 @dataclass(frozen=True, slots=True)

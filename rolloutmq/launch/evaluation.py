@@ -76,7 +76,7 @@ def evaluate_model(
     # a server of its own, even where REDIS_URL or the config names another
     with EmbeddedServer(folder / "server") as server:
         launcher = Launcher(
-            settings, path, given, redis_url=server.url, chaos=False, screen=screen,
+            settings, path, given, redis_url=server.url, screen=screen,
             is_reported=False,
         )  # fmt: skip
         launcher.run()

@@ -79,7 +79,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
     config = load_config(TrainingConfig, CONFIG, settings)
     # a run that finds a model here does not warm-start one
     build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
-    Launcher(config, CONFIG, settings, redis_url=None, chaos=False).run()
+    Launcher(config, CONFIG, settings, redis_url=None).run()
     rows = read_rows(folder)
     shutil.rmtree(folder)
     return rows

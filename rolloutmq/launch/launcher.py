@@ -22,10 +22,8 @@ from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder, make_run
-from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.console import console as open_console
 from rolloutmq.hang_up import is_lost_terminal
-from rolloutmq.launch.chaos import Chaos
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.machine import placement_of
 from rolloutmq.launch.preparation import (
@@ -40,9 +38,11 @@ from rolloutmq.launch.preparation import (
 from rolloutmq.launch.report import account_line, finish
 from rolloutmq.options import set_flags
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
-from rolloutmq.top.live_view import LiveView
-from rolloutmq.top.top import watch
+from rolloutmq.views.history import History
+from rolloutmq.views.live import watch
 from rolloutmq.views.run_view import read_run_view
+from rolloutmq.views.screen import LiveNotes
+from rolloutmq.views.setting_view import override_lines
 
 POLL_S = 0.5
 """Seconds between two checks of the processes."""
@@ -76,7 +76,6 @@ class Launcher:
         overrides: list[str],
         *,
         redis_url: str | None,
-        chaos: bool,
         regenerate: bool = False,
         screen: Console | None = None,
         is_reported: bool = True,
@@ -86,7 +85,6 @@ class Launcher:
         self._regenerate = regenerate
         self._config = config
         self._redis_url = redis_url
-        self._with_chaos = chaos
         self._command = [str(path), *set_flags(overrides)]
         self._folder = config.run.folder
         self._console = screen or open_console()
@@ -238,10 +236,7 @@ class Launcher:
         """Show the run and keep its processes alive until the trainer has done its last step."""
         # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
-        view = LiveView(run_dir=self._folder)
-        chaos = Chaos.plan(run.limits.steps, self._workers, self._trainer, self._server)
-
-        view.started_s = self._started_s()
+        notes = LiveNotes(started_s=self._started_s())
 
         def is_over() -> bool:
             # without a terminal, lines are rare, but processes are checked as often
@@ -250,17 +245,12 @@ class Launcher:
                     return True
                 self._note_under_way(run)
                 self._note_steps(run)
-                self._report(
-                    view,
-                    self._keep_alive(run) + (self._strike(run, chaos) if self._with_chaos else []),
-                )
+                self._report(notes, self._keep_alive(run))
                 time.sleep(POLL_S)
-            view.started_s = self._started_s()
+            notes.started_s = self._started_s()
             return self._is_over(run)
 
-        watch(run, view, self._console, is_over, every_s=0.01)
-        if self._with_chaos:
-            self._console.print(chaos.outcome)
+        watch(run, History(self._folder), notes, self._console, is_over, every_s=0.01)
 
     def _is_over(self, run: Run) -> bool:
         if not self._has_other_trainer:
@@ -313,15 +303,9 @@ class Launcher:
         if run.limits.steps != record.steps:
             self._owned.note(record.stage, record.detail, steps=run.limits.steps)
 
-    def _strike(self, run: Run, chaos: Chaos) -> list[str]:
-        try:
-            return chaos.strike(run.ledger.steps()[0])
-        except StoreUnavailable:
-            return []  # the view shows it, and the next poll is soon
-
-    def _report(self, view: LiveView, news: list[str]) -> None:
+    def _report(self, notes: LiveNotes, news: list[str]) -> None:
         if self._console.is_terminal:
-            view.lines = [*view.lines, *news][-NEWS:]
+            notes.lines = [*notes.lines, *news][-NEWS:]
         else:
             for line in news:
                 self._console.print(line)

@@ -20,8 +20,8 @@ from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.replies import role_held
 from buffer.redis.server.process import OWNER
 from consumer.grpo.checkpoint import make_again, make_run
-from rolloutmq.commands.steer.settings import override_lines
 from rolloutmq.tracing import trace_run
+from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
@@ -62,7 +62,7 @@ def open_run(
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
     if metrics is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        from rolloutmq.views.process_metrics import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process("trainer", store, metrics)
     if own_rank():

@@ -1,23 +1,21 @@
-"""The metrics of all runs of a server for Prometheus, read when it asks.
-
-One reading of a run is a handful of calls without payloads (`read_run_view`). `run_metrics.py`
-lists the metrics of a run.
-"""
+"""The metrics of all runs of a server, and of one process, for Prometheus."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
-from buffer.errors import StoreError
+from buffer.errors import ConfigError, StoreError
 from buffer.redis.server.check import ServerMemory, read_memory
 from buffer.redis.store import Store
 from buffer.run import Run
+from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.run_metrics import FAMILIES
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.workers_wanted import WorkersWanted, observation_in
@@ -110,3 +108,62 @@ def _memory_metrics(memory: Mapping[str, ServerMemory]) -> Iterator[Metric]:
         used.add_metric([server], found.used)
         limit.add_metric([server], found.limit)
     yield from (used, limit)
+
+
+TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
+"""The environment variable with the token that readers on other machines must send."""
+
+_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
+_WAITS = frozenset({"bell"})
+"""Calls that block until something happens: their time is not the server's."""
+
+
+def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
+    """Serve /metrics at `HOST:PORT` until the process ends. Raises ConfigError."""
+    host, port = parse_address(address)
+    registry = process_registry(process, store)
+    return MetricsEndpoint(registry, host=host, port=port, token=os.environ.get(TOKEN, ""))
+
+
+def process_registry(process: str, store: Store) -> CollectorRegistry:
+    """Return the metrics of this process, which from now on count the calls of the store."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    about = Info("rolloutmq_process", "Which process this is.", registry=registry)
+    about.info({"process": process})
+    _watch_calls(store, registry)
+    return registry
+
+
+def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
+    seconds = Histogram(
+        "rolloutmq_store_call_seconds",
+        "Calls to the server, including the time that it was unreachable.",
+        ["call"],
+        buckets=_BUCKETS,
+        registry=registry,
+    )
+    retries = Counter(
+        "rolloutmq_store_retries",
+        "Repeated calls, because the server was unreachable.",
+        ["call"],
+        registry=registry,
+    )
+
+    def watch(call: str, took_s: float, attempts: int) -> None:
+        if call not in _WAITS:
+            seconds.labels(call).observe(took_s)
+        if attempts:
+            retries.labels(call).inc(attempts)
+
+    store.watchers.append(watch)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of `HOST:PORT`, `[::1]:PORT`, or `PORT`, which means loopback."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"--metrics {address!r} is not an address", hint="write 9466 or 10.0.0.7:9466"
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)

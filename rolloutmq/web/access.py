@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from rolloutmq.views.http_endpoint import carries, read_token
+from rolloutmq.http_endpoint import carries, read_token
 
 
 class NoToken(Exception):

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from rolloutmq.command_list import command
 from rolloutmq.console import console
+from rolloutmq.http_endpoint import cannot_listen, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
-from rolloutmq.views.http_endpoint import cannot_listen, read_token
 
 EPILOG = """
 \b
@@ -40,10 +41,7 @@ ReadOnly = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(web)
-
-
+@command("Look", "web", epilog=EPILOG)
 def web(
     host: Host = "127.0.0.1",
     port: Port = PORT,

@@ -23,10 +23,10 @@ from buffer.control.event_log import parse_event
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
-from rolloutmq.commands.steer.pause import hold
+from rolloutmq.views.operator_mode import set_operator_mode
+from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
 from rolloutmq.web.answers import answer
-from rolloutmq.web.setting_list import live_settings
 
 SEARCHED_EVENTS = 5_000
 """Newest events among which those of one worker are found."""
@@ -92,7 +92,7 @@ class ControlRoutes:
 
     def _hold(self, mode: Mode) -> Response:
         said: list[str] = []
-        state, _ = hold(self._run, mode, said.append)
+        state, _ = set_operator_mode(self._run, mode, said.append)
         return answer({"epoch": state.epoch, "said": said})
 
     def _set(self, request: Request) -> Response:

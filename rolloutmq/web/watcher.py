@@ -10,9 +10,9 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.run import Run
-from rolloutmq.commands.administration.diagnosis import Symptom, diagnose, worst_first
-from rolloutmq.commands.administration.doctor import inspect
+from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.views.history import History
+from rolloutmq.views.inspection import inspect
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.live_record import LiveRecord, numbers_of

@@ -15,7 +15,7 @@ from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.model.ids import new_nonce
 from buffer.rollouts.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
-from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.mixture import TASKS, Mixture
 

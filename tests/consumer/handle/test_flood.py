@@ -16,7 +16,7 @@ import pytest
 from buffer.ledger.ledger import BAD_GROUPS
 from buffer.redis.store import Store
 from buffer.run import Run
-from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
 from tests.consumer.handle.crew import Crew, at_work, wait_until

@@ -18,9 +18,8 @@ from buffer.errors import ConfigError, Fenced
 from buffer.model.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from rolloutmq.views.http_endpoint import MetricsEndpoint
-from rolloutmq.views.process_metrics import serve_process
-from rolloutmq.views.prometheus import RunCollector
+from rolloutmq.http_endpoint import MetricsEndpoint
+from rolloutmq.views.prometheus import RunCollector, serve_process
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
 

@@ -18,11 +18,11 @@ import redis
 from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
 from buffer.run import Run
-from rolloutmq.commands.administration import doctor
-from rolloutmq.commands.administration.doctor import diagnose_run
-from rolloutmq.commands.look.status import show
+from rolloutmq.cli import doctor
 from rolloutmq.console import console
+from rolloutmq.views.inspection import diagnose_run
 from rolloutmq.views.run_view import read_run_view
+from rolloutmq.views.screen import status_screen
 from tests.buffer.busy_run import busy_run, moves
 from tests.buffer.damage import Harm, every_harm
 from tests.buffer.scene import Scene
@@ -185,7 +185,7 @@ def look(scene: Scene) -> None:
     fsck(scene)
     diagnose_run(scene.store, scene.name)
     with redirect_stdout(io.StringIO()):
-        show(console(), read_run_view(Run.open(scene.store, scene.name)))
+        console().print(status_screen(read_run_view(Run.open(scene.store, scene.name))))
 
 
 def gids_of(scene: Scene, step: int) -> list[str]:

@@ -17,7 +17,7 @@ from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from rolloutmq.commands.administration import diagnosis
+from rolloutmq.views import diagnosis
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, populate
 

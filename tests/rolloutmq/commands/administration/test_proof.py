@@ -15,7 +15,7 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.commands.administration.diagnosis import diagnose
+from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps

@@ -13,7 +13,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.commands.look.log_files import LogFiles
+from rolloutmq.cli.log_files import LogFiles
 from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
 

@@ -181,14 +181,3 @@ def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:
     wrong = command("set", "max_stalenes=4")
     assert wrong.returncode == 2
     assert "did you mean `max_staleness`?" in wrong.stderr
-
-
-def test_the_former_names_of_resume_and_restore_still_lead_there(
-    scene: Scene, command: Command
-) -> None:
-    command("pause")
-    done = command("resume", "backups/my demo")
-    assert done.returncode == 2
-    assert "`rolloutmq restore 'backups/my demo'` brings a saved run" in done.stderr
-    assert scene.run.control.state().mode is Mode.ABORT
-    assert json_of(command("continue", "--json"))["mode"] == "run"

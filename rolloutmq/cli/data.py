@@ -1,0 +1,289 @@
+"""`rolloutmq save`, `restore`, `export` and `import`: runs in folders, and groups in files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from buffer.control.control import Mode
+from buffer.curation.group_export import Exported
+from buffer.errors import ConfigError
+from buffer.model.ids import POOLS
+from buffer.model.order_policy import load_order
+from buffer.query.language import parse
+from buffer.redis.replies import Advance
+from buffer.redis.signing import Key
+from buffer.run import Run
+from buffer.snapshot.folder import read_manifest
+from rolloutmq.cli.groups import WHERE_HELP, read_where
+from rolloutmq.command_list import command
+from rolloutmq.console import console
+from rolloutmq.options import AsJson, OneTask, RedisUrl, RunDir, RunName, open_server, open_target
+from rolloutmq.output import count, emit, plural
+
+
+@command("Data", "save", epilog="Example: rolloutmq save backups/demo-1200 --pause")
+def save(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the snapshot.")],
+    pause: Annotated[
+        bool,
+        typer.Option(
+            "--pause", help="Freeze the workers during the copy. The saved run is paused, too."
+        ),
+    ] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Save a run to a folder: groups, order, counters, batches.
+
+    The copy is of one instant, and nothing is stopped: if the run changes while its index is
+    copied, it is copied again, up to a few times. Running groups are saved as waiting. Workers,
+    events, weights and checkpoints are not saved.
+    """
+    start = time.monotonic()
+    with (
+        open_target(redis_url, run_dir, run) as target,
+        _paused(target.run, pause),
+        progress(as_json) as advance,
+    ):
+        facts = target.run.save(folder, advance=advance)
+    took_s = time.monotonic() - start
+    if as_json:
+        emit(
+            {"folder": str(folder), "took_s": round(took_s, 3)}
+            | facts.model_dump(exclude={"meta", "files"})
+        )
+        return
+    console().print(
+        f"run {facts.run}: {plural(facts.groups, 'group')} and "
+        f"{count(facts.payload_bytes + facts.media_bytes)} bytes "
+        f"saved to {folder} in {took_s:.1f} s"
+    )
+    if facts.was_running:
+        console().print(
+            f"{plural(facts.was_running, 'running group')} saved as waiting, with the "
+            "try given back"
+        )
+
+
+@contextmanager
+def _paused(run: Run, wanted: bool) -> Iterator[None]:
+    """Freeze the workers. A run that is paused already stays as it is, also afterwards."""
+    if not wanted or run.control.state().mode is not Mode.RUN:
+        yield
+        return
+    try:
+        run.receipts.wait(run.control.set_mode("operator", Mode.KEEP))
+        yield
+    finally:
+        run.control.set_mode("operator", Mode.RUN)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Advance]:
+    """Show on stderr what is being copied."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
+    ) as bar:
+        job = bar.add_task("copying", total=None)
+        yield lambda what, done: bar.update(job, description=what, completed=done)
+
+
+@command("Data", "restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
+    media: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="New folder for the run's files. Default: their former folder."
+        ),
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="Name of the run. Default: its former name."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a saved run to a server.
+
+    The folder is checked first, and the run cannot be opened before it is complete. A run of that
+    name must not be on the server. Workers, a producer and a trainer (with a checkpoint that is as
+    old as the snapshot, or older) then join as usual. A run that was paused when it was saved is
+    still paused.
+    """
+    start = time.monotonic()
+    facts = read_manifest(folder)
+    with open_server(redis_url, run_dir) as (store, _), progress(as_json) as advance:
+        restored = Run.restore(store, folder, name=run, media=media, advance=advance)
+        mode = restored.control.state().mode
+    took_s = time.monotonic() - start
+    if as_json:
+        emit(
+            {"run": restored.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)}
+        )
+        return
+    console().print(
+        f"run {restored.name}: {plural(facts.groups, 'group')} restored in {took_s:.1f} s"
+    )
+    if mode is not Mode.RUN:
+        console().print(
+            f"it is paused ({mode}), as it was when it was saved; `rolloutmq resume` ends the pause"
+        )
+
+
+_STATUSES = (*POOLS, "init", "failed")
+_SHOWN = 20
+
+
+@command(
+    "Data",
+    "export",
+    epilog="""Example: rolloutmq export good.parquet --where '{"reward": {"$gte": 0.5}}'""",
+)
+def export(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
+    ],
+    task: OneTask = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Only groups of this status: {', '.join(_STATUSES)}. Default, "
+            "without --where: completed."
+        ),
+    ] = None,
+    where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
+    archived: Annotated[
+        bool,
+        typer.Option(
+            "--archived",
+            help="All archived batches that are retained and have not been exported.",
+        ),
+    ] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write groups to a file, one line per rollout.
+
+    A line has messages, texts, token ids, logprobs, versions and rewards. With --archived, the
+    batches that were trained are written; where retention waits for an export, they are freed once
+    the file is on disk. A group that cannot be read is left out and reported. The file appears
+    only when it is complete. Parquet needs the package pyarrow.
+    """
+    if status is not None and status not in _STATUSES:
+        raise ConfigError(f"there is no status {status!r}", hint=f"one of {', '.join(_STATUSES)}")
+    if archived and (task or status or where):
+        raise ConfigError(
+            "--archived exports whole batches", hint="remove --task, --status and --where"
+        )
+    query = parse(read_where(where))
+    with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
+        if task is not None and task not in target.run.limits.tasks:
+            raise ConfigError(
+                f"there is no task {task!r}", hint=f"one of {', '.join(target.run.limits.tasks)}"
+            )
+        if archived:
+            done = target.run.export_archived(file, advance=advance)
+        else:
+            done = target.run.export(file, task=task, status=status, where=query, advance=advance)
+    if as_json:
+        emit(_report(file, done, archived))
+    else:
+        _print(file, done, archived)
+
+
+def _report(file: Path, done: Exported, archived: bool) -> dict[str, Any]:
+    facts = {
+        "file": str(file),
+        "groups": done.groups,
+        "rollouts": done.rollouts,
+        "unreadable": done.unreadable,
+    }
+    return facts | (
+        {"steps": [done.steps[0], done.steps[-1]] if done.steps else []} if archived else {}
+    )
+
+
+def _print(file: Path, done: Exported, archived: bool) -> None:
+    if archived and not done.steps:
+        console().print("No archived batch is left to export; no file was written.")
+        return
+    what = f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
+    batches = f" of steps {done.steps[0]} to {done.steps[-1]}" if archived else ""
+    console().print(f"{what}{batches} written to {file}")
+    if done.unreadable:
+        screen = console(stderr=True)
+        screen.print(
+            f"warning: {plural(len(done.unreadable), 'group')} left out, because unreadable:"
+        )
+        for gid, fault in list(done.unreadable.items())[:_SHOWN]:
+            screen.print(f"  {gid}: {fault}", soft_wrap=True)
+
+
+@command("Data", "import", epilog="Example: rolloutmq import chosen.jsonl --task math")
+def import_groups(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
+    task: Annotated[
+        str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
+    ] = None,
+    from_line: Annotated[int, typer.Option(min=1, help="First line to import.")] = 1,
+    order: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="The run's order policy, if it is your own function.",
+        ),
+    ] = "",
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put completed groups from a file into the pools of a run.
+
+    All lines are checked before the first group is imported. Consecutive lines with the same gid
+    are one group, which gets a new gid. The format is the one that export writes.
+    """
+    key = Key.read(key_file) if key_file else None
+    with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
+        target.run.buffer.order_function = load_order(target.run.limits.order, order)
+        if key:
+            target.run.sign_with(key)
+        done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
+    if as_json:
+        emit(
+            {
+                "file": str(file),
+                "groups": done.groups,
+                "rollouts": done.rollouts,
+                "too_old": done.too_old,
+            }
+        )
+        return
+    console().print(
+        f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} "
+        f"imported from {file}"
+    )
+    if done.too_old:
+        console().print(
+            f"[yellow]{done.too_old} of them are too old for the next train step: they "
+            "will expire[/]"
+        )

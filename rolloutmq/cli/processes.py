@@ -1,0 +1,342 @@
+"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config.sections.sandbox import is_url
+from buffer.config.sources import fetch
+from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.redis.server.process import follow_owner, log_json
+from buffer.redis.signing import PRODUCER, Key
+from rolloutmq.command_list import command
+from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
+from rolloutmq.presets import open_config
+
+if TYPE_CHECKING:
+    from buffer.config.config import ProducingConfig
+    from buffer.config.sections.task import TaskSection
+    from buffer.run import Run
+    from producer_workers.engines.base import Engine
+    from producer_workers.worker.worker import Worker
+
+
+log = logging.getLogger("rolloutmq.worker")
+
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
+]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby", help="Wait while another producer is alive; produce once it is gone."
+    ),
+]
+Workers = Annotated[
+    int,
+    typer.Option(
+        "--workers", min=1, help="Number of processes; each judges one rollout at a time."
+    ),
+]
+NoData = Annotated[
+    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
+]
+TakeOverId = Annotated[
+    bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
+]
+WorkerId = Annotated[
+    str | None,
+    typer.Option(
+        "--id", help="Name of this worker. Default: the host's name and random characters."
+    ),
+]
+
+
+@command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
+def worker(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    worker_id: WorkerId = None,
+    take_over: TakeOverId = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Start one rollout worker.
+
+    It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
+    groups, and ends it with exit code 130; a second one stops it at once.
+    """
+    settings = _load(config, overrides)
+    key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
+    host = socket.gethostname().split(".")[0]
+    name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
+    log_json("worker", settings.run.name, name)
+    follow_owner()
+    if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key)):
+        raise typer.Exit(INTERRUPTED)
+
+
+@command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
+def producer(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    take_over: TakeOver = False,
+    standby: Standby = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Start the producer.
+
+    It draws prompts and keeps the queues filled as far as the staleness limit allows. One producer
+    is active at a time; others may wait with --standby.
+    """
+    if standby and take_over:
+        raise ConfigError(
+            "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
+        )
+    settings = _load(config, overrides)
+    log_json("producer", settings.run.name)
+    follow_owner()
+    from producer_workers.build import make_producer
+    from producer_workers.producer.standby import stand_by
+    from rolloutmq.tracing import trace_run
+
+    key_file = settings.producer.key_file
+    key = Key.read(key_file, PRODUCER) if key_file else None
+    run, settings = _open(settings, redis_url, "producer", metrics, key)
+    trace_run(run, "producer")
+    member = make_producer(settings, run)
+    # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
+    # the process.
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if standby:
+        stand_by(run, member, stop)
+    else:
+        member.produce_loop(stop, take_over=take_over)
+    if stop.is_set():
+        raise typer.Exit(INTERRUPTED)
+
+
+@command("Run", "judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
+def judge(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    workers: Workers = 1,
+) -> None:
+    """Judge rollouts of tasks whose judging is of kind rq.
+
+    Starts rq workers for the run's judge queue. Each forks a process for every rollout, with limits
+    of time and memory. SIGTERM lets them finish their rollouts. `rq info rmq-judge:RUN` shows
+    queue, workers and failures.
+    """
+    settings = _load(config, overrides)
+    log_json("judge", settings.run.name)
+    follow_owner()
+    from buffer.open_run import open_store, server_url
+    from producer_workers.judges.rq_worker import JudgePool, judge_url
+
+    tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
+    judges = _judges_of(tasks)
+    if not judges:
+        raise ConfigError(
+            "no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"'
+        )
+    if not (url := settings.judges.redis_url):
+        store = open_store(
+            settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True
+        )
+        url = judge_url(None, store.servers)
+        store.close()
+    JudgePool(url, settings.run.name, judges, workers).run()
+
+
+def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
+    """Return the functions that judge `tasks`, each with its sandbox. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for task in tasks:
+        sandbox = task.judging.sandbox
+        for name in task.judges:
+            if not is_url(name) and found.setdefault(name, sandbox) != sandbox:
+                raise ConfigError(
+                    f"tasks of kind rq give judge {name} different sandboxes",
+                    hint="set the same [tasks.<name>.judging] sandbox in all of them",
+                )
+    return found
+
+
+@command("Data", "problems", epilog="Example: rolloutmq problems configs/demo.toml")
+def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
+    """Write generated problems to the run's folder, and check what the config names.
+
+    They are problems of reasoning-gym data sets, written once; later calls only print their number.
+    Judges, agent loops and other functions of the config are imported, and data sets opened.
+    """
+    from producer_workers.build import problems_dir
+    from producer_workers.datasets.open import open_dataset
+    from producer_workers.user_functions import check_functions
+
+    settings = _load(config, overrides)
+    if no_data:
+        check_functions(settings, for_judges=True)
+        return
+    settings = fetch(settings)
+    errors: list[RolloutMQError] = []
+    try:
+        check_functions(settings, for_judges=True)
+    except ConfigError as error:
+        errors.append(error)
+    for name, task in settings.tasks.items():
+        try:
+            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        except RolloutMQError as error:
+            errors.append(error)
+        else:
+            typer.echo(f"{name}: {rows} problems")
+    raise_together(errors)
+
+
+def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
+    from buffer.config.config import ProducingConfig
+
+    return open_config(ProducingConfig, config, overrides)
+
+
+def _open(
+    settings: ProducingConfig,
+    redis_url: str | None,
+    name: str,
+    metrics: str | None,
+    key: Key | None,
+) -> tuple[Run, ProducingConfig]:
+    """Return the run, and the config with the commits that the run was made with."""
+    from buffer.config.fingerprint import origin_of
+    from buffer.control.continuation import check_origin, read_origin
+    from buffer.open_run import open_store, server_url, wait_for_run
+
+    store = open_store(
+        settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
+    )
+    if metrics is not None:
+        from rolloutmq.views.prometheus import serve_process
+
+        serve_process(name, store, metrics)
+    run = wait_for_run(store, settings.run.name)
+    if key:
+        run.sign_with(key)
+    origin = read_origin(run.store, run.keys)
+    settings = fetch(settings, origin, with_data=name == "producer")
+    check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
+    return run, settings
+
+
+async def _work(
+    settings: ProducingConfig,
+    redis_url: str | None,
+    name: str,
+    metrics: str | None,
+    take_over: bool,
+    key: Key | None,
+) -> bool:
+    """Return whether a signal ended the work before the run was over."""
+    from producer_workers.build import make_worker, start_engine
+    from producer_workers.user_functions import check_functions
+    from producer_workers.worker import engine_restarts
+    from rolloutmq.tracing import trace_run
+
+    stopped = threading.Event()
+    # before the engine, which takes long to load
+    check_functions(settings, for_judges=False)
+
+    async def start() -> Engine:
+        # While it holds no groups there is nothing to clean up; what the engine started ends
+        # with this process.
+        _on_signals(os._exit, INTERRUPTED)
+        return await start_engine(settings, run)
+
+    async def work(engine: Engine, restarts: int) -> None:
+        member = make_worker(settings, run, engine, name, restarts=restarts)
+        _on_signals(_drain, member, stopped)
+        await member.run()
+
+    _on_signals(os._exit, INTERRUPTED)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key)
+    if not take_over:
+        await asyncio.to_thread(_await_silence, run, name)
+    trace_run(run, name)
+    await engine_restarts.serve(start, work, settings.engine.restarts)
+    return stopped.is_set()
+
+
+def _await_silence(run: Run, worker: str) -> None:
+    """Wait until no live worker has this id: the last one may have died a moment ago.
+
+    Raises RoleHeld if one still sends heartbeats.
+    """
+    first_ms = None
+    while record := next((found for found in run.fleet.workers() if found.id == worker), None):
+        if not record.is_live(run.limits.lease_ms):
+            return
+        first_ms = record.seen_ms if first_ms is None else first_ms
+        if record.seen_ms != first_ms:
+            raise RoleHeld(
+                f"a worker {worker!r} is alive",
+                hint="choose another --id, or replace that worker with --take-over",
+            )
+        time.sleep(run.limits.heartbeat_ms / 4000)
+
+
+def _on_signals(do: Callable[..., object], *args: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, do, *args)
+
+
+def _drain(member: Worker, stopped: threading.Event) -> None:
+    """Drain the worker at the first signal; the second one ends the process at once."""
+    log.info("stopping: finishing the groups that are held")
+    _on_signals(os._exit, INTERRUPTED)
+    stopped.set()
+    member.stop()
+
+
+@command("Run", "audit", epilog="Example: rolloutmq audit configs/demo.toml --set audit.share=0.05")
+def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl = None) -> None:
+    """Compute logprobs of some groups of each batch again, and bar workers that differ.
+
+    Start it on a machine that you trust, with the trainer's user of the server and with the
+    weights that the trainer publishes. It loads the model as the trainer does ([trainer] device,
+    [learner]), chooses [audit] share of the groups of each batch after it was taken, and bars a
+    worker whose logprobs differ by more than [audit] tolerance from those of the weights that its
+    tokens name. `rolloutmq workers` shows the counts, `rolloutmq workers --groups WORKER` what the
+    trainer has used of a worker. SIGTERM ends it between two batches.
+    """
+    from buffer.config.config import TrainingConfig
+    from buffer.config.sources import fetch
+    from buffer.open_run import open_store, server_url, wait_for_run
+    from consumer.grpo.audit.auditor import Auditor
+
+    settings = fetch(open_config(TrainingConfig, config, overrides))
+    log_json("audit", settings.run.name)
+    url = server_url(settings, redis_url)
+    store = open_store(settings, url, name="rolloutmq-audit", patient=True)
+    run = wait_for_run(store, settings.run.name)
+    run.check_signatures(settings.trainer.keys_file)
+    auditor = Auditor(run, settings)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    auditor.serve(stop)

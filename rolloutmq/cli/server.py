@@ -1,0 +1,372 @@
+"""`rolloutmq server`, `janitor`, `acl`, `scripts` and `key`: the server and its users."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import signal
+import threading
+from dataclasses import asdict
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from buffer.errors import ConfigError, StoreUnavailable
+from buffer.janitor import Swept
+from buffer.model.ids import valid_name
+from buffer.model.limits import SCHEMA
+from buffer.redis.keys import Keys
+from buffer.redis.script_contract import Slot
+from buffer.redis.scripts import Script, library, sources
+from buffer.redis.server.acl import ROLES, acl_line, user_name
+from buffer.redis.signing import Key, read_keys, write_keys
+from buffer.run import Run
+from rolloutmq.command_list import command
+from rolloutmq.console import console, plain
+from rolloutmq.options import (
+    AsJson,
+    RedisUrl,
+    RunDir,
+    RunName,
+    embedded_server,
+    newest_server,
+    open_target,
+)
+from rolloutmq.output import emit, emit_line, facts, plural, table
+
+log = logging.getLogger("rolloutmq.janitor")
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
+
+
+@command("Administration", "janitor", epilog="Example: rolloutmq janitor demo --every 500ms --json")
+def janitor(
+    name: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Name of the run; the same as --run.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Exit once there is nothing left to do.")
+    ] = False,
+    every: Annotated[
+        str, typer.Option(metavar="TIME", help="Time between two sweeps, such as 500ms, 1s or 2m.")
+    ] = "1s",
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke expired leases, expire old groups, free unused data.
+
+    Workers and the producer do the same while they are alive; this is for the time when they are
+    not, and it may run beside them. It continues after an outage of the server; SIGTERM stops it.
+    It sweeps at least four times per lease: after a longer gap, which may have been an outage, no
+    lease is revoked for a while.
+    """
+    every_s = seconds(every)
+    stop = threading.Event()
+    with open_target(redis_url, run_dir, name or run) as target:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        sweep_on(target.run, stop, every_s, once=once, as_json=as_json)
+
+
+def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
+    """Sweep until `stop` is set or, with `once`, until nothing is left; print what was done."""
+    round_s = min(every_s, run.limits.lease_ms / 4000)
+    is_unreachable = False
+    while not stop.is_set():
+        try:
+            swept = run.janitor.sweep()
+        except StoreUnavailable as error:
+            if once:
+                raise
+            if not is_unreachable:
+                log.warning("nothing can be swept: %s", error)
+            is_unreachable = True
+            continue
+        is_unreachable = False
+        is_done = not (swept.has_more or swept.grace_ms)
+        if done := describe(swept):
+            emit_line(asdict(swept)) if as_json else console().print(done)
+        if once and is_done:
+            return
+        if not swept.has_more:
+            stop.wait(round_s)
+
+
+def describe(swept: Swept) -> str:
+    """Return in words what a sweep did; "" if there was nothing to do."""
+    parts = (
+        (swept.reaped, "group", "revoked from silent workers"),
+        (swept.buried, "group", "dead after too many tries"),
+        (swept.gone_workers, "worker", "removed"),
+        (swept.expired, "group", "expired"),
+        (swept.forgotten, "archived batch", "no longer retained"),
+        (swept.freed, "payload", "freed"),
+        (swept.media, "folder", "of ended groups deleted"),
+    )
+    return ", ".join(f"{plural(number, what)} {done}" for number, what, done in parts if number)
+
+
+def seconds(text: str) -> float:
+    """Convert `500ms`, `1s` or `2m` to seconds. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", text)
+    if not found or not float(found[1]):
+        raise ConfigError(
+            f"{text!r} is not a time", hint="a number with its unit, such as 500ms, 1s or 2m"
+        )
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+SERVER_EPILOG = (
+    "Example: rolloutmq server --run-dir runs/demo && rolloutmq status --run-dir runs/demo"
+)
+
+
+@command("Administration", "server", epilog=SERVER_EPILOG)
+def server(
+    stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
+    run_dir: RunDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start or stop the embedded server of a run.
+
+    `rolloutmq run` starts it by itself. This is for inspecting a run that has ended: the server
+    runs until --stop, and the command prints how to reach it with redis-cli.
+    """
+    found = newest_server() if run_dir is None else (embedded_server(run_dir), run_dir)
+    embedded, folder = found or (None, None)
+    if embedded is None:
+        where = "no folder under ./runs" if run_dir is None else str(run_dir)
+        raise ConfigError(
+            f"{where} has {'an' if run_dir is None else 'no'} embedded server",
+            hint="pass --run-dir FOLDER; `rolloutmq run CONFIG` creates one",
+        )
+    embedded.stop() if stop else embedded.start()
+    if as_json:
+        emit(
+            {
+                "run_dir": str(folder),
+                "url": embedded.url,
+                "running": embedded.is_running,
+                "pid": embedded.pid,
+            }
+        )
+    elif stop:
+        console().print(f"the server of {folder} is stopped; its data is on disk")
+    else:
+        rows = [
+            ("server of", str(folder)),
+            ("url", embedded.url),
+            ("redis-cli", embedded.cli),
+            ("pid", str(embedded.pid)),
+        ]
+        console().print(facts([(name, value) for name, value in rows]))
+
+
+PASSWORD_BYTES = 32
+
+
+@command(
+    "Administration",
+    "acl",
+    epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl",
+)
+def acl(
+    run: Annotated[
+        str, typer.Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
+    ],
+    secrets_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secrets",
+            metavar="FILE",
+            help="File with `role password` lines; missing passwords are generated and added.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print users for the server's ACL file, one per role.
+
+    Their passwords, of which only hashes are printed, come from --secrets, or from
+    ROLLOUTMQ_PASSWORD_WORKER and so on. Load the users with `ACL LOAD`; clients put user and
+    password into REDIS_URL.
+    """
+    valid_name("run", run)
+    passwords = _from_file(secrets_file) if secrets_file else _from_environment()
+    lines = {role: acl_line(run, role, passwords[role]) for role in ROLES}
+    if as_json:
+        emit({user_name(run, role): line for role, line in lines.items()})
+        return
+    for line in lines.values():
+        typer.echo(line)
+
+
+def _from_environment() -> dict[str, str]:
+    passwords = {role: os.environ.get(f"ROLLOUTMQ_PASSWORD_{role.upper()}", "") for role in ROLES}
+    if missing := [role for role, password in passwords.items() if not password]:
+        raise ConfigError(
+            f"no password for {', '.join(missing)}",
+            hint="--secrets FILE generates them, or set ROLLOUTMQ_PASSWORD_" + missing[0].upper(),
+        )
+    return passwords
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    """Return the passwords of a file, after adding missing ones; only its owner may read it."""
+    passwords = _read(path) if path.exists() else {}
+    if missing := [role for role in ROLES if role not in passwords]:
+        passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{role} {passwords[role]}\n" for role in ROLES), encoding="utf-8")
+    return passwords
+
+
+def _read(path: Path) -> dict[str, str]:
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} is readable by other users", hint=f"chmod 600 {path}")
+    passwords = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        role, _, password = line.partition(" ")
+        # the line is not quoted: it may contain a password
+        if role not in ROLES or not re.fullmatch(r"\S{8,512}", password):
+            raise ConfigError(
+                f"{path}:{number} is not a role and a password of 8 characters or more",
+                hint=f"roles are {', '.join(ROLES)}",
+            )
+        passwords[role] = password
+    return passwords
+
+
+OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister")
+"""Scripts that a worker calls; --json names their keys."""
+
+
+@command("Administration", "scripts", epilog="Example: rolloutmq scripts --json > scripts.json")
+def scripts(as_json: AsJson = False) -> None:
+    """List the Lua scripts, one per state change.
+
+    With --json: source, SHA1, keys and arguments of each, which is what a client in another
+    language needs. Keys of a worker's scripts are given without their prefix rmq:{RUN}:
+    """
+    if as_json:
+        emit(
+            {
+                "schema": SCHEMA,
+                "scripts": {name: _as_json(script) for name, script in library().items()},
+            }
+        )
+        return
+    grid = table("script", "SHA1", "arguments")
+    for name, script in library().items():
+        grid.add_row(plain(name), script.sha, plain(" ".join(script.header.fixed("ARGV"))))
+    console().print(grid)
+
+
+def _as_json(script: Script) -> dict[str, Any]:
+    slots = {
+        array: [_slot(slot) for slot in script.header.slots if slot.array == array]
+        for array in ("KEYS", "ARGV")
+    }
+    if script.name in OF_A_WORKER:
+        for slot in slots["KEYS"]:
+            if not slot["tail"]:
+                slot["key"] = _key(slot["names"][0])
+    after_shebang = sources()[script.name].splitlines()[1:]
+    contract = [
+        line.removeprefix("-- ")
+        for line in takewhile(lambda line: line.startswith("-- "), after_shebang)
+    ]
+    return {
+        "sha": script.sha,
+        "keys": slots["KEYS"],
+        "args": slots["ARGV"],
+        "contract": contract,
+        "source": script.source,
+    }
+
+
+def _key(slot: str) -> str:
+    """Return a key without `rmq:{RUN}:`, with `<task>` and `<worker>` as placeholders."""
+    keys = Keys("any")
+    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
+
+
+def _slot(slot: Slot) -> dict[str, Any]:
+    """Describe a slot of KEYS or ARGV.
+
+    `tail` marks a slot that takes any number of values (of each name, in turn), within the bounds
+    of the contract. `default` is the value to pass for "none", where there is one.
+    """
+    document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
+    if slot.array == "ARGV" and not slot.is_tail:
+        default = _default(slot.types[0])
+        if default is not None:
+            document["default"] = default
+    return document
+
+
+def _default(kind: str) -> str | None:
+    if "''" in kind.split("|"):
+        return ""
+    return "0" if kind == "number" or kind.startswith("0..") else None
+
+
+@command(
+    "Administration", "key", epilog="Example: rolloutmq key gpu7 --keys workers.keys --out gpu7.key"
+)
+def key(
+    worker: Annotated[
+        str, typer.Argument(metavar="WORKER", help="--id of the worker, or `producer`.")
+    ],
+    keys_file: Annotated[
+        Path,
+        typer.Option("--keys", metavar="FILE", help="Keys of all workers: [trainer] keys_file."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the new key: [worker] key_file."),
+    ] = None,
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Remove all earlier keys of the worker.")
+    ] = False,
+) -> None:
+    """Create the key with which a worker signs what it submits.
+
+    Copy --out to the worker's machine, and keep --keys where the trainer is; only their owner may
+    read them. A running trainer reads --keys again when it changes. A worker that has a key
+    already gets another one, and both are valid: start it again with the new key, then remove the
+    older line from --keys. With --revoke, earlier keys are removed at once, and groups that they
+    signed are not trained any more. --revoke without --out removes the worker.
+
+    The name `producer` is that of the producer ([producer] key_file). Once --keys has it, groups
+    are only trained if their prompts are signed, too.
+    """
+    new = Key.new(worker)
+    if not (out or revoke):
+        raise ConfigError("no file for the key", hint=f"add --out {worker}.key")
+    keys = read_keys(keys_file) if keys_file.exists() else {}
+    if revoke and not keys.pop(worker, None):
+        raise ConfigError(f"{keys_file} has no key of {worker}", hint="leave --revoke out")
+    if out:
+        _require_own(out, keys_file, worker)
+        keys[worker] = [*keys.get(worker, ()), new.secret]
+    write_keys(keys_file, keys)
+    if out:
+        write_keys(out, {worker: [new.secret]})
+    console().print(
+        f"{plain(str(out))} has the new key of {worker}" if out else f"{worker} has no key any more"
+    )
+
+
+def _require_own(out: Path, keys_file: Path, worker: str) -> None:
+    """Raise ConfigError if the file to write exists and has anything but keys of this worker."""
+    is_all = out.resolve() == keys_file.resolve()
+    if is_all or (out.exists() and set(read_keys(out)) - {worker}):
+        raise ConfigError(
+            f"{out} has keys of others", hint=f"name a file for {worker} alone: --out {worker}.key"
+        )

@@ -1,0 +1,135 @@
+"""`rolloutmq status` and `top`: show the state of a run once, or live with keys."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from buffer.run import Run
+from rolloutmq.command_list import command
+from rolloutmq.console import console
+from rolloutmq.options import (
+    Address,
+    AsJson,
+    RedisUrl,
+    RunDir,
+    RunName,
+    choose_run,
+    open_server,
+    open_target,
+)
+from rolloutmq.output import emit, emit_line, state, table
+from rolloutmq.views.history import History
+from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.screen import LiveNotes, status_screen
+
+
+@command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
+def status(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """Show the state of a run: groups, weights, workers, staleness.
+
+    Also shows whether it is paused, by whom and since when, and whether every group is accounted
+    for. With several runs on the server and no --run, lists them.
+    """
+    with open_server(redis_url, run_dir) as (store, address):
+        names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
+        snapshots = [read_run_view(Run.open(store, name)) for name in names]
+    if len(snapshots) == 1:
+        emit(describe(snapshots[0])) if as_json else console().print(status_screen(snapshots[0]))
+    elif as_json:
+        emit({"runs": [_brief(snap) for snap in snapshots]})
+    else:
+        _list_runs(address, snapshots)
+
+
+def _brief(snap: RunView) -> dict[str, Any]:
+    steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
+    workers = len(snap.live_workers)
+    return {
+        "run": snap.run,
+        "mode": snap.mode,
+        "steps": steps,
+        "workers": workers,
+        "adds_up": not snap.faults,
+    }
+
+
+def _list_runs(address: Address, snapshots: list[RunView]) -> None:
+    screen = console()
+    if not snapshots:
+        screen.print(f"There is no run on {address}.")
+        screen.print("rolloutmq run CONFIG starts one.")
+        return
+    grid = table("run", "mode", "step", "workers", "account", right=["step", "workers"])
+    for snap in snapshots:
+        verdict = Text("does not add up", style="red") if snap.faults else Text("adds up")
+        grid.add_row(
+            snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict
+        )
+    screen.print(grid)
+    screen.print(Text("rolloutmq status --run NAME shows one of them", style="dim"))
+
+
+@command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")
+def top(
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds between two refreshes.")
+    ] = None,
+    refreshes: Annotated[
+        int | None, typer.Option("--count", min=1, metavar="N", help="Exit after N refreshes.")
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run live; q or Ctrl-C quits.
+
+    Shows what `rolloutmq status` shows, with curves, events, workers, and which process waits for
+    which. Keys pause the run (with a confirmation), resume it, and open a group. If the output is
+    not a terminal, prints one line every few seconds.
+    """
+    left = iter(range(refreshes - 1, -1, -1)) if refreshes else None
+
+    def is_over() -> bool:
+        return left is not None and next(left) == 0
+
+    with open_target(redis_url, run_dir, run) as target:
+        if as_json:
+            _stream(target.run, is_over, every or LINE_S)
+            return
+        screen = console()
+        notes = LiveNotes()
+        with _keys(screen) as keyboard:
+            steering = Steering(target.run, notes, keyboard) if keyboard else None
+            history = History(target.run_dir)
+            watch(target.run, history, notes, screen, is_over, every_s=every, steering=steering)
+
+
+@contextmanager
+def _keys(screen: Console) -> Iterator[Keyboard | None]:
+    """Open the keyboard; None where the input or the output is not a terminal."""
+    if screen.is_terminal and sys.stdin.isatty():
+        with Keyboard(sys.stdin.fileno()) as keyboard:
+            yield keyboard
+    else:
+        yield None
+
+
+def _stream(run: Run, is_over: Callable[[], bool], every_s: float) -> None:
+    while True:
+        emit_line(describe(read_run_view(run)))
+        if is_over():
+            return
+        time.sleep(every_s)

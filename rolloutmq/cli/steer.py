@@ -1,0 +1,343 @@
+"""`rolloutmq pause`, `resume`, `drain` and `set`: steer a run while it continues."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from buffer.control.control import ControlState, Mode
+from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.setting_change import parse_change
+from buffer.errors import ConfigError, PauseTimeout
+from buffer.model.settings_record import SettingsRecord
+from buffer.run import Run
+from rolloutmq.command_list import command
+from rolloutmq.console import console, plain
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target
+from rolloutmq.output import age, emit, plural, table
+from rolloutmq.views.operator_mode import Report, set_operator_mode
+from rolloutmq.views.setting_view import overrides, time_text, value_text
+
+
+class PauseMode(StrEnum):
+    """What happens to running groups."""
+
+    ABORT = "abort"
+    DRAIN = "drain"
+    KEEP = "keep"
+
+
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, help="Seconds to wait. Default: the run's pause_timeout_s.")
+]
+
+
+@command("Steer", "pause", epilog="Example: rolloutmq pause --mode drain --wait")
+def pause(
+    mode: Annotated[
+        PauseMode,
+        typer.Option(
+            help="Running groups are returned (abort), finished (drain) or frozen (keep)."
+        ),
+    ] = PauseMode.ABORT,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pause a run until `rolloutmq resume`.
+
+    No worker claims anything during the pause. The trainer's own pauses, around weight updates,
+    are separate.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+
+
+@command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
+def resume(
+    task: Annotated[
+        str | None,
+        typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
+    ] = None,
+    worker: Annotated[
+        str | None,
+        typer.Option(help="Let this worker claim again, which was barred for what it submitted."),
+    ] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """End the operator's pause of a run.
+
+    A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
+    too.
+    """
+    if task is not None and worker is not None:
+        raise ConfigError("pass either --task or --worker", hint="run the command once for each")
+    with open_target(redis_url, run_dir, run) as target:
+        if task is not None:
+            _forgive(target.run, task, as_json)
+        elif worker is not None:
+            _admit(target.run, worker, as_json)
+        else:
+            _hold(target.run, Mode.RUN, wait, timeout, as_json)
+
+
+def _forgive(run: Run, task: str, as_json: bool) -> None:
+    if task not in run.limits.tasks:
+        raise ConfigError(
+            f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}"
+        )
+    failures = int(run.progress(task).get("failures_in_row", 0))
+    run.jobs.forgive(task)
+    if as_json:
+        emit({"task": task, "failures": failures})
+    else:
+        console().print(f"{task} continues: {plural(failures, 'failure')} in a row reset")
+
+
+def _admit(run: Run, worker: str, as_json: bool) -> None:
+    bad = run.fleet.admit(worker)
+    if as_json:
+        emit({"worker": worker, "bad_groups": bad})
+    elif bad:
+        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} reset")
+    else:
+        console().print(f"{worker} was not barred")
+
+
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
+    report: Report = (lambda line: None) if as_json else console().print
+    start = time.monotonic()
+    state, changed = set_operator_mode(run, mode, report)
+    receipts = _ReceiptLog(run, report)
+    failure = receipts.wait(state, timeout_s) if wait else None
+    took_s = time.monotonic() - start
+    silent = [] if wait and not failure else run.receipts.silent(state.epoch)
+    confirmed = sorted(_live(run) - set(silent))
+    if as_json:
+        emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
+    else:
+        report(_summary(confirmed, silent, took_s, wait))
+    if failure:
+        raise failure
+
+
+class _ReceiptLog:
+    """Waits for the workers' receipts and prints each worker as it confirms."""
+
+    def __init__(self, run: Run, report: Report) -> None:
+        self._run = run
+        self._report = report
+        self._start = time.monotonic()
+        self._confirmed: set[str] = set()
+
+    def wait(self, state: ControlState, timeout_s: float | None) -> PauseTimeout | None:
+        """Wait for all; return the error that is due once the silent ones are reported."""
+        try:
+            self._run.receipts.wait(state, timeout_s=timeout_s, watch=self._print_new)
+        except PauseTimeout as error:
+            return error
+        return None
+
+    def _print_new(self, silent: list[str]) -> None:
+        for worker in sorted(_live(self._run) - set(silent) - self._confirmed):
+            self._confirmed.add(worker)
+            self._report(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
+
+
+def _live(run: Run) -> set[str]:
+    return {worker.id for worker in run.fleet.workers() if worker.is_live(run.limits.lease_ms)}
+
+
+def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:
+    if not confirmed and not silent:
+        return "no worker is alive, so none has to confirm"
+    if not silent:
+        return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
+    hint = "" if waited else "; pass --wait to wait for them"
+    return (
+        f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: "
+        f"{', '.join(silent)}{hint}"
+    )
+
+
+def _report(
+    run: Run,
+    mode: Mode,
+    epoch: int,
+    changed: bool,
+    confirmed: list[str],
+    silent: list[str],
+    took_s: float,
+) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "mode": mode,
+        "epoch": epoch,
+        "changed": changed,
+        "confirmed": confirmed,
+        "silent": silent,
+        "took_s": round(took_s, 3),
+    }
+
+
+DRAIN_EPILOG = """
+\b
+Example: rolloutmq drain && rolloutmq save backup && rolloutmq resume
+"""
+
+POLL_S = 0.2
+"""Seconds between polls: there is no wake-up for the end of the last lease."""
+
+DrainTimeout = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
+]
+
+
+@command("Steer", "drain", epilog=DRAIN_EPILOG)
+def drain(
+    timeout: DrainTimeout = 3600.0,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Finish the running groups and claim no new ones.
+
+    Waits until no group runs. The run is then at rest, with all results in its pools, until
+    `rolloutmq resume`.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        started = time.monotonic()
+        target.run.control.set_mode("operator", Mode.DRAIN)
+        left = _wait_until_drained(target.run, started + timeout, quiet=as_json)
+    took_s = time.monotonic() - started
+    if left:
+        raise PauseTimeout(
+            f"{plural(left, 'group')} still running after {took_s:.0f} s; the run "
+            "stays in drain mode",
+            hint="`rolloutmq ls --stage running` lists them; `rolloutmq pause --mode "
+            "abort` returns them",
+        )
+    if as_json:
+        emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
+    else:
+        console().print(
+            f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
+        )
+
+
+def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
+    """Wait until no group runs or time is up; return how many are left."""
+    reported = -1
+    while (left := run.account.totals().leases) and time.monotonic() < end:
+        if left != reported and not quiet:
+            console().print(f"{plural(left, 'group')} to finish")
+        reported = left
+        time.sleep(POLL_S)
+    return left
+
+
+EPILOG = """
+\b
+Examples: rolloutmq set max_staleness=2 tasks.math.weight=3
+          rolloutmq set max_staleness=config    as the config says
+          rolloutmq set --list                  what differs from the config
+"""
+
+
+def _describe() -> str:
+    own = [name for name in LiveSettings.model_fields if name != "tasks"]
+    return ", ".join([*own, *(f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields)])
+
+
+@command("Steer", "set", epilog=EPILOG)
+def set_(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE...", help=f"Settings to change: {_describe()}."),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List what differs from the config, and since when.")
+    ] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of a run while it continues.
+
+    Every process applies them at its next heartbeat, round or batch. They belong to the run, and
+    survive the end of every process and of the server. A setting holds until it is set again, or
+    until the run is started with a config in which its value has changed. NAME=config sets the
+    value of the config. New task weights apply from the first train step for which no group has
+    been started.
+    """
+    if bool(settings) == listed:
+        raise ConfigError(
+            "pass NAME=VALUE, or --list", hint="`rolloutmq set max_staleness=2` sets one"
+        )
+    wanted, restored = parse_change(settings or [])
+    with open_target(redis_url, run_dir, run) as target:
+        if listed:
+            _list(target.run.settings, as_json)
+            return
+        changes = target.run.set(wanted, restored=restored, by=_who())
+        keep_settings(target)
+    if as_json:
+        emit(
+            {
+                "changed": {
+                    name: {"before": before, "after": after}
+                    for name, (before, after) in changes.items()
+                }
+            }
+        )
+    elif not changes:
+        console().print("nothing to change: the run has these settings already")
+    for name, (before, after) in ({} if as_json else changes).items():
+        line = f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
+        console().print(line, highlight=False, markup=False)
+
+
+def keep_settings(target: Target) -> None:
+    """Write what was set into the run's folder, if it is known here."""
+    if target.run_dir and (target.run_dir / "run.json").is_file():
+        KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
+
+
+def _list(record: SettingsRecord, as_json: bool) -> None:
+    found = list(overrides(record))
+    if as_json:
+        emit({"settings": found})
+        return
+    if not found:
+        console().print("every setting is as in the config")
+        return
+    grid = table("setting", "config", "now", "since", "by")
+    for each in found:
+        name, config = each["name"], value_text(each["name"], each["config"])
+        row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
+        grid.add_row(*map(plain, row))
+    console().print(grid)
+
+
+def _who() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        return socket.gethostname()

@@ -1,0 +1,206 @@
+"""`rolloutmq workers` and `fence`: list the workers of a run, and revoke what one holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from buffer.control.worker_record import WorkerRecord
+from buffer.errors import ConfigError
+from buffer.ledger.audits import AuditAccount, Verdict
+from consumer.grpo.audit.audit_log import groups_of
+from rolloutmq.command_list import command
+from rolloutmq.console import console, plain
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, Yes, open_target
+from rolloutmq.output import age, count, emit, plural, state, table, worker_state
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
+def workers(
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKER",
+            help="List the groups that this worker made: those that have a record, and, from "
+            "`audit.jsonl` in the run's folder, those that were trained.",
+        ),
+    ] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the workers of a run.
+
+    Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
+    capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
+    failed or that the trainer could not use (bad). A barred worker claims nothing until
+    `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
+    the times of judges, and their failures. A third one has the numbers of audited groups.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        if groups is not None:
+            _show_groups(_groups_of(target, groups), groups, as_json=as_json)
+            return
+        audits = target.run.audits.read()
+        rows = target.run.fleet.workers()
+        lease_ms = target.run.limits.lease_ms
+        weights = str(target.run.control.state().weights)
+    if as_json:
+        emit([_as_json(row, lease_ms) for row in rows])
+    elif not rows:
+        console().print("No worker has registered. `rolloutmq worker CONFIG` starts one.")
+    else:
+        console().print(workers_table(rows, lease_ms, weights))
+        if judged := [row for row in rows if row.judged or row.judging]:
+            console().print(judges_table(judged))
+        if audits.groups:
+            console().print(audits_table(audits))
+        for row in rows:
+            if row.replaced:
+                console().print(
+                    f"{plain(row.id)}: {row.replaced} processes of your functions hung, crashed or "
+                    "ran out of memory, and were replaced; its log names them"
+                )
+
+
+def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
+    """Return a row per worker; weights that are not the newest are marked."""
+    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
+    grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
+    for row in rows:
+        is_live = row.is_live(lease_ms)
+        grid.add_row(
+            plain(row.id),
+            plain(row.engine),
+            state(worker_state(row, is_live)),
+            Text(plain(row.weights) or "-", style="" if row.weights == newest else "yellow"),
+            Text(age(row.silent_ms), style="" if is_live else "red"),
+            f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
+            "-" if row.requests is None else str(row.requests),
+            count(row.tokens_per_s),
+            str(row.done),
+            _bad(row),
+        )
+    return grid
+
+
+def judges_table(rows: list[WorkerRecord]) -> Table:
+    """Return how many groups wait for judges, how many were judged or failed, and the times."""
+    numbers = ["judging", "judged", "failed", "median", "99th percentile"]
+    grid = table("worker", *numbers, right=numbers)
+    for row in rows:
+        failed = Text(str(row.judge_failures), style="red" if row.judge_failures else "dim")
+        times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
+        grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
+    return grid
+
+
+def audits_table(audits: AuditAccount) -> Table:
+    """Return how many groups of each worker agreed, differed, or could not be audited."""
+    verdicts = ["agree", "differ", "impossible"]
+    grid = table("audits of", *verdicts, "failed", right=verdicts)
+    for worker, groups in sorted(audits.groups.items()):
+        counts = (str(groups.get(verdict, 0)) for verdict in VERDICTS)
+        grid.add_row(plain(worker) or "(unknown)", *counts, plain(audits.failed.get(worker, "")))
+    if audits.missed:
+        grid.caption = f"{audits.missed} batches were freed before they were audited"
+    return grid
+
+
+def _groups_of(target: Target, worker: str) -> list[dict[str, Any]]:
+    """Return the groups of a worker: those of audited batches by step, then the others."""
+    living = {row.gid: row for row in target.run.groups.find({"owner": worker})}
+    logged = list(groups_of(target.run_dir, worker)) if target.run_dir else []
+    batches = [
+        {
+            "gid": made.gid,
+            "stage": living[made.gid].stage if made.gid in living else "trained",
+            "step": made.step,
+            "weights": made.weights,
+        }
+        for made in logged
+    ]
+    others = [row for row in living.values() if row.gid not in {made.gid for made in logged}]
+    return batches + [
+        {"gid": row.gid, "stage": row.stage, "step": None, "weights": f"…:{row.version}"}
+        for row in others
+    ]
+
+
+def _show_groups(rows: list[dict[str, Any]], worker: str, *, as_json: bool) -> None:
+    if as_json:
+        emit(rows)
+        return
+    if not rows:
+        console().print(f"No group of {plain(worker)} is known.")
+        return
+    grid = table("gid", "stage", "step", "weights", right=["step"])
+    for row in rows:
+        step = "-" if row["step"] is None else str(row["step"])
+        grid.add_row(row["gid"], state(row["stage"], width=7), step, plain(row["weights"]))
+    console().print(grid)
+
+
+def _bad(row: WorkerRecord) -> Text:
+    """Return the number of groups that failed on a worker, or that the trainer could not use."""
+    bad = row.failed + row.quarantined
+    return Text(str(bad), style="red" if bad else "dim")
+
+
+def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
+    """Return all that is known of a worker, with the facts that it registered under their names."""
+    known = {
+        name: value for name, value in asdict(row).items() if name != "facts" and value is not None
+    }
+    times = row.judge_times
+    judges = {
+        "judge_s": row.judging_ms / 1000 / row.judged if row.judged else None,
+        "judge_p50_s": times.quantile_s(0.5),
+        "judge_p99_s": times.quantile_s(0.99),
+    }
+    return {**row.facts, **known, **judges, "alive": row.is_live(lease_ms)}
+
+
+@command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")
+def fence(
+    worker: Annotated[
+        str,
+        typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
+    ],
+    yes: Yes = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke all groups that a worker holds, and remove the worker.
+
+    Its groups are queued again; if it still submits them, they are refused. A worker that is alive
+    notices at its next heartbeat, drops its groups, and registers again.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        known = {row.id: row for row in target.run.fleet.workers()}
+        if worker not in known:
+            raise ConfigError(
+                f"there is no worker {worker!r}",
+                hint=f"known: {', '.join(sorted(known)) or 'none'}",
+            )
+        if not yes:
+            held = plural(known[worker].holds, "group")
+            seen = age(known[worker].silent_ms)
+            raise ConfigError(
+                f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
+                hint="pass --yes to do it",
+            )
+        revoked = target.run.fleet.fence(worker)
+    if as_json:
+        emit({"worker": worker, "revoked": revoked})
+    else:
+        console().print(f"{worker} is fenced; {plural(revoked, 'group')} revoked")

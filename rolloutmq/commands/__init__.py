@@ -1,1 +1,0 @@
-"""The subcommands of `rolloutmq`, a room per section of its help."""

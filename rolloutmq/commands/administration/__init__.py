@@ -1,1 +1,0 @@
-"""Commands for the server and the account of groups."""

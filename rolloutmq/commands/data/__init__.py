@@ -1,1 +1,0 @@
-"""Commands that move runs and groups to files and back."""

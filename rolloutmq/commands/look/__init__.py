@@ -1,1 +1,0 @@
-"""Commands that show what a run does; none of them changes it."""

@@ -1,1 +1,0 @@
-"""Commands that start the parts of a run."""

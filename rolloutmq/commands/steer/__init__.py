@@ -1,1 +1,0 @@
-"""Commands that change a running run."""

@@ -1,1 +1,0 @@
-"""`rolloutmq report`: a run's folder as one static page."""

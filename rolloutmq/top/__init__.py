@@ -1,1 +1,0 @@
-"""`rolloutmq top`: the live view in a terminal."""

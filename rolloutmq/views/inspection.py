@@ -1,0 +1,120 @@
+"""Find what a view of a run does not show: the judge queue, the weights' folder, dead letters.
+
+Each of these may be inaccessible (a user without the right, a folder of another machine), and is
+then left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable, WireError
+from buffer.redis.store import Store
+from buffer.run import Run
+from buffer.weights import folder_manifest as weights_manifest
+from rolloutmq.output import plural
+from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.run_view import RunView, read_run_view
+
+FEW = 20_000
+"""Groups and keys up to which all of a run is checked: that takes a second or two."""
+
+SHOWN = 5
+"""Faults that are shown one by one."""
+
+
+def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]]:
+    """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
+    try:
+        run = Run.open(store, name)
+        snap = read_run_view(run)
+        return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
+    except StoreUnavailable:
+        raise
+    except (RunError, StoreError, SchemaVersionError) as error:
+        fix = error.hint or "inspect it with the version that created it"
+        return None, [Symptom("fault", error.message, None, fix)]
+
+
+def inspect(run: Run, snap: RunView) -> list[Symptom]:
+    """Return the symptoms of a run that are not visible in its snapshot."""
+    return [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+
+
+def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
+    groups = sum(task.account.total for task in snap.tasks)
+    databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
+    keys = sum(database["keys"] for database in databases.values())
+    is_small = max(groups, keys) <= FEW
+    found = run.account.fsck().damage if is_small else run.account.spot_check()
+    texts = [each.text for each in found if each.text not in snap.faults]
+    for text in texts[:SHOWN]:
+        yield Symptom("fault", text, None, "`rolloutmq fsck` lists all that is wrong")
+    if len(texts) > SHOWN:
+        more = f"{len(texts) - SHOWN} more faults"
+        yield Symptom("fault", more, None, "`rolloutmq fsck` lists all that is wrong")
+    if not is_small:
+        what = f"{groups} groups: only the ledger and the newest of them were checked"
+        yield Symptom("note", what, None, "`rolloutmq fsck` checks them all")
+
+
+def _judges(run: Run) -> Iterator[Symptom]:
+    """Report rollouts that wait for judges while none is alive.
+
+    These are rq's own keys. They are on the run's server, unless [judges] redis_url names another.
+    """
+    queue = run.keys.judge_queue
+    raw = run.store.control
+    try:
+        waiting = raw.llen(f"rq:queue:{queue}")
+        # a judge that was killed stays in the set, but its own key expires
+        alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
+    except ResponseError:  # a user who may not read them, or a cluster, where they have other nodes
+        return
+    if waiting and not alive:
+        what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
+        yield Symptom("stuck", what, None, "`rolloutmq judge CONFIG`")
+
+
+def _weights(snap: RunView) -> Iterator[Symptom]:
+    """Report a weights folder whose files are not those that were published.
+
+    A folder that this machine cannot see is checked by the workers.
+    """
+    folder = Path(snap.control.get("weights_path", ""))
+    checksum = snap.control.get("weights_checksum", "")
+    if not checksum or not folder.is_dir():
+        return
+    try:
+        weights_manifest.check_sizes(folder, checksum)
+    except (OSError, WireError) as error:
+        what = f"the weights {snap.weights} in {folder} are incomplete: {error}"
+        yield Symptom(
+            "stuck",
+            what,
+            None,
+            "start the trainer again: it publishes them from its checkpoint",
+        )
+
+
+def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
+    if not snap.dead:
+        return
+    try:
+        letters = list(islice(run.dead_letters.newest(), 1))
+    except StoreError:
+        return
+    for letter in letters:
+        what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
+        yield Symptom(
+            "note",
+            what,
+            letter.age_ms,
+            "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`",
+        )

@@ -1,0 +1,380 @@
+"""Draw a run in 80 columns: what `status` prints once, `top` and `rolloutmq run` keep up to date.
+
+Numbers that must add up are on one line, which is red when they do not. Limits are always shown.
+Yellow is waiting or near a limit; red needs an operator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from buffer.control.event_log import Event
+from buffer.control.role_holder import RoleHolder
+from buffer.control.worker_record import WorkerRecord
+from rolloutmq.console import plain
+from rolloutmq.output import (
+    age,
+    bar,
+    count,
+    facts,
+    plural,
+    sparkline,
+    state,
+    table,
+    worker_state,
+)
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.run_view import RunView, TaskView
+
+MOST_EVENTS = 5
+MOST_WORKERS = 8
+MOST_TROUBLE = 120
+"""Characters of an error in one line of output."""
+
+_WIDTH = 36
+_COLUMNS = {
+    "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
+    "expired": "exp", "taken": "taken", "archived": "done",
+    "filtered": "filt", "dropped": "drop", "dead": "dead",
+}  # fmt: skip
+_LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
+_EVENT_STYLES = {
+    **dict.fromkeys(("completed", "committed"), "green"),
+    **dict.fromkeys(("aborted", "expired", "released"), "yellow"),
+    **dict.fromkeys(("control", "weights"), "cyan"),
+    **dict.fromkeys(
+        ("reaped", "reasserted", "restored", "dissolved", "ledger_reset", "worker_lost"), "red"
+    ),
+    "worker_fenced": "red",
+}
+
+
+@dataclass(slots=True)
+class LiveNotes:
+    """What `rolloutmq run` and the keys add to the live screen.
+
+    `lines`: reports of the launcher. `started_s`: by process that it has started, the seconds
+    since then. `prompt`: the keys, or a question. `trouble`: why the last frame is old, in red.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    started_s: dict[str, float] = field(default_factory=dict)
+    prompt: str = ""
+    trouble: str = ""
+
+
+def status_screen(view: RunView) -> RenderableType:
+    """Return the state of a run: facts, groups by stage, and each training task."""
+    return Group(_title(view), _facts(view), "", *_groups(view))
+
+
+def live_screen(view: RunView, history: History, notes: LiveNotes) -> RenderableType:
+    """Return the same with curves, waits, workers and events."""
+    parts: list[RenderableType] = [_title(view)]
+    parts += [Text(plain(line), style="cyan") for line in notes.lines]
+    parts += [Text(plain(notes.prompt), style="bold")] if notes.prompt else []
+    parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
+    parts += ["", *_curves(history), "", *_groups(view), "", _waits(history), _facts(view)]
+    parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
+    parts += [*_workers(view), ""]
+    parts += [_fit(event_text(event)) for event in view.events[-MOST_EVENTS:]]
+    return Group(*parts)
+
+
+def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
+    """Return one line, for logs and pipes."""
+    rewards = history.metric("rewards/mean")
+    wanted = sum(task.batch_share for task in view.training)
+    ready = sum(task.ready for task in view.training)
+    barred = sum(worker.is_barred for worker in view.live_workers)
+    words = [
+        time.strftime("%H:%M:%S"),
+        f"step {view.taken} of {view.last_step}",
+        f"weights {view.weights.version}",
+        f"reward {rewards[-1]:.3f}" if rewards else "reward -",
+        f"waiting {view.places['waiting']}",
+        f"running {view.places['running']}{_judged(view)}",
+        f"ready {ready} of {wanted}" if wanted else f"ready {ready}",
+        f"{count(view.tokens_per_s)} tok/s",
+        plural(len(view.live_workers), "worker"),
+        *([f"{barred} of them barred: see rolloutmq doctor"] if barred else []),
+        *starting_lines(view, notes.started_s),
+    ]
+    words += [view.mode] if view.mode != "run" else []
+    words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+    words += [plain(trouble)[:MOST_TROUBLE] for trouble in view.troubles]
+    words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
+    return " · ".join([*words, *notes.lines[:1]])
+
+
+def _fit(text: Text) -> Text:
+    text.no_wrap = True
+    text.overflow = "ellipsis"
+    return text
+
+
+# -- the run -------------------------------------------------------------------
+
+
+def _title(view: RunView) -> Text:
+    created = age(view.now_ms - int(view.meta.get("created_ms", view.now_ms)))
+    text = Text(" · ", style="dim").join([
+        Text(f"run {view.run}", style="bold"),
+        Text(f"step {view.taken} of {view.last_step}", style="bold"),
+        Text(f"weights {view.weights}"),
+        Text(f"created {created} ago"),
+    ])  # fmt: skip
+    return Text("\n").join([text, _mode(view)])
+
+
+def _mode(view: RunView) -> Text:
+    """Return the mode, who set it, since when, and how many workers confirmed it."""
+    if view.paused_by is None:
+        return Text.assemble(state(view.mode), f" for {age(view.paused_ms)}")
+    if view.mode == "finish":
+        return Text.assemble(state(view.mode), f" the last step was done {age(view.paused_ms)} ago")
+    confirmed = f"{len(view.acknowledged)} of {len(view.live_workers)} confirmed"
+    text = Text.assemble(
+        state(view.mode),
+        f" paused by the {view.paused_by} {age(view.paused_ms)} ago, {confirmed}",
+        "; that trainer is gone: run `rolloutmq resume`" if view.is_orphaned else "",
+    )
+    text.stylize("yellow")
+    return text
+
+
+def _facts(view: RunView) -> Table:
+    dead = Text(f"{view.dead}  (rolloutmq dead)", style="yellow") if view.dead else "0"
+    reason = view.control.get("curriculum_error", "")
+    refuses = "yellow" if view.memory.refuses_fresh else ""
+    rows: list[tuple[str, str | Text]] = [
+        ("steps", f"{view.taken} taken · {view.committed} committed · {view.freed} freed"),
+        ("trainer", _role(view.trainer)),
+        ("producer", _role(view.producer)),
+        ("workers", _workers_text(view)),
+        ("memory", Text(str(view.memory), style=refuses)),
+        ("dead letters", dead),
+    ]
+    if reason:
+        text = Text(f"not followed: {plain(reason)}", style="yellow")
+        rows.append(("curriculum", text))
+    return facts(rows)
+
+
+def _role(role: RoleHolder) -> Text:
+    if role.silent_ms is None:
+        return Text(role.word, style="dim")
+    style = "red" if role.word == "silent" else ""
+    return Text(f"{role.word}, last seen {age(role.silent_ms)} ago", style=style)
+
+
+def _workers_text(view: RunView) -> Text:
+    live = len(view.live_workers)
+    silent = len(view.workers) - live
+    parts = [
+        f"{live} alive, {silent} silent" if silent else f"{live} alive",
+        f"{count(view.tokens_per_s)} tokens/s",
+        f"{plural(view.leases, 'group')} running{_judged(view)}",
+    ]
+    return Text(" · ".join(parts), style="" if live else "yellow")
+
+
+def _judged(view: RunView) -> str:
+    """Return how many running groups only wait for their judge; "" for none."""
+    if not view.judging:
+        return ""
+    return f", of which {count(view.judging)} {'is' if view.judging == 1 else 'are'} being judged"
+
+
+# -- groups and tasks ------------------------------------------------------------
+
+
+def _groups(view: RunView) -> Iterator[RenderableType]:
+    yield groups_table(view)
+    if view.faults:
+        faults = "; ".join(view.faults)
+        text = f"THE ACCOUNT DOES NOT ADD UP: {faults}  (rolloutmq fsck)"
+        yield Text(text, style="bold red")
+    else:
+        yield Text("the account adds up: enqueued = sum of all stages", style="green")
+    for trouble in view.troubles:
+        yield _fit(Text(plain(trouble), style="red"))
+    for task in view.training:
+        yield from _task(task)
+
+
+def groups_table(view: RunView) -> Table:
+    """Return the groups by stage, one row per task, with a sum that must match the account."""
+    grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
+    grid.padding = (0, 1, 0, 0)
+    for task in view.tasks:
+        places = task.account.stages
+        total = sum(places.values())
+        wrong = total != task.account.total
+        grid.add_row(
+            plain(task.account.task)[:12],
+            *(Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS),
+            Text(
+                f"{total}!={task.account.total}" if wrong else str(total),
+                style="bold red" if wrong else "bold",
+            ),
+        )
+    return grid
+
+
+def _task(task: TaskView) -> Iterator[Text]:
+    """Yield how far a task is ahead of the trainer, what is ready, how old that is, and losses."""
+    limit = task.in_flight_limit
+    has_target = bool(task.account.target)
+    reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
+    yield Text.assemble(
+        (f"{plain(task.account.task)[:12]:<13}", "bold"),
+        ("ahead ", "dim"), (bar(task.in_flight, limit, 16), "cyan"),
+        (f" {task.in_flight} of {limit if has_target else '(no target yet)'}",
+         "yellow" if has_target and task.in_flight >= limit else ""),
+        (" · ready ", "dim"), f"{task.ready} of {task.batch_share or '?'}",
+    )  # fmt: skip
+    groups = task.number("produced_groups")
+    yield _fit(Text.assemble(
+        ("produced     ", "dim"), f"{count(task.number('produced_tokens'))} tokens",
+        f" · {task.number('produced_ms') / 1000 / groups:.1f} s a group" if groups else "",
+        (" · mean reward ", "dim"), reward,
+        "" if task.unparsed is None else (f" · unparsed {task.unparsed:.0%}", "yellow"),
+    ))  # fmt: skip
+    yield _staleness(task)
+    reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
+    if reasserted + regenerated:
+        restored = f"{plural(reasserted, 'group')} reasserted from checkpoints"
+        text = f"{restored}, {count(regenerated)} generated again"
+        yield Text.assemble(("lost data    ", "dim"), (text, "yellow"))
+
+
+def _staleness(task: TaskView) -> Text:
+    """Return the ready groups by their staleness at the next train step."""
+    most = max(task.staleness.values(), default=0)
+    text = Text("staleness    ", style="dim")
+    for label, groups in task.staleness.items():
+        text.append(f"{label} ", style="dim")
+        text.append(bar(groups, most, 8).rstrip("░") or "▏", style="cyan")
+        text.append(f" {groups}   ")
+    text.append(f"limit {task.stale_threshold - 1}", style="dim")
+    if task.too_old:
+        text.append(f" · {task.too_old} too old, about to expire", style="yellow")
+    if ended := int(task.number("ended_early")):
+        tokens = count(int(task.number("discarded_tokens")))
+        text.append(f" · {ended} ended early, too old ({tokens} tokens)", style="dim")
+    return text
+
+
+# -- only live -------------------------------------------------------------------
+
+
+def _curves(history: History) -> Iterator[Text]:
+    rewards = history.metric("rewards/mean")
+    if rewards:
+        now = f"{rewards[-1]:.3f} now · {rewards[0]:.3f} first · {max(rewards):.3f} best"
+        yield _curve("reward", rewards, 24, now)
+    rates = list(history.token_rates)
+    yield _curve("tokens/s", rates, _WIDTH, f"{count(rates[-1])} now" if rates else "")
+    step_s = history.metric("time/step_s")
+    stale = history.metric("staleness/mean")
+    if step_s or stale:
+        parts = [f"{step_s[-1]:.1f} s"] if step_s else []
+        parts += [f"mean staleness {stale[-1]:.2f}"] if stale else []
+        yield Text.assemble((f"{'last step':<13}", "dim"), " · ".join(parts))
+
+
+def _curve(name: str, values: list[float], width: int, now: str) -> Text:
+    line = sparkline(values, width)
+    return _fit(Text.assemble((f"{name:<13}", "dim"), (line, "cyan"), f"  {now}"))
+
+
+def _waits(history: History) -> Text:
+    """Return which process waits for which, now and as a share of the observed time."""
+    cells = []
+    for wait in (TRAINER, WORKERS, PRODUCER, PAUSED):
+        now = history.waits.get(wait, 0.0)
+        cell = f"{'>' if now else ' '} {wait:<25} {history.share(wait):4.0%}"
+        cells.append(Text(cell, style="yellow" if now else "dim"))
+    rows = [Text.assemble(cells[i], "   ", cells[i + 1]) for i in (0, 2)]
+    return _fit(Text("\n").join(rows))
+
+
+def _workers(view: RunView) -> Iterator[Text]:
+    if not view.workers:
+        yield Text("no workers", style="dim" if view.mode == "finish" else "yellow")
+    live = {worker.id for worker in view.live_workers}
+    for worker in view.workers[:MOST_WORKERS]:
+        yield _worker(worker, worker.id in live, str(view.weights))
+    if len(view.workers) > MOST_WORKERS:
+        more = len(view.workers) - MOST_WORKERS
+        yield Text(f"and {more} more: rolloutmq workers", style="dim")
+
+
+def _worker(worker: WorkerRecord, is_live: bool, newest: str) -> Text:
+    weights = worker.weights or "-"
+    rate = f"{count(worker.tokens_per_s):>7} tok/s"
+    seen = f"seen {age(worker.silent_ms)} ago"
+    return _fit(
+        Text.assemble(
+            f"{plain(worker.id)[:16]:<16} ",
+            state(worker_state(worker, is_live)),
+            " ",
+            (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
+            (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
+            f"  holds {worker.holds:>3}  done {worker.done:>5}",
+        )
+    )
+
+
+def event_text(event: Event) -> Text:
+    """Return `16:43:05.123 completed     gid math-0000000042  version 3`."""
+    ms, name, fields = event
+    clock = time.strftime("%H:%M:%S", time.localtime(ms / 1000)) + f".{ms % 1000:03d}"
+    text = Text.assemble((f"{clock} ", "dim"), (f"{plain(name):<14}", _EVENT_STYLES.get(name, "")))
+    for key, value in fields.items():
+        text.append(f" {plain(key)} ", style="dim")
+        text.append(plain(value))
+    return text
+
+
+def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
+    """Return a line for each process that has not joined yet, and for what is made for step 1.
+
+    `started_s`: by process that the launcher has started, the seconds since then.
+    """
+    if view.mode == "finish":
+        return []
+    joined = {worker.id for worker in view.live_workers}
+    joined |= {role.role for role in (view.trainer, view.producer) if role.is_alive}
+    missing = {name: 1000 * s for name, s in started_s.items() if name not in joined}
+    lines = [
+        f"{name} {what}, {age(missing.pop(name))}"
+        for name, what in _LOADING.items()
+        if name in missing
+    ]
+    if missing:
+        first = next(iter(missing))
+        more = f" and {len(missing) - 1} more load their engines"
+        who = first + (more if len(missing) > 1 else " loads its engine")
+        lines.append(f"{who}, {age(max(missing.values()))}")
+    if view.taken == 0 and started_s:
+        lines += [_progress(task) for task in view.tasks if sum(task.account.stages.values())]
+    return lines
+
+
+def _progress(task: TaskView) -> str:
+    """Return how many groups of a task are made, of an evaluation or for the first batch."""
+    places = task.account.stages
+    left = places["waiting"] + places["running"]
+    name = plain(task.account.task)
+    if task.is_eval:
+        done = sum(places.values()) - left
+        return f"{name} is evaluated: {count(done)} done, {count(left)} open"
+    return f"{name}: {count(task.ready)} groups ready for step 1, {count(left)} waiting or running"

@@ -1,0 +1,100 @@
+"""List the settings that `rolloutmq set` can change, and those that differ from the config."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
+
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.model.limits import RunLimits, TaskSettings
+from buffer.model.settings_record import SettingsRecord
+from buffer.rollouts.staleness import max_staleness
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSetting:
+    """One setting; `inherited`: the task has no value of its own, and follows the run's."""
+
+    name: str
+    value: Any
+    doc: str
+    range: str
+    inherited: bool = False
+
+
+def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
+    """Yield the settings of the run, then those of each training task."""
+    fields = {name: field for name, field in LiveSettings.model_fields.items() if name != "tasks"}
+    for name in sorted(fields, key=TaskSettings.model_fields.__contains__):
+        field = fields[name]
+        yield LiveSetting(name, _value(limits, name), _doc(field), _range(field))
+    for task in limits.training_tasks:
+        if not limits.tasks[task].is_gone:
+            yield from _of_task(limits, task)
+
+
+def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
+    own = limits.tasks[task]
+    for name, field in LiveTaskSettings.model_fields.items():
+        if name == "weight":
+            value: Any = limits.newest_weights()[task]
+            inherited = False
+        elif name == "max_staleness":
+            value = max_staleness(int(limits.threshold(task)), limits.sync_weights_interval)
+            inherited = own.stale_threshold is None
+        else:
+            value = getattr(limits.of(task), name)
+            inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
+        yield LiveSetting(f"tasks.{task}.{name}", value, _doc(field), _range(field), inherited)
+
+
+def _value(limits: RunLimits, name: str) -> Any:
+    if name == "max_staleness":
+        return max_staleness(limits.stale_threshold, limits.sync_weights_interval)
+    return getattr(limits, name)
+
+
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = [
+        f"{word} {limit:,}"
+        for each in field.metadata
+        for word, limit in (
+            ("from", getattr(each, "ge", None) if isinstance(each, Ge) else None),
+            ("above", getattr(each, "gt", None) if isinstance(each, Gt) else None),
+            ("to", getattr(each, "le", None) if isinstance(each, Le) else None),
+        )
+        if limit is not None
+    ]
+    return " ".join(bounds)
+
+
+def override_lines(record: SettingsRecord) -> Iterator[str]:
+    """Yield a line for people on every setting that differs from the config."""
+    for each in overrides(record):
+        name = each["name"]
+        config = value_text(name, each["config"])
+        yield f"{name} = {each['value']} since {time_text(each['set_ms'])} (config: {config})"
+
+
+def overrides(record: SettingsRecord) -> Iterator[Mapping[str, Any]]:
+    for name, override in sorted(record.overrides.items()):
+        yield {"name": name, "config": record.configured.get(name), **override.model_dump()}
+
+
+def value_text(name: str, value: object) -> str:
+    if value is None:
+        return "the run's" if name.startswith("tasks.") else "not set"
+    return str(value)
+
+
+def time_text(set_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(set_ms / 1000))

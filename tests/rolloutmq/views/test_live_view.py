@@ -1,0 +1,163 @@
+"""The live view: 80 columns, everything on it, red only where a person must act."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from buffer.run import Run
+from rolloutmq.views.diagnosis import diagnose
+from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.live import watch
+from rolloutmq.views.run_json import describe
+from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
+from rolloutmq.views.screen import LiveNotes, live_screen, one_line, starting_lines
+from tests.rolloutmq.populate import Scene, write_steps
+
+
+def drawn(
+    snap: RunView,
+    history: History | None = None,
+    notes: LiveNotes | None = None,
+    **settings: object,
+) -> str:
+    screen = Console(file=io.StringIO(), width=80, highlight=False, markup=False, **settings)  # type: ignore[arg-type]
+    screen.print(live_screen(snap, history or History(), notes or LiveNotes()))
+    return screen.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> None:
+    write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
+    history = History(tmp_path)
+    snap = read_run_view(scene.run)
+    history.observe(snap)
+    text = drawn(snap, history, LiveNotes(lines=["phase 3 of 4: training"]))
+    for words in ("step 2 of 100", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
+                  "adds up", "trainer waits for groups", "committed"):  # fmt: skip
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_view_follows_a_change_of_the_number_of_steps(scene: Scene) -> None:
+    watched = Run.open(scene.run.store, "demo")
+    scene.run.set(LiveSettings(steps=308))
+    snap = read_run_view(watched)
+    assert "step 2 of 308" in drawn(snap)
+    assert "step 2 of 308" in one_line(snap, History(), LiveNotes())
+
+
+def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None:
+    notes = LiveNotes(started_s={"w0": 30.0, "worker-7": 12.4})
+    snap = read_run_view(scene.run)
+    for text in (drawn(snap, notes=notes), one_line(snap, History(), notes)):
+        assert "worker-7 loads its engine, 12 s" in text
+        assert "w0 loads" not in text
+    notes.started_s |= {"trainer": 3.0, "producer": 4.0, "worker-8": 15.2}
+    text = one_line(snap, History(), notes)
+    assert "worker-7 and 1 more load their engines, 15 s" in text
+    assert "trainer loads the model, 3.0 s" not in text
+    assert "ready for step 1" not in text
+    store = scene.run.store
+    store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
+    before = dataclasses.replace(read_run_view(scene.run), taken=0)
+    lines = starting_lines(before, notes.started_s)
+    assert lines[0] == "trainer loads the model, 3.0 s"
+    assert any(line.startswith("math: ") and "ready for step 1" in line for line in lines)
+
+
+def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
+    store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
+    text = drawn(read_run_view(scene.run), force_terminal=True, color_system="standard")
+    assert "\x1b[1;31mTHE ACCOUNT DOES NOT ADD UP" in text
+
+
+def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(1)
+    few = _commands_of(scene.run)
+    scene.enqueue(1000)
+    assert _commands_of(scene.run) == few
+
+
+def _commands_of(run: Run) -> int:
+    before = int(run.store.control.info("stats")["total_commands_processed"])
+    read_run_view(run)
+    return int(run.store.control.info("stats")["total_commands_processed"]) - before
+
+
+def test_history_says_who_waits_and_for_which_part_of_the_time(scene: Scene) -> None:
+    history = History()
+    first = read_run_view(scene.run)
+    later = dataclasses.replace(first, now_ms=first.now_ms + 1000, taken=3)
+    history.observe(dataclasses.replace(first, committed=2))
+    assert history.waits == {TRAINER: 1.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 0.0}
+    history.observe(later)  # step 3 is taken and not committed: the trainer trains
+    assert history.waits[TRAINER] == 0.0
+    assert history.share(TRAINER) == 1.0
+    history.observe(dataclasses.replace(later, now_ms=later.now_ms + 3000))
+    assert history.share(TRAINER) == 0.25
+
+
+def test_history_counts_idle_workers(scene: Scene, store: Store) -> None:
+    scene.claim("w1", 4)
+    scene.join("w2")
+    history = History()
+    history.observe(read_run_view(scene.run))
+    assert history.waits[WORKERS] == pytest.approx(1 / 3)
+
+
+def test_history_counts_a_pause(scene: Scene) -> None:
+    scene.run.control.set_mode("operator", Mode.DRAIN)
+    history = History()
+    history.observe(read_run_view(scene.run))
+    assert history.waits == {TRAINER: 0.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 1.0}
+
+
+def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        scene = Scene(Store(server.url, deadline_s=400.0), "demo")
+        run = Run.open(Store(server.url, deadline_s=0.2), "demo")
+        screen = Console(file=io.StringIO(), width=200)
+        looks = iter(["kill", "", "start", ""])
+
+        def is_over() -> bool:
+            act = next(looks, None)
+            if act:
+                server.kill() if act == "kill" else server.start()
+            return act is None
+
+        watch(run, History(), LiveNotes(), screen, is_over, every_s=0.01)
+        scene.run.store.close()
+        run.store.close()
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 5
+    assert "no server listens there" in lines[1]
+    assert "step 0" in lines[-1]
+
+
+def test_the_first_error_of_a_task_is_on_every_screen_at_once(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(3)
+    scene.join("w0")
+    for job in scene.claim("w0", 2):
+        scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'\n  in line 3")
+    snap = read_run_view(scene.run)
+    said = "math: 2 failed: KeyError: 'solution' in line 3"
+    assert said in one_line(snap, History(), LiveNotes())
+    assert said in drawn(snap)
+    assert describe(snap)["tasks"]["math"]["trouble"] == said.removeprefix("math: ")
+    (stuck,) = [symptom for symptom in diagnose(snap) if "KeyError" in symptom.what]
+    assert (stuck.level, stuck.since_ms is not None) == ("stuck", True)
+    assert "every try so far" in stuck.what
+    scene.submit("w0", scene.claim("w0", 1)[0])
+    later = dataclasses.replace(read_run_view(scene.run), now_ms=snap.now_ms + RECENT_MS)
+    assert later.troubles == []
+    assert [symptom for symptom in diagnose(later) if "KeyError" in symptom.what] == []
