@@ -71,7 +71,7 @@ class Trainer:
         """draw a progress bar on the terminal"""
         # what rank 0 reads ahead of the take would be mostly the shares of others
         ahead = PREFETCH_BYTES if ranks.size == 1 else 0
-        self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank)
+        self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank.reader)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0
@@ -88,7 +88,7 @@ class Trainer:
         try:
             return self._fit(take_over=take_over, regenerate=regenerate)
         finally:
-            self.rank.end()
+            self.rank.orders.end()
 
     def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
         self._position = self._newest_position()
@@ -128,7 +128,7 @@ class Trainer:
 
     def stop(self) -> None:
         """End the step in progress, write a checkpoint, and return from `fit`. For signals."""
-        self.rank.stopped.set()
+        self.rank.orders.stopped.set()
         self.consumer.stop()
 
     def _resume(self) -> None:
@@ -164,7 +164,7 @@ class Trainer:
 
     def _train(self) -> None:
         while self._position.step < self._run.limits.steps:
-            if self.rank.stopped.is_set() or self.consumer.stopping:
+            if self.rank.orders.stopped.is_set() or self.consumer.stopping:
                 self.stop()
                 raise Stopped
             self._step(self._position.step + 1)
@@ -179,7 +179,7 @@ class Trainer:
         self._position.add(batch.manifest)
         with self._devices(timing):
             train_started = time.monotonic()
-            metrics, columns = self.rank.fit()
+            metrics, columns = self.rank.fit(step, groups=batch.groups)
             self.consumer.delivered.clear()  # every rank has compared its own
             timing.train = time.monotonic() - train_started
             if self._is_sync_due(step):
