@@ -33,14 +33,7 @@ POSITION = "trainer.json"
 
 
 class CheckpointFolder:
-    """Manage all checkpoints of a run.
-
-    Usage:
-
-        checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
-        checkpoints.write(position, save_parts)    # save_parts(folder) writes weights and optimizer
-        consumer.commit(position.step, keep=checkpoints.prune(keep=2))
-    """
+    """Manage all checkpoints of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

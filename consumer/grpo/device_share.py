@@ -18,15 +18,7 @@ Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]
 
 
 class DeviceShare:
-    """Move the weights, gradients and optimizer state of `parts` to `device` and away from it.
-
-    Usage:
-
-        share = DeviceShare(learner.device, [learner.on_device()])
-        share.sleep()
-        share.wake()
-        learner.train(batch)
-    """
+    """Move the weights, gradients and optimizer state of `parts` to `device` and away from it."""
 
     def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
         self._device = device

@@ -41,8 +41,6 @@ class Evaluator:
 
     `metric`: a function of the groups that returns further metrics; their names get the prefix
     `eval/`.
-
-        metrics = Evaluator().evaluate(groups)    # {"eval/accuracy": 0.5, "eval/pass@1": 0.5, ...}
     """
 
     def __init__(self, metric: Metric | None = None) -> None:
@@ -101,11 +99,6 @@ class EvaluationPlan:
     `known`: the evaluation tasks of the run. `start`: the step of the checkpoint that the trainer
     started from; evaluations of that step which the log contains are not repeated. `free_memory`:
     called while an evaluation waits for memory that only a checkpoint frees.
-
-        plan = EvaluationPlan(config, known, consumer, writer, reporter, start, free_memory)
-        plan.measure(step, last)    # after every publication
-        plan.poll()                 # after every step
-        plan.finish()               # at the end
     """
 
     def __init__(

@@ -48,9 +48,6 @@ class Trainer:
     """Train the run of `config` from its newest checkpoint to its last step.
 
     With several `ranks`, this is rank 0; the others call `TrainerRank.follow`.
-
-        trainer = Trainer(run, config, model_dir)
-        is_done = trainer.fit()    # False where trainer.consumer.stop was called
     """
 
     def __init__(

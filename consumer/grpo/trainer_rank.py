@@ -40,16 +40,7 @@ from consumer.handle.shares import ShareReader, check_unchanged
 
 
 class TrainerRank:
-    """Represents one rank of the trainer.
-
-    Usage:
-
-        ranks = join()
-        if ranks.rank == 0:
-            Trainer(run, config, model_dir, ranks).fit()    # gives the orders
-        else:
-            TrainerRank(run, config, model_dir, ranks).follow()
-    """
+    """Represents one rank of the trainer."""
 
     def __init__(
         self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE

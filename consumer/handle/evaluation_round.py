@@ -21,13 +21,7 @@ from consumer.handle.taker import BatchTaker, WaitOptions
 
 
 class EvaluationRound:
-    """Obtains `count` groups of `task`, of the weights that are the newest now or newer ones.
-
-    Usage:
-        pending = consumer.begin_evaluation("quiz", 64)
-        groups = pending.poll()                         # None while groups are missing
-        groups = consumer.finish_evaluation(pending)    # waits for them
-    """
+    """Obtains `count` groups of `task`, of the weights that are the newest now or newer ones."""
 
     def __init__(self, run: Run, nonce: str, taker: BatchTaker, task: str, count: int) -> None:
         self._run = run

@@ -28,13 +28,7 @@ READ_SIZE = 16
 
 
 class Prefetcher:
-    """Reads ahead at most `budget_bytes` of payloads (0: none), until `closed` is set.
-
-    Usage:
-        prefetcher.begin({"math": 16})      # while the trainer trains
-        prefetcher.end()                    # before it takes
-        known = prefetcher.pop(refs)
-    """
+    """Reads ahead at most `budget_bytes` of payloads (0: none), until `closed` is set."""
 
     def __init__(self, run: Run, budget_bytes: int, closed: threading.Event) -> None:
         self._run = run

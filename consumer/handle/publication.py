@@ -80,16 +80,7 @@ def publish(
 
 
 class Publisher:
-    """Publishes versions beside the trainer's steps, one after the other.
-
-    Usage:
-
-        publisher = Publisher(consumer, sender, "keep")
-        publisher.begin(step, save)      # `save` writes a snapshot, in another thread
-        publisher.check()                # in every step: raises what went wrong
-        publisher.finish()               # before anything that needs the version published
-        publisher.close()
-    """
+    """Publishes versions beside the trainer's steps, one after the other."""
 
     def __init__(self, consumer: RolloutConsumer, sender: WeightsSender, pause: PauseMode) -> None:
         self._consumer = consumer

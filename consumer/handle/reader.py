@@ -37,8 +37,6 @@ class BatchReader:
     """Reads all groups of a batch.
 
     `trains`: finds the groups, too, that cannot be trained (`check_content`).
-
-        groups, problems = BatchReader(run).read(manifest)
     """
 
     def __init__(self, run: Run, *, trains: bool = True) -> None:

@@ -69,12 +69,7 @@ class _Chosen:
 
 
 class Auditor:
-    """Audits the train batches of `run`.
-
-    Usage:
-
-        Auditor(run, config).serve(stop)     # until `stop` is set
-    """
+    """Audits the train batches of `run`."""
 
     def __init__(self, run: Run, config: TrainingConfig) -> None:
         """Prepare to audit. Raises ConfigError where the config cannot be audited."""

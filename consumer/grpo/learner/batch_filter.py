@@ -52,9 +52,6 @@ class Filtered:
 
     `groups`: the groups to train, in their order. `counts`: what was excluded, by reason: groups
     for the first six of `REASONS`, rollouts for the others.
-
-        filtered = BatchFilter().apply(batch.groups)
-        metrics = train(filtered.groups) | filtered.metrics()
     """
 
     groups: list[RolloutGroup]
@@ -70,9 +67,6 @@ class BatchFilter:
 
     `max_sequence_tokens`: largest number of tokens of prompt and response; None: unbounded.
     `recorded`: the reader of recorded experts, where routing is replayed.
-
-        batch_filter = BatchFilter(4096, mask_truncated=True)
-        groups = batch_filter.apply(batch.groups).groups
     """
 
     def __init__(

@@ -60,9 +60,6 @@ class Critic:
     It starts as the model of `model_dir` with a value head of zeros: every value is 0. `optimizer`,
     `bf16` and `gradient_checkpointing` are those of the policy ([learner]). With several ranks it
     is sharded as the policy is, and all ranks call the same methods.
-
-        values = [critic.values(batch) for batch in batches]
-        metrics = critic.update(batches, values, returns)
     """
 
     def __init__(

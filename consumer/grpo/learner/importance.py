@@ -36,9 +36,6 @@ class Samples:
 
     `mask`: float32[N], 1 where a token is trained. `sample`: int64[N], index into `trained_tokens`,
     float32[S]: the sum of `mask` over each sample.
-
-        samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
-        mean_logprobs = samples.mean(logprobs)    # float32[S]
     """
 
     mask: Tensor
@@ -64,9 +61,6 @@ class Correction:
 
     `weights`: float32[N], factors of the loss of each token, 0 where it was dropped. `dropped`:
     bool[N].
-
-        correction = correct(old_logprobs, rollout_logprobs, samples, config)
-        token_loss = correction.weights * surrogate_loss
     """
 
     weights: Tensor

@@ -32,7 +32,13 @@ from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.weights.safetensors_files import model_checksum
 from consumer.grpo.learner.importance import Samples
-from consumer.grpo.learner.losses import TokenColumns, derived_metrics, policy_loss, token_weights
+from consumer.grpo.learner.losses import (
+    TokenColumns,
+    derived_metrics,
+    load_objective,
+    policy_loss,
+    token_weights,
+)
 from consumer.grpo.model_state.gradient_step import gradient_step, mean_metrics
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import make_optimizer
@@ -58,14 +64,8 @@ log = logging.getLogger("rolloutmq.trainer")
 class Learner:
     """Own the model of `model_dir` and train it; `step` counts optimizer steps.
 
-    Raises ModelError where the folder is not a usable model. `TrainController.fit` calls, in this
-    order:
-
-        batch = learner.pack(groups, keep=learner.keep(advantages))
-        batch = learner.compute_old_logprobs(batch)
-        batch = learner.compute_ref_logprobs(batch)
-        batch.set_advantages(advantages)
-        metrics = learner.train(batch)
+    `TrainController.fit` shows the order of its calls. Raises ModelError where the folder is not a
+    usable model.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Learner:
             config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
         )
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
+        load_objective(config.loss.objective)  # before hours of rollouts, where it does not exist
         self._optimizer = make_optimizer(
             config.optimizer,
             self.parameters.values(),

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from buffer.config.sections.learner import KlKind, LossConfig
+from buffer.errors import ConfigError
+from buffer.model.dotted_path import load_object
 from consumer.grpo.learner.importance import Correction, Samples, clamped, correct
 
 MAX_LOG_PPL = 80.0
@@ -45,8 +48,6 @@ class TokenColumns:
     """Hold the inputs of the loss, each float32[N].
 
     Only `logprobs`, and `entropy` where the loss has an entropy term, carry a gradient.
-
-        loss, metrics = policy_loss(TokenColumns(...), weights, LossConfig())
     """
 
     logprobs: Tensor  # under the policy that is trained
@@ -96,7 +97,7 @@ def policy_loss(
     the correction drops. `weights`: float32[N] from `token_weights`.
     """
     columns = columns.without_masked()
-    surrogate = _OBJECTIVES[config.objective](columns, config)
+    surrogate = _surrogate(columns, config)
     correction = correct(columns.old_logprobs, columns.rollout_logprobs, columns.samples, config)
     token_loss = correction.weights * surrogate.loss - config.entropy_coef * columns.entropy
     if columns.ref_logprobs is not None:
@@ -110,10 +111,7 @@ def policy_loss(
 class Surrogate:
     """Hold the result of an objective, each float32[N]; `clipped` is 1 where a bound took effect.
 
-    Usage:
-
-        surrogate = ppo(columns, config)
-        clip_fraction = surrogate.clipped.mean()
+    `ratio` and `clipped` are for the metrics `policy/ratio` and `policy/clip_fraction` only.
     """
 
     loss: Tensor
@@ -121,56 +119,57 @@ class Surrogate:
     clipped: Tensor
 
 
-def ppo(columns: TokenColumns, config: LossConfig) -> Surrogate:
-    """Return the clipped objective `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
-
-    r = exp(logprob - old logprob). (PPO, Schulman et al. 2017, arXiv:1707.06347; two bounds: DAPO,
-    Yu et al. 2025, arXiv:2503.14476.) With `dual_clip` c, it is at most `-c A` where A < 0 (Ye et
-    al. 2020, arXiv:1912.09729, equation 5).
-    """
-    ratio = clamped(columns.logprobs - columns.old_logprobs).exp()
-    return _clipped(ratio, columns.advantages, config)
+Objective = Callable[[TokenColumns, LossConfig], Surrogate | Tensor]
+"""Returns the loss of each token, float32[N], without correction, KL and entropy: `policy_loss`
+adds these. A bare Tensor counts as unclipped. Columns of tokens that are not trained are 0.
+"""
 
 
-def gspo(columns: TokenColumns, config: LossConfig) -> Surrogate:
-    """Return PPO's objective with one ratio per sample, the geometric mean of its tokens' ratios.
-
-    (GSPO, Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7, with aggregation sequence_mean.
-    The paper's bounds are much closer to 1: 3e-4 and 4e-4.)
-    """
-    log_ratio = columns.samples.mean(columns.logprobs - columns.old_logprobs)
-    return _clipped(clamped(log_ratio).exp()[columns.samples.sample], columns.advantages, config)
-
-
-def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
-    """Return `-sg(clip(r)) A logprob`: REINFORCE with a clipped weight.
-
-    Every token keeps its gradient. (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5,
-    where only the upper bound is used: clip_low = 1.)
-    """
-    ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
-    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -weight * columns.advantages * columns.logprobs
-    return Surrogate(loss, ratio, (weight != ratio).float())
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
+def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
+    """Return the smaller gain of a ratio and of the ratio between the bounds, negated (PPO)."""
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio * advantages, bounded * advantages)
-    clipped = ratio * advantages > bounded * advantages
+    is_clipped = ratio * advantages > bounded * advantages
     if config.dual_clip is not None:
         floor = config.dual_clip * advantages
         below = (advantages < 0) & (gain < floor)
         gain = torch.where(below, floor, gain)
-        clipped = clipped | below
-    return Surrogate(-gain, ratio, clipped.float())
+        is_clipped = is_clipped | below
+    return Surrogate(-gain, ratio, is_clipped.float())
 
 
-_OBJECTIVES: Mapping[str, Callable[[TokenColumns, LossConfig], Surrogate]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-}
+@cache
+def load_objective(name: str) -> Objective:
+    """Return the objective of a file in `consumer/grpo/objectives`, or of "module:function".
+
+    Raises ConfigError where there is none.
+    """
+    spec = name if ":" in name else f"consumer.grpo.objectives.{name}:{name}"
+    found: Objective = load_object(spec, kind="objective of [learner.loss]")
+    return found
+
+
+def _surrogate(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """Call the objective. Raises ConfigError unless it returns one loss for each token."""
+    found = load_objective(config.objective)(columns, config)
+    if isinstance(found, Tensor):
+        ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
+        found = Surrogate(found, ratio, torch.zeros_like(ratio))
+    values = (found.loss, found.ratio, found.clipped) if isinstance(found, Surrogate) else ()
+    expected = columns.logprobs.shape
+    if not values or any(
+        not isinstance(value, Tensor) or value.shape != expected or not value.is_floating_point()
+        for value in values
+    ):
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if isinstance(found, Surrogate):
+            got = str([tuple(getattr(value, "shape", ())) for value in values])
+        raise ConfigError(
+            f"[learner.loss] objective = {config.objective} returned {got} for "
+            f"{expected.numel()} tokens",
+            hint="return the loss of each token as float32[N], or a Surrogate of three such columns",
+        )
+    return found
 
 
 def token_weights(

@@ -46,9 +46,6 @@ class TrainController:
     generalized advantage estimation token by token, which needs a `critic`.
     `overlong_buffer_tokens`: see `advantages.py`. Raises ConfigError where these do
     not fit together.
-
-        controller = TrainController(Learner(model_dir, LearnerConfig()), "grpo")
-        metrics = controller.fit(batch.groups)
     """
 
     def __init__(

@@ -78,9 +78,6 @@ class SavedState(Mapping[str, Tensor]):
     `rows`: which rows of which tensors this rank holds; default: all of all. A tensor that the
     writers held whole is read from the file of the same rank if there is one (random generators
     differ), else from that of rank 0. Raises ModelError where the files are not complete.
-
-        with SavedState(folder, controller.shard_rows(), ranks.rank) as state:
-            controller.load_state_tensors(state)
     """
 
     def __init__(self, folder: Path, rows: Mapping[str, Rows] | None = None, rank: int = 0) -> None:

@@ -25,14 +25,7 @@ POLL_S = 0.02
 
 
 class WeightParts:
-    """Writes this rank's part; on rank 0, waits for those of the others.
-
-    Usage:
-
-        parts.begin(snapshot)           # on every rank, once the last version is published
-        facts = parts.write(folder)     # on rank 0, in any thread, once for each attempt
-        parts.close()
-    """
+    """Writes this rank's part; on rank 0, waits for those of the others."""
 
     def __init__(self, ranks: Ranks, algorithm: Algorithm) -> None:
         self._ranks = ranks

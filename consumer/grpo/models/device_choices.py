@@ -73,12 +73,7 @@ def choose_attention(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model class and its config, and the device on which it is to run.
-
-    Usage:
-
-        Place(Qwen3ForCausalLM, config, "cuda", bf16=True).obstacle("flash_attention_2")
-    """
+    """A model class and its config, and the device on which it is to run."""
 
     model: Any
     config: Any

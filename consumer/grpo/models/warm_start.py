@@ -33,25 +33,14 @@ IGNORED = -100
 
 
 class Problem(NamedTuple):
-    """A prompt (chat messages) and the answer to demonstrate.
-
-    Usage:
-
-        Problem([{"role": "user", "content": "2 + 3 ="}], "5")
-    """
+    """A prompt (chat messages) and the answer to demonstrate."""
 
     messages: list[dict[str, str]]
     answer: str
 
 
 class WarmStartProgress(NamedTuple):
-    """The arguments of a progress callback; `accuracy` is the newest measured, at first 0.0.
-
-    Usage:
-
-        def show(progress: WarmStartProgress) -> None:
-            print(progress.step, progress.loss)
-    """
+    """The arguments of a progress callback; `accuracy` is the newest measured, at first 0.0."""
 
     step: int
     max_steps: int

@@ -26,10 +26,6 @@ class TargetLogits(nn.Module):
 
     `replay`, where it is set, sets the experts that the model's gates choose. `transform`: what the
     model applies to logits; `check_logprobs` finds it.
-
-        policy = TargetLogits(load_model(model_dir))
-        check_logprobs(policy)
-        logprobs, entropy = policy(batch.input_ids, batch.position_ids, ...)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

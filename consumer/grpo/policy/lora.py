@@ -39,12 +39,6 @@ class Adapter:
 
     Raises ConfigError where peft is not installed, ModelError for target modules that the model
     does not have.
-
-        adapter = Adapter(model, LoraConfig(rank=16), model_checksum(model_dir))
-        optimizer = AdamW(adapter.parameters().values())
-        with adapter.disabled():
-            reference = model(...)
-        adapter.snapshot().write(folder)
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, base: str) -> None:

@@ -24,9 +24,6 @@ class MicroBatch:
     """Hold one forward pass: R rows of W slots with S samples and N response tokens in total.
 
     The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
-
-        hidden = model(input_ids=batch.input_ids, position_ids=batch.position_ids)
-        logits = head(hidden.flatten(0, 1)[batch.logit_index])    # float[N, vocabulary]
     """
 
     input_ids: Tensor  # int64[R, W]; 0 in unused slots
@@ -73,9 +70,6 @@ class MicroBatches:
     """Hold the plan of a rank's micro-batches; each use of one builds it anew, on the device.
 
     The groups of the table must not change as long as it is used.
-
-        for batch in batches:
-            logprobs = learner.logprobs(batch)
     """
 
     def __init__(

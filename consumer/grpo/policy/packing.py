@@ -36,9 +36,6 @@ class Packer:
     row may hold several samples; False for a model that mixes them.
     `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
     `device`: where micro-batches are built; default: the CPU.
-
-        packer = Packer(8192)
-        batches = packer.pack_pad_dispatch(batch.table)
     """
 
     def __init__(

@@ -41,12 +41,7 @@ HEADER_BYTES = 128
 
 
 class RoutedGroup(Protocol):
-    """The columns of a group that `RecordedExperts` reads.
-
-    Usage:
-
-        problem = recorded.problem(group)    # group: RoutedGroup
-    """
+    """The columns of a group that `RecordedExperts` reads."""
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]: ...
@@ -61,9 +56,6 @@ class RecordedExperts:
     """Read experts recorded for a model with `top_k` of `experts` experts per token in each layer.
 
     `media`: the folder with the files of recorded experts, where the run has one.
-
-        recorded = replay.recorded_experts(run.media)
-        packer = Packer(8192, recorded=recorded)
     """
 
     def __init__(
@@ -144,10 +136,6 @@ class RoutingReplay:
     """Wrap the gates of `model` so that their choice can be set.
 
     Raises ConfigError where the model has no gates, or gates whose choice cannot be set.
-
-        replay = RoutingReplay(model)
-        replay.set_experts(batch.experts)
-        model(input_ids=batch.input_ids, ...)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -21,9 +21,6 @@ class Update:
     `tokens` and `samples` are the divisors of the loss, summed over all ranks; `gids` are the
     groups of this rank. The other columns are lists with one float32[N] for each micro-batch; a
     list is empty until it is computed.
-
-        for batch, advantages in zip(update.batches, update.advantages, strict=True):
-            loss = loss_of(batch, advantages) / update.tokens
     """
 
     batches: MicroBatches
@@ -39,14 +36,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Hold this rank's groups of a batch, divided into the optimizer steps that consume them.
-
-    Usage:
-
-        batch = learner.pack(groups)
-        batch.set_advantages(advantages)
-        metrics = learner.train(batch)
-    """
+    """Hold this rank's groups of a batch, divided into the optimizer steps that consume them."""
 
     groups: Sequence[RolloutGroup]
     updates: list[Update]

@@ -20,12 +20,7 @@ CHUNK_BYTES = 256 * 1024 * 1024
 
 
 class TokenLogprobs(NamedTuple):
-    """Hold one value per response token, float32[N] each; the entropy is in nats.
-
-    Usage:
-
-        logprobs, entropy = token_logprobs(policy, batch)
-    """
+    """Hold one value per response token, float32[N] each; the entropy is in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -36,8 +31,6 @@ class LogitTransform:
     """Map products of hidden state and output embedding to logits: scale, cap, then divide.
 
     With `cap` c a scaled product x becomes c * tanh(x / c).
-
-        LogitTransform(scale=1 / config.logits_scaling)
     """
 
     scale: float = 1.0

@@ -43,9 +43,6 @@ class MetricWriter:
     """A destination of what the trainer reports; a subclass overrides what it shows.
 
     After a restart, some steps are reported again.
-
-        for writer in open_writers(config, first=1):
-            writer.write(step, metrics)
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -74,12 +71,7 @@ def open_writers(config: Config, first: int) -> list[MetricWriter]:
 
 
 class TensorBoardWriter(MetricWriter):
-    """Write event files into `<folder>/tensorboard`: scalars, and config and samples as text.
-
-    Usage:
-
-        writer = TensorBoardWriter(config, first=1)    # tensorboard --logdir <folder>
-    """
+    """Write event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
 
     def __init__(self, config: Config, first: int) -> None:
         package = _load("tensorboardX", "tensorboard")
@@ -122,8 +114,6 @@ class WandbWriter(MetricWriter):
     The x axis is the train step, not the time. Weights & Biases cannot replace a step: those that
     an earlier trainer wrote are not written again. `wandb_run.json` in the run's folder contains
     the id of the run, and the last step that was written.
-
-        writer = WandbWriter(config, first=1)
     """
 
     def __init__(self, config: Config, first: int) -> None:
@@ -205,14 +195,7 @@ def _load(module: str, writer: WriterName) -> Any:
 
 
 class ProgressBar(MetricWriter):
-    """Draw `done` of `steps` steps and the newest reward.
-
-    Usage:
-
-        bar = ProgressBar(done=0, steps=100)
-        bar.write(1, {"rewards/mean": 0.25})
-        bar.close()
-    """
+    """Draw `done` of `steps` steps and the newest reward."""
 
     def __init__(self, done: int, steps: int, console: Console | None = None) -> None:
         self._bar = Progress(

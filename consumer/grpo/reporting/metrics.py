@@ -38,14 +38,7 @@ POOLS = ("completed", "aborted", "expired")
 
 @dataclass(slots=True)
 class Timing:
-    """Collect the seconds that the parts of one step took.
-
-    Usage:
-
-        timing = Timing()
-        timing.wait = batch.waited_s
-        metrics |= timing.metrics()
-    """
+    """Collect the seconds that the parts of one step took."""
 
     wait: float = 0.0
     read: float = 0.0
@@ -61,14 +54,7 @@ class Timing:
 
 @dataclass(slots=True)
 class BatchColumns:
-    """Hold what the metrics of a batch need of its groups: of one rank, or of all.
-
-    Usage:
-
-        own = BatchColumns.of(groups, advantages)
-        batch = BatchColumns.join(ranks.gather(own.lists()))
-        metrics = batch.metrics()
-    """
+    """Hold what the metrics of a batch need of its groups: of one rank, or of all."""
 
     scores: list[float]
     """of the rollouts that have one"""
@@ -189,9 +175,6 @@ class Throughput:
 
     A side without a GPU counts as one. `rollout_*` divide by the time between two readings:
     production continues during all of a step.
-
-        throughput = Throughput(train_gpus=1, rollout_gpus=7)
-        metrics |= throughput.metrics(samples, tokens, timing, produced)
     """
 
     train_gpus: int = 1

@@ -41,16 +41,7 @@ class ChosenGroup:
 
 
 class Reporter:
-    """Owns the destinations: only its thread calls them after `open`.
-
-    Usage:
-
-        reporter = Reporter(run.buffer, TokenTexts([model_dir]))
-        reporter.open([TensorBoardWriter(...)])
-        reporter.add_step(step, metrics)
-        reporter.flush()      # before a checkpoint of this step is visible
-        reporter.close()
-    """
+    """Owns the destinations: only its thread calls them after `open`."""
 
     def __init__(self, buffer: ReplayBuffer, texts: TokenTexts) -> None:
         self._buffer = buffer

@@ -63,14 +63,7 @@ def sample_files(run_dir: Path) -> list[SampleFile]:
 
 
 class SampleLog:
-    """Reads the sample log of a run, also while its trainer writes.
-
-    Usage:
-
-        samples = SampleLog(run_dir)
-        first, last = samples.steps() or (0, 0)
-        for sample in samples.read(50): ...
-    """
+    """Reads the sample log of a run, also while its trainer writes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

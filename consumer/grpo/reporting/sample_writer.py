@@ -47,9 +47,6 @@ class SampleWriter(MetricWriter):
 
     `first`: the step that this trainer trains first; the log of it and of later steps is replaced.
     Above `max_bytes` the oldest files are deleted.
-
-        writer = SampleWriter(run_dir, max_bytes=2 * 2**30, first=1)
-        writer.write_samples(step, samples)
     """
 
     def __init__(self, run_dir: Path, max_bytes: int, first: int) -> None:

@@ -48,13 +48,7 @@ def _parse(line: bytes) -> Evaluations:
 
 
 class StepWriter:
-    """Append to `steps.jsonl` and `evaluations.jsonl` in `folder`.
-
-    Usage:
-
-        writer = StepWriter(config.run.folder)
-        writer.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
-    """
+    """Append to `steps.jsonl` and `evaluations.jsonl` in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -11,13 +11,7 @@ from buffer.run import Run
 
 
 class TokenTexts:
-    """Decodes tokens with the first tokenizer that is found in `folders`.
-
-    Usage:
-
-        texts = TokenTexts([run_dir / "model"])
-        pieces = texts.of(rollout.response_ids.tolist())    # None without a tokenizer
-    """
+    """Decodes tokens with the first tokenizer that is found in `folders`."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._files = [folder / "tokenizer.json" for folder in folders]
