@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.sections.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ConfigError, GradientNotFinite, ModelError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
