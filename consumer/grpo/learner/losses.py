@@ -91,7 +91,7 @@ def policy_loss(
     """Return the loss of a micro-batch and its metrics.
 
     The loss is a scalar to be summed over micro-batches; metrics are sums over trained tokens,
-    detached. Per token: the objective, times the correction of `consumer.grpo.learner.importance`, plus
+    detached. Per token: the objective, times the correction of `importance.py`, plus
     kl_coef * KL(policy, reference), minus entropy_coef * entropy; nothing of these for a token that
     the correction drops. `weights`: float32[N] from `token_weights`.
     """

@@ -44,7 +44,7 @@ class TrainController:
 
     `advantages`: the estimator that compares the rollouts of a group or batch, or "gae":
     generalized advantage estimation token by token, which needs a `critic`.
-    `overlong_buffer_tokens`: see `consumer.grpo.learner.advantages`. Raises ConfigError where these do
+    `overlong_buffer_tokens`: see `advantages.py`. Raises ConfigError where these do
     not fit together.
 
         controller = TrainController(Learner(model_dir, LearnerConfig()), "grpo")
