@@ -6,7 +6,7 @@ FUZZ_S ?= 300
 SOAK_S ?= 3600
 TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
-SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/buffer/config tests/buffer/query/test_query.py tests/buffer/weights \
+SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
 	tests/consumer/grpo/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help
@@ -36,8 +36,8 @@ model-check: setup ## every interleaving of small histories of the scripts, with
 	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
 
 .PHONY: chaos-damage
-chaos-damage: setup ## every kind of key of a live run deleted, and given another type: repaired, and continued; with REGENERATE=1: made again; 25 minutes; the table: build/chaos/damage.md
-	@$(PY) -m tests.chaos --damage $(if $(REGENERATE),--regenerate) --faults 0 --seed $(or $(SEED),1)
+chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes; the table: build/chaos/damage.md
+	@$(PY) -m tests.chaos --damage --faults 0 --seed $(or $(SEED),1)
 
 .PHONY: chaos-deaths
 chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes

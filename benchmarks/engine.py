@@ -22,8 +22,6 @@ import numpy as np
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.rollouts import wire
@@ -31,14 +29,16 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import load_tokenizer
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
 from producer_workers.judges.load import load_judge
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "math"

@@ -23,16 +23,16 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.config.sections.engine import TransformersConfig
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.model_state.weights_folder import snapshot_weights
 from consumer.grpo.model_state.weights_snapshot import HostBuffers
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.handle.ranks import ALONE
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
 

@@ -25,18 +25,18 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
-from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
+from consumer.config.learner import LearnerConfig
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, warm_start
 from producer_workers.agent_loops.tokenizer import load_tokenizer
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 

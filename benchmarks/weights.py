@@ -20,8 +20,6 @@ import torch
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -31,12 +29,13 @@ from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import ControlledEngine
-from producer_workers.worker.weight_updates import WeightSource
+from producer_workers.worker.weight_updates import WeightUpdates
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),
@@ -87,7 +86,7 @@ async def _compare(
             for name, way in ways.items():
                 inbox = Inbox()
                 inbox.open()
-                controlled = ControlledEngine(engine, WeightSource(run), inbox)
+                controlled = WeightUpdates(run, engine, inbox)
                 seconds = await _update(
                     controlled, inbox, way, PolicyVersion(name.lower(), number), save
                 )
@@ -103,7 +102,7 @@ async def _compare(
 
 
 async def _update(
-    controlled: ControlledEngine,
+    controlled: WeightUpdates,
     inbox: Inbox,
     way: WeightsSender,
     version: PolicyVersion,

@@ -18,7 +18,7 @@ from buffer.control.setting_change import change_settings
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunDamaged, RunError, RunExists, RunNotFound
+from buffer.errors import RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.janitor import Janitor
@@ -56,7 +56,6 @@ from buffer.run_fields import (
     require_schema,
     settings_for,
     settings_left,
-    without_copy,
     without_meta,
 )
 from buffer.snapshot.folder import SnapshotFacts
@@ -193,26 +192,7 @@ class Run:
         """
         keys = Keys(name)
         store = store.at(keys.meta)
-        return cls._with(store, name, *read_settings(store, keys, keys.meta))
-
-    @classmethod
-    def open_damaged(cls, store: Store, name: str) -> Run:
-        """Open a run for its check and repair: by the copy of its settings if it must be.
-
-        Raises RunNotFound, SchemaVersionError, and RunDamaged where neither can be read.
-        """
-        keys = Keys(name)
-        store = store.at(keys.meta)
-        try:
-            return cls.open(store, name)
-        except RunDamaged as error:
-            try:
-                return cls._with(store, name, *read_settings(store, keys, keys.meta_copy))
-            except RunError:
-                raise without_copy(keys, error) from error
-
-    @classmethod
-    def _with(cls, store: Store, name: str, meta: dict[str, str], limits: RunLimits) -> Run:
+        meta, limits = read_settings(store, keys)
         run = cls(store, name, meta["nonce"], limits)
         run.settings = SettingsRecord.from_meta(meta)
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))

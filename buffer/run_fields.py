@@ -19,19 +19,19 @@ def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     return text_fields(raw)
 
 
-def read_settings(store: Store, keys: Keys, key: str) -> tuple[dict[str, str], RunLimits]:
-    """Return the fields of `meta`, or of its copy, and the limits in them.
+def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
+    """Return the fields of `meta`, and the limits in them.
 
     Raises RunNotFound, SchemaVersionError, RunDamaged.
     """
-    meta = read_hash(store, "open run", key)
+    meta = read_hash(store, "open run", keys.meta)
     if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
         # a run that was created between these two reads has both
-        meta = read_hash(store, "open run", key)
+        meta = read_hash(store, "open run", keys.meta)
         if not meta:
             raise without_meta(keys)
     require_schema(keys.run, meta)
-    return meta, limits_in(key, meta)
+    return meta, limits_in(keys.meta, meta)
 
 
 def settings_left(
@@ -45,15 +45,14 @@ def settings_left(
 ) -> Continuation:
     """Return the settings of a run that is made again at `step`: what is left, with these limits.
 
-    Where neither `meta` nor its copy can be read, they are those of a new run.
+    Where `meta` cannot be read, they are those of a new run.
     """
-    for key in (keys.meta, keys.meta_copy):
-        try:
-            meta = read_hash(store, "create run", key)
-        except RunDamaged:
-            continue
-        if meta.get("nonce") == nonce and are_settings(meta):
-            return continue_run(keys.run, meta, limits, origin, step, start)
+    try:
+        meta = read_hash(store, "create run", keys.meta)
+    except RunDamaged:
+        meta = {}
+    if meta.get("nonce") == nonce and are_settings(meta):
+        return continue_run(keys.run, meta, limits, origin, step, start)
     return begin_run(limits, origin, start)
 
 
@@ -61,17 +60,7 @@ def without_meta(keys: Keys) -> RunDamaged:
     """Return the error of a run whose `meta` is gone, and which is not a new run."""
     return RunDamaged(
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
-        hint=f"stop all processes of the run; `rolloutmq fsck --repair --run {keys.run}` restores "
-        f"it from {keys.meta_copy}",
-    )
-
-
-def without_copy(keys: Keys, error: RunDamaged) -> RunDamaged:
-    """Return the error of a run whose settings cannot be read, and neither can their copy."""
-    return RunDamaged(
-        f"{error.message}, and {keys.meta_copy} cannot be read either",
-        hint=f"restore the data of the server; or delete {keys.meta}, {keys.meta_copy} and "
-        f"{keys.control}, then run `rolloutmq create CONFIG` and `rolloutmq fsck --repair`",
+        hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest checkpoint",
     )
 
 

@@ -19,19 +19,19 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.handle.batch import Batch
 from consumer.handle.torch_dataset import padded_tensors
 from examples.plain_loop import fit, grpo_loss
+from rolloutmq.config.config import Config
 
 MAX_BYTES = 100 << 20
 """Largest accepted image file."""
 
 
-def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from buffer.config.config import TrainingConfig
 from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
@@ -27,11 +26,12 @@ from consumer.grpo.reporting.step_log import StepWriter
 from consumer.handle.publication import open_sender, published
 from consumer.handle.ranks import ALONE, select_device
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
 
 STATE = "state.safetensors"
 
 
-def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step. The process may be killed at any line."""
     device = select_device(config.trainer.device, ALONE)
     learner = Learner(model_dir, config.learner, device=device, seed=config.run.seed)
@@ -93,7 +93,7 @@ def train_on(controller: TrainController, groups: Sequence[RolloutGroup]) -> dic
     return metrics | {"rewards/mean": sum(scores) / len(scores)}
 
 
-def evaluate(consumer: RolloutConsumer, config: TrainingConfig, log: StepWriter) -> None:
+def evaluate(consumer: RolloutConsumer, config: Config, log: StepWriter) -> None:
     """Evaluate the newest weights on every evaluation task."""
     for name in (name for name, task in config.tasks.items() if task.eval_of):
         metrics = Evaluator().evaluate(consumer.evaluate(name, config.evaluation_size(name)))

@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.ids import new_nonce
@@ -35,13 +33,15 @@ from buffer.weights.shared_folder import FolderSender
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
@@ -29,19 +28,20 @@ from consumer.handle.batch import Batch
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.torch_dataset import BatchDataset, padded_tensors
+from rolloutmq.config.config import Config
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """Return the loss of a batch, and the metrics to log."""
 
 
-def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step. The process may be killed at any line."""
     fit(run, config, model_dir, load_model(model_dir), batch_loss, take_over)
 
 
 def fit(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     model: Any,
     batch_loss: Loss,
@@ -112,7 +112,7 @@ def fit(
     consumer.close()
 
 
-def check_temperature(config: TrainingConfig) -> None:
+def check_temperature(config: Config) -> None:
     """Raise ConfigError where rollouts are not sampled from the distribution of `grpo_loss`."""
     for name in config.training_tasks:
         if (sampled := config.tasks[name].sample.temperature) != 1:

@@ -28,7 +28,6 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.rollouts.group import RolloutGroup
@@ -40,6 +39,7 @@ from consumer.handle.batch import Batch
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from examples.plain_loop import check_temperature
+from rolloutmq.config.config import Config
 
 POSITION = "rolloutmq.json"
 """Name of the position's file in TRL's checkpoint folders; a folder without it is incomplete."""
@@ -48,7 +48,7 @@ POSITION = "rolloutmq.json"
 class QueueRollouts:
     """Represents TRL's rollout worker and its queue: `get` returns the next rollout of the run."""
 
-    def __init__(self, consumer: RolloutConsumer, run: Run, config: TrainingConfig) -> None:
+    def __init__(self, consumer: RolloutConsumer, run: Run, config: Config) -> None:
         self.rollout_buffer = self
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.taken: deque[Batch] = deque()
@@ -152,7 +152,7 @@ class PublishedWeights:
     """Represents TRL's weight transfer: a version of the run's weights for each that it sends."""
 
     def __init__(
-        self, consumer: RolloutConsumer, run: Run, config: TrainingConfig, position: Position
+        self, consumer: RolloutConsumer, run: Run, config: Config, position: Position
     ) -> None:
         self.trainer: AsyncGRPOTrainer = None
         """assigned once it is made: it needs this object first"""
@@ -206,7 +206,7 @@ class Commits(TrainerCallback):  # type: ignore[misc]
         consumer: RolloutConsumer,
         position: Position,
         rollouts: QueueRollouts,
-        config: TrainingConfig,
+        config: Config,
     ) -> None:
         self._consumer = consumer
         self._position = position
@@ -232,7 +232,7 @@ class Commits(TrainerCallback):  # type: ignore[misc]
         self._consumer.commit(self._position.step, keep=complete_checkpoints(folder)[0])
 
 
-def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from TRL's newest checkpoint to the last step of the plan."""
     check_temperature(config)
     _check_staleness(run, config)
@@ -275,7 +275,7 @@ def complete_checkpoints(folder: Path) -> list[int]:
     return sorted(int(file.parent.name.rpartition("-")[2]) for file in files)
 
 
-def batch_rollouts(config: TrainingConfig) -> int:
+def batch_rollouts(config: Config) -> int:
     """Return the rollouts of a batch. Raises ConfigError where the tasks' groups differ in size."""
     sizes = {config.tasks[name].prompt_repeat_k for name in config.training_tasks}
     if len(sizes) > 1:
@@ -287,7 +287,7 @@ def batch_rollouts(config: TrainingConfig) -> int:
     return config.plan.batch_size * sizes.pop()
 
 
-def _check_group_sizes(run: Run, config: TrainingConfig) -> None:
+def _check_group_sizes(run: Run, config: Config) -> None:
     """Refuse a prompt_repeat_k that was edited while groups of another size are to be trained."""
     for task in config.training_tasks:
         size = config.tasks[task].prompt_repeat_k
@@ -301,7 +301,7 @@ def _check_group_sizes(run: Run, config: TrainingConfig) -> None:
             )
 
 
-def _check_staleness(run: Run, config: TrainingConfig) -> None:
+def _check_staleness(run: Run, config: Config) -> None:
     """Refuse limits that TRL cannot keep, which reads a micro-batch before the next update."""
     interval = config.policy.sync_weights_interval
     for task in run.limits.training_tasks:
@@ -313,7 +313,7 @@ def _check_staleness(run: Run, config: TrainingConfig) -> None:
             )
 
 
-def _arguments(config: TrainingConfig, folder: Path, steps: int) -> AsyncGRPOConfig:
+def _arguments(config: Config, folder: Path, steps: int) -> AsyncGRPOConfig:
     rollouts = batch_rollouts(config)
     micro_batch = _micro_batch(config, rollouts)
     on_gpu = torch.cuda.is_available()
@@ -339,7 +339,7 @@ def _arguments(config: TrainingConfig, folder: Path, steps: int) -> AsyncGRPOCon
     )
 
 
-def _micro_batch(config: TrainingConfig, rollouts: int) -> int:
+def _micro_batch(config: Config, rollouts: int) -> int:
     """Return the largest divisor of `rollouts` whose responses fit the token budget."""
     longest = max(config.tasks[name].sample.max_tokens for name in config.training_tasks)
     fitting = max(1, config.learner.token_budget // longest)

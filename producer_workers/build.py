@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.config.config import ProducingConfig
-from buffer.config.fingerprint import origin_of
-from buffer.config.sections.dataset import ImagesSection
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.strategy import FILTERS
-from buffer.config.sections.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
+from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.config.dataset import ImagesSection
+from producer_workers.config.engine import VllmConfig
+from producer_workers.config.producing import ProducingConfig
+from producer_workers.config.strategy import FILTERS
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -50,8 +50,7 @@ from producer_workers.producer.strategy import load_should_continue, strategies_
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_border import GroupFilter, load_sample_filter
+from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
 
@@ -60,7 +59,7 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
+def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> AgentLoopManager:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
@@ -83,7 +82,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
         curriculum=_curriculum(config, run),
-        origin=origin_of(config, config.model_folder),
+        origin=origin,
     )
 
 
@@ -276,7 +275,6 @@ def _make_runner(
         _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
-        run.observers,
     )
 
 

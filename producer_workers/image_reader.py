@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
 from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.rollouts.rollout import MediaRef
+from producer_workers.config.dataset import ImagesSection
 from producer_workers.images import load_image
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
 from buffer.model.byte_size import format_size
 from buffer.model.extras import install_command
+from producer_workers.config.dataset import ImagesSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image

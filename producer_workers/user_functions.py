@@ -6,22 +6,22 @@ be imported is reported before they begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from buffer.config.config import ProducingConfig
-from buffer.config.sections.sandbox import BUBBLEWRAP, is_url
-from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError, raise_together
-from buffer.model.dotted_path import check_module, is_dotted_path, load_object
+from buffer.model.dotted_path import is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
+from producer_workers.config.producing import ProducingConfig
+from producer_workers.config.sandbox import BUBBLEWRAP, is_url
+from producer_workers.config.task import TaskSection
 from producer_workers.judges.load import load_judge
 from producer_workers.producer.curriculum import load_weight_function
 from producer_workers.producer.strategy import load_should_continue
 from producer_workers.user_code.sandbox import check_sandbox
-from producer_workers.worker.loop_border import load_sample_filter
+from producer_workers.worker.task_runner import load_sample_filter
 
 _NAMED_OPTIONS = ("agent", "environment", "tools")
 """The options of agent loops that name functions and classes."""
@@ -35,14 +35,10 @@ class NamedFunction(NamedTuple):
     """raises ConfigError"""
 
 
-def check_functions(config: ProducingConfig, *, for_judges: bool) -> None:
-    """Import everything of the user's that the config names.
-
-    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports. Raises
-    ConfigError, which names everything that cannot be imported.
-    """
+def check_functions(functions: Iterable[NamedFunction]) -> None:
+    """Import them. Raises ConfigError, which names everything that cannot be imported."""
     errors = []
-    for function in named_functions(config, for_judges=for_judges):
+    for function in functions:
         try:
             function.load()
         except ConfigError as error:
@@ -51,7 +47,10 @@ def check_functions(config: ProducingConfig, *, for_judges: bool) -> None:
 
 
 def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list[NamedFunction]:
-    """Return everything of the user's that the config names, each name once."""
+    """Return everything of the user's that a worker or the producer imports, each name once.
+
+    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports.
+    """
     found = [*_of_the_run(config)]
     for name, task in config.tasks.items():
         found += _of_a_task(config, name, task, for_judges=for_judges)
@@ -59,10 +58,6 @@ def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list
 
 
 def _of_the_run(config: ProducingConfig) -> Iterator[NamedFunction]:
-    if loop := config.trainer.loop:
-        yield NamedFunction(
-            f"[trainer] loop = {loop}", partial(check_module, loop, kind="trainer loop")
-        )
     if curriculum := config.plan.curriculum:
         yield NamedFunction(
             f"[plan] curriculum = {curriculum}", partial(load_weight_function, curriculum)

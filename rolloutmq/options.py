@@ -253,16 +253,10 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
 
 
 @contextmanager
-def open_target(
-    redis_url: str | None, run_dir: Path | None, run: str | None, *, damaged: bool = False
-) -> Iterator[Target]:
-    """Open the run that the options select. Raises RunNotFound and ConfigError.
-
-    A `damaged` one may be opened by the copy of its settings.
-    """
+def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) -> Iterator[Target]:
+    """Open the run that the options select. Raises RunNotFound and ConfigError."""
     with open_server(redis_url, run_dir) as (store, address):
-        open_run = Run.open_damaged if damaged else Run.open
-        opened = open_run(store, choose_run(store, run))
+        opened = Run.open(store, choose_run(store, run))
         yield Target(opened, _folder_of(opened, address.run_dir))
 
 

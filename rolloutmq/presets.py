@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from buffer.config.config import ConfigFile
-from buffer.config.load import load_config
 from buffer.errors import ConfigError
-
-C = TypeVar("C", bound=ConfigFile)
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -44,11 +41,11 @@ def find_config(path: Path) -> Path:
     )
 
 
-def open_config(model: type[C], path: Path, overrides: Sequence[str] | None = None) -> C:
+def open_config(path: Path, overrides: Sequence[str] | None = None) -> Config:
     """Read the config of a run. What this process and its children write has [run] umask then.
 
     Raises ConfigError.
     """
-    config = load_config(model, find_config(path), overrides or [])
+    config = load_config(find_config(path), overrides or [])
     os.umask(config.run.mask)
     return config

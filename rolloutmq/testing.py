@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import RolloutMQError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -28,6 +26,8 @@ from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
@@ -35,7 +35,7 @@ from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"

@@ -67,7 +67,7 @@ gc.disable()
 TESTS = Path(__file__).parent
 SHORT = (
     "buffer/model",
-    "buffer/config",
+    "rolloutmq/config",
     "buffer/weights",
     "producer_workers/datasets",
 )

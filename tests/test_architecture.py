@@ -101,7 +101,7 @@ def test_who_loads_code_by_name_is_known() -> None:
         "producer_workers/datasets/contained_dataset.py",
         "producer_workers/datasets/open.py",
         "producer_workers/datasets/records.py",
-        "producer_workers/worker/loop_border.py",
+        "producer_workers/worker/task_runner.py",
         "producer_workers/judges/load.py",
         "producer_workers/producer/curriculum.py",
         "producer_workers/producer/strategy.py",

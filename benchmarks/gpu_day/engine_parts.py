@@ -20,16 +20,16 @@ from benchmarks.gpu_day.shapes import SHAPES, build_model
 from benchmarks.publication import update
 from benchmarks.server import memory_server
 from benchmarks.updates import Update, WatchedUpdates, figures_of
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
 from buffer.model.ids import group_id
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.shared_folder import FolderSender
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_snapshot import HostBuffers
 from consumer.grpo.models.model_folder import load_model
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 

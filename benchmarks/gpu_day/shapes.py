@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import save_model
 from consumer.grpo.models.tiny_model import architecture, build_tokenizer
 

@@ -14,9 +14,9 @@ import torch
 from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import random_groups
 from benchmarks.gpu_day.shapes import SHAPES, build_model
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy import vocabulary_projection

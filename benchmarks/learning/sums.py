@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, warm_start
 

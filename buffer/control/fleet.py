@@ -31,8 +31,8 @@ NO_TOKENS: Mapping[Job, PolicyVersion] = {}
 class HeartbeatReply:
     """The reply to a heartbeat: the control state, and the jobs to stop.
 
-    `lost` are jobs whose leases are lost, `doomed` those that can serve no train step any more. If
-    the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
+    `lost` are jobs whose leases are lost, `expiring` those that can serve no train step any more.
+    If the server has forgotten the worker, `known` is False, `control` None, and all are lost.
     `limits`: the stamp of the run's limits, for `Run.adopt_limits`. `is_agreed`: worker and server
     did not differ on what is held.
     """
@@ -41,7 +41,7 @@ class HeartbeatReply:
     control: ControlState | None
     lost: tuple[Job, ...]
     limits: LimitsStamp
-    doomed: tuple[Job, ...] = ()
+    expiring: tuple[Job, ...] = ()
     is_agreed: bool = True
 
 
@@ -151,12 +151,12 @@ class Fleet:
                 return HeartbeatReply(False, None, tuple(held), limits)
             case [code, *fields]:
                 old = {ages[int(n) - 1][2:] for n in fields[len(STATE_FIELDS) :]}
-                doomed = tuple(job for job in oldest if self._age(job, oldest[job]) in old)
+                expiring = tuple(job for job in oldest if self._age(job, oldest[job]) in old)
                 lost = self._reconcile(worker, nonce, held) if code == "DIFFERS" else ()
                 if lost is None:
                     return HeartbeatReply(False, None, tuple(held), limits)
                 return HeartbeatReply(
-                    True, ControlState.parse(fields), lost, limits, doomed, is_agreed=code == "OK"
+                    True, ControlState.parse(fields), lost, limits, expiring, is_agreed=code == "OK"
                 )
             case _:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field
 
-from buffer.config.checks.problems import FIXED
-from buffer.config.sections.section import Section
+from buffer.config.problems import FIXED
+from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.model.settings_record import TASK, task_of

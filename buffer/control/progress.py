@@ -120,7 +120,7 @@ class Leftovers:
     aborted: int
     expired: int
     waiting: int = 0
-    doomed: int = 0
+    expiring: int = 0
     """waiting and running groups that can serve no train step any more"""
 
 
@@ -153,7 +153,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     Raises RunDamaged for a counter that cannot be read.
     """
     tasks = list(thresholds)
-    # of a batch that is taken meanwhile, fewer groups are counted as doomed, and too little started
+    # of a batch that is taken meanwhile, fewer groups count as expiring, and too little starts
     steps = ("HMGET", keys.ledger("train"), "taken", "awaits")
     (before,) = store.each("progress", [steps], "control")
     step = next_step(*_steps(keys, before))
@@ -185,7 +185,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
             task: Leftovers(
                 **dict(zip(POOLS, part[2:pooled], strict=True)),
                 waiting=sum(part[pooled:]),
-                doomed=part[0],
+                expiring=part[0],
             )
             for task, part in parts.items()
         },

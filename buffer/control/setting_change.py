@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.config.load import key_path, parse_settings
+from buffer.config.assignments import key_path, parse_settings
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings, differences
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits

@@ -9,18 +9,17 @@ instant: paging through two live sets would report false losses.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
-from buffer.ledger.field_check import FieldCheck
-from buffer.ledger.key_check import FoundKey, KeyCheck
+from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
-from buffer.model.damage import Damage, DamageKind
+from buffer.model.damage import Damage
 from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.redis.key_fields import text_fields, wrong_fields
@@ -111,23 +110,23 @@ class TaskAccount:
         """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        """Yield (field of `progress`, sentence) for each pair of counts that disagree."""
-        total = sum(self.stages.values())
-        if total != self.total:
-            put = f" and {self.put} put" if self.put else ""
-            imported = f" and {self.imported} imported" if self.imported else ""
-            entered = f"{self.enqueued} enqueued{put}{imported}"
-            yield "enqueued", f"{self.task}: {entered}, but {total} in all stages"
+    def faults(self, keys: Keys) -> Iterator[Damage]:
+        """Yield each pair of counts that disagree."""
+        task, progress = self.task, keys.progress(self.task)
+        in_stages = sum(self.stages.values())
+        if in_stages != self.total:
+            added = ((self.put, "put"), (self.imported, "imported"))
+            counts = [f"{self.enqueued} enqueued", *(f"{n} {how}" for n, how in added if n)]
+            text = f"{task}: {' and '.join(counts)}, but {in_stages} in all stages"
+            yield Damage(text, progress)
         if self.enqueued != self.cursor + self.reentered:
-            cursor = (
-                f"{self.cursor}, {self.reentered} ahead of it" if self.reentered else self.cursor
-            )
-            yield "cursor", f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
+            text = f"{task}: {self.enqueued} enqueued, but the cursor is at {self.cursor}"
+            text += f", {self.reentered} ahead of it" if self.reentered else ""
+            yield Damage(text, progress)
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
-            counted = getattr(self, end)
-            if bits != counted:
-                yield end, f"{self.task}: {counted} counted as {end}, {bits} in the bitmap"
+            if bits != (counted := getattr(self, end)):
+                text = f"{task}: {counted} counted as {end}, {bits} in the bitmap"
+                yield Damage(text, keys.ended(task, end))
 
 
 @dataclass(slots=True)
@@ -149,30 +148,30 @@ class FsckReport:
     @property
     def faults(self) -> list[str]:
         """Return in a sentence each what is wrong beside lost and doubled groups."""
-        return [
-            found.text
-            for found in self.damage
-            if found.kind not in (DamageKind.LOST, DamageKind.DOUBLED)
-        ]
+        return [found.text for found in self.damage if found.kind == "fault"]
 
     @property
     def lost(self) -> list[str]:
         """Return the ids of groups that are in no stage."""
-        return [found.gid for found in self.damage if found.kind is DamageKind.LOST]
+        return [found.gid for found in self.damage if found.kind == "lost"]
 
     @property
     def doubled(self) -> list[str]:
         """Return the groups that are in two stages or batches, and in which."""
-        return [found.text for found in self.damage if found.kind is DamageKind.DOUBLED]
+        return [found.text for found in self.damage if found.kind == "doubled"]
+
+    def collect(self, what: str, damage: Iterable[Damage]) -> None:
+        """Add what a check yields; damage that ends the check itself is reported, too."""
+        try:
+            self.damage.extend(damage)
+        except StoreUnavailable:
+            raise
+        except (RunError, StoreError, ConfigError) as error:
+            self.damage.append(Damage(f"{what} could not be checked: {error.message}"))
 
 
 class Account:
-    """Reads the account of one run; changes nothing.
-
-    Usage:
-        audit = account.fsck()
-        assert audit.clean, (audit.faults, audit.lost, audit.doubled)
-    """
+    """Reads the account of one run; changes nothing."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -188,158 +187,150 @@ class Account:
         )
         leases, letters, came, went, *rows = (int(number) for number in reply[1:])
         tasks = [_task(name, rows[i * _WIDTH : (i + 1) * _WIDTH]) for i, name in enumerate(names)]
-        audit = FsckReport(tasks, leases=leases, bytes=ByteCount(came, went))
-        audit.damage = [damage for task in tasks for damage in self._miscounts(task)]
+        report = FsckReport(tasks, leases=leases, bytes=ByteCount(came, went))
+        for task in tasks:
+            report.damage.extend(task.faults(keys))
         running = sum(task.running for task in tasks)
         dead = sum(task.dead for task in tasks)
         if running != leases:
             text = f"{running} groups counted as running, workers hold {leases}"
-            audit.damage.append(Damage(DamageKind.COUNT, text, keys.leases))
+            report.damage.append(Damage(text, keys.leases))
         if dead != letters:
             text = f"{dead} groups counted as dead, {letters} dead letters"
-            audit.damage.append(Damage(DamageKind.COUNT, text, keys.dead))
-        return audit
-
-    def _miscounts(self, task: TaskAccount) -> Iterator[Damage]:
-        for name, text in task.faults():
-            is_end = name in ENDS
-            key = self._keys.ended(task.task, name) if is_end else self._keys.progress(task.task)
-            yield Damage(DamageKind.COUNT, text, key, field=name, task=task.task)
-
-    def fsck(self) -> FsckReport:
-        """Check every key: its name, type and fields, every draw, manifest, record, lease and byte.
-
-        Works on a live run, and never ends because of what it finds.
-        """
-        store, keys, limits = self._store, self._keys, self._limits
-        audit = FsckReport([], leases=0, bytes=ByteCount(0, 0))
-        key_check = KeyCheck(store, keys, limits)
-        found = list(key_check.walk())
-        audit.damage += key_check.damage(found)
-        checks = {
-            "the fields": FieldCheck(store, keys, limits, found).damage(),
-            "the totals": self._check_draws(audit),
-            "the manifests of training": self._check_manifests("train"),
-            "the manifests of evaluations": self._check_manifests("eval"),
-            "what workers hold": self._check_holds(found),
-            "the records": self._check_records(found),
-        }
-        for what, damage in checks.items():
-            _collect(audit, what, damage)
-        return audit
-
-    def spot_check(self) -> list[Damage]:
-        """Check the ledger of training and the newest draws of each task.
-
-        The cost does not grow with the run.
-        """
-        audit = FsckReport([], leases=0, bytes=ByteCount(0, 0))
-        key = self._keys.ledger("train")
-        _collect(audit, "the ledger", wrong_fields("ledger", key, self._ledger_fields(key)))
-        for task in self.totals().tasks:
-            newest = range(max(0, task.drawn - SLICE), task.drawn)
-            gids = [group_id(task.task, draw) for draw in newest]
-            _collect(audit, f"the draws of {task.task}", self._check(gids, task.cursor))
-        return audit.damage
-
-    def _ledger_fields(self, key: str) -> dict[str, str]:
-        found: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
-        return text_fields(found)
-
-    def _check_draws(self, audit: FsckReport) -> Iterator[Damage]:
-        """Count all groups into `audit`, and yield what is wrong with the counts and draws."""
-        totals = self.totals()
-        audit.tasks, audit.leases, audit.bytes = totals.tasks, totals.leases, totals.bytes
-        yield from totals.damage
-        for task in totals.tasks:
-            draws = chain(
-                range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.added_by_hand)
-            )
-            while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
-                audit.checked += len(gids)
-                yield from self._check(gids, task.cursor)
-            if sum(task.stages.values()) != task.total:
-                yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
-
-    def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
-        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
-            task, draw = split_group_id(gid)
-            # a draw from the cursor on need not have entered yet
-            if not stages and not cursor <= draw < IMPORTED_FROM:
-                key = self._keys.group(gid)
-                yield Damage(DamageKind.LOST, f"{gid} is in no stage", key, task=task, gid=gid)
-            elif len(stages) > 1:
-                yield _doubled(gid, ", ".join(stages))
+            report.damage.append(Damage(text, keys.dead))
+        return report
 
     def stages(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
         return self.stages_of([group_id(task, draw)])[0]
 
     def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
-        """Return the stages of each group, in one round trip.
+        """Return the stages of each group.
 
         Each group is checked at one instant, but not all of them at the same one.
         """
-        replies = self._store.call_many("check", [self._check_call(gid) for gid in gids])
-        return [[str(stage) for stage in stages] for _ok, _recorded, *stages in replies]
+        calls: list[tuple[SlotKeys, dict[str, Arg]]] = []
+        for gid in gids:
+            task, draw = split_group_id(gid)
+            calls.append((self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}))
+        found: list[list[str]] = []
+        for start in range(0, len(calls), SLICE):
+            replies = self._store.call_many("check", calls[start : start + SLICE])
+            found += [[str(stage) for stage in stages] for _ok, _recorded, *stages in replies]
+        return found
 
-    def _check_call(self, gid: str) -> tuple[SlotKeys, dict[str, Arg]]:
-        task, draw = split_group_id(gid)
-        return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
+    # -- fsck ------------------------------------------------------------------------------------
 
-    def _check_holds(self, found: Sequence[FoundKey]) -> Iterator[Damage]:
+    def fsck(self, advance: Callable[[int, int], object] = lambda done, total: None) -> FsckReport:
+        """Check every key: its name, type and fields, every draw, manifest, record, lease and byte.
+
+        Works on a live run, and never ends because of what it finds. `advance` gets the number of
+        draws that were checked, and of all.
+        """
+        report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
+        keys = KeyCheck(self._store, self._keys, self._limits)
+        report.damage.extend(keys.damage())
+        report.collect("the fields", keys.fields())
+        report.collect("the totals", self._check_draws(report, advance))
+        report.collect("the manifests of training", self._check_manifests("train"))
+        report.collect("the manifests of evaluations", self._check_manifests("eval"))
+        report.collect("what workers hold", self._check_leases(keys))
+        report.collect("the records", self._check_records(keys))
+        return report
+
+    def spot_check(self) -> list[Damage]:
+        """Check the ledger of training and the newest draws of each task.
+
+        The cost does not grow with the run.
+        """
+        report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
+        key = self._keys.ledger("train")
+        fields: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
+        report.collect("the ledger", wrong_fields("ledger", key, text_fields(fields)))
+        for task in self.totals().tasks:
+            newest = range(max(0, task.drawn - SLICE), task.drawn)
+            gids = [group_id(task.task, draw) for draw in newest]
+            report.collect(f"the draws of {task.task}", self._check(gids, task.cursor))
+        return report.damage
+
+    def _check_draws(
+        self, report: FsckReport, advance: Callable[[int, int], object]
+    ) -> Iterator[Damage]:
+        """Count all groups into `report`, and yield what is wrong with the counts and draws."""
+        totals = self.totals()
+        report.tasks, report.leases, report.bytes = totals.tasks, totals.leases, totals.bytes
+        yield from totals.damage
+        number = sum(task.drawn + task.added_by_hand for task in totals.tasks)
+        for task in totals.tasks:
+            added = range(IMPORTED_FROM, IMPORTED_FROM + task.added_by_hand)
+            draws = chain(range(task.drawn), added)
+            while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
+                report.checked += len(gids)
+                yield from self._check(gids, task.cursor)
+                advance(report.checked, number)
+            if sum(task.stages.values()) != task.total:
+                yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
+
+    def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
+        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
+            _, draw = split_group_id(gid)
+            # a draw from the cursor on need not have entered yet
+            if not stages and not cursor <= draw < IMPORTED_FROM:
+                yield Damage(f"{gid} is in no stage", self._keys.group(gid), gid, "lost")
+            elif len(stages) > 1:
+                yield _doubled(gid, ", ".join(stages))
+
+    def _check_leases(self, found: KeyCheck) -> Iterator[Damage]:
         """Yield what is wrong with what workers hold, each worker at one instant."""
         keys = self._keys
         listed = self._store.each(
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
         )
         known = {worker.decode(errors="replace") for members in listed for worker in members}
-        holders = {each.name.removeprefix("holds:") for each in found if each.kind == "holds"}
-        workers = sorted(filter(NAME.fullmatch, known | holders))
+        workers = sorted(filter(NAME.fullmatch, known | found.of_kind("holds").keys()))
         calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
         replies = self._store.call_many("check_holds", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
-            for fault in faults:
-                yield Damage(DamageKind.HOLDS, fault, keys.holds(worker))
+            yield from (Damage(fault, keys.holds(worker)) for fault in faults)
         for worker in sorted(known - set(workers)):
             text = f"{worker!r} in {keys.leases} or {keys.workers} is no worker"
-            yield Damage(DamageKind.INDEX, text, keys.leases, field=worker)
+            yield Damage(text, keys.leases)
 
     def _check_manifests(self, name: str) -> Iterator[Damage]:
         """Yield what is wrong with the batches that are not archived, and those that are kept."""
         ledger = BatchLedger(self._store, self._keys, self._limits, name)
-        archived = ledger.archive.steps()
+        oldest = ledger.archive.steps().start
         steps = ledger.steps()
         seen: Counter[str] = Counter()
-        for step in range(archived.start, steps.taken + 1):
+        for step in range(oldest, steps.taken + 1):
             key = self._keys.batch(name, step)
             try:
                 manifest = ledger.manifest(step)
             except RunDamaged as error:
-                yield Damage(DamageKind.MANIFEST, error.message, key, step=step)
+                yield Damage(error.message, key)
                 continue
             # archived ones are gone after a loss of data; their bytes show if they should not be
-            if manifest is None and step > ledger.steps().freed:
-                text = f"the manifest of {name} step {step} is gone"
-                yield Damage(DamageKind.MANIFEST, text, key, step=step)
-            if manifest and manifest.archived and step > ledger.steps().freed:
-                text = f"batch {step} of {name} is archived, and {ledger.steps()} says otherwise"
-                yield Damage(DamageKind.STEPS, text, self._keys.ledger(name))
+            if (manifest is None or manifest.archived) and step > ledger.steps().freed:
+                is_gone = manifest is None
+                text = "is gone" if is_gone else f"is archived, and {ledger.steps()} says otherwise"
+                text = f"the manifest of {name} step {step} {text}"
+                yield Damage(text, key if is_gone else self._keys.ledger(name))
             # the oldest archived batch may be freed in part
-            if manifest and not manifest.is_complete and step != archived.start:
+            if manifest and not manifest.is_complete and step != oldest:
                 text = f"the manifest of {name} step {step} lacks groups: {manifest.header}"
-                yield Damage(DamageKind.MANIFEST, text, key, step=step)
-            if manifest is None or step <= steps.freed:
-                continue
-            seen.update(manifest.gids)
-            stages_of = self._stages_in_slices(manifest.gids)
-            for gid, stages in zip(manifest.gids, stages_of, strict=True):
-                # a group may be archived between the two reads, but never leaves a batch otherwise
-                if stages not in (["taken"], ["archived"]):
-                    yield _doubled(gid, f"batch {step} of {name}; {', '.join(stages) or 'nowhere'}")
+                yield Damage(text, key)
+            if manifest and step > steps.freed:
+                seen.update(manifest.gids)
+                yield from self._check_batch(f"batch {step} of {name}", manifest.gids)
         yield from (_doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
 
-    def _check_records(self, found: Sequence[FoundKey]) -> Iterator[Damage]:
+    def _check_batch(self, batch: str, gids: Sequence[str]) -> Iterator[Damage]:
+        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
+            # a group may be archived between the two reads, but never leaves a batch otherwise
+            if stages not in (["taken"], ["archived"]):
+                yield _doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
+
+    def _check_records(self, found: KeyCheck) -> Iterator[Damage]:
         """Yield what is wrong with records and payloads, and if the count of bytes is.
 
         On a live run the count is a range: bytes that were held throughout are seen once, those
@@ -351,7 +342,7 @@ class Account:
         yield from check.damage()
         # in a cluster, payloads may outlive what a lost node knew of them
         if not self._keys.spread:
-            yield from check.orphans(each.key for each in found if each.kind == "payload")
+            yield from check.orphans(each.key for each in found.of_kind("payload").values())
         after = memory.count()
         least, most = before.came - after.went, after.came - before.went
         if not least <= check.weight <= most:
@@ -359,27 +350,11 @@ class Account:
                 f"{before.held} payload bytes are counted, but the records add up to "
                 f"{check.weight} ({least} to {most} expected)"
             )
-            yield Damage(DamageKind.BYTES, text, self._keys.bytes)
-
-    def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
-        for start in range(0, len(gids), SLICE):
-            yield from self.stages_of(gids[start : start + SLICE])
-
-
-def _collect(audit: FsckReport, what: str, damage: Iterator[Damage]) -> None:
-    """Add what a check yields; damage that ends the check itself is reported, too."""
-    try:
-        audit.damage.extend(damage)
-    except StoreUnavailable:
-        raise
-    except (RunError, StoreError, ConfigError) as error:
-        text = f"{what} could not be checked: {error.message}"
-        audit.damage.append(Damage(DamageKind.UNCHECKED, text))
+            yield Damage(text, self._keys.bytes)
 
 
 def _doubled(gid: str, where: str) -> Damage:
-    task, _ = split_group_id(gid)
-    return Damage(DamageKind.DOUBLED, f"{gid} ({where})", task=task, gid=gid)
+    return Damage(f"{gid} ({where})", gid=gid, kind="doubled")
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:

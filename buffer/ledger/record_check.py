@@ -15,7 +15,7 @@ import orjson
 
 from buffer.groups.record_walk import PAGE, Record, RecordWalk
 from buffer.ledger.archive import Archive
-from buffer.model.damage import Damage, DamageKind
+from buffer.model.damage import Damage
 from buffer.model.ids import GID
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
@@ -29,13 +29,7 @@ _PAYLOAD = re.compile(rf":payload:(?P<gid>{GID.pattern}):(?P<token>[^:]+)")
 
 
 class RecordCheck:
-    """Walks over the records of one run once; see `damage`.
-
-    Usage:
-        check = RecordCheck(store, keys, limits)
-        found = list(check.damage())
-        check.weight, check.payloads
-    """
+    """Walks over the records of one run once; `weight` and `payloads` are complete after that."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -120,49 +114,36 @@ class RecordCheck:
     def _compare(self, task: str, gid: str, record: Record, got: Sequence[Any]) -> Iterator[Damage]:
         keys = self._keys
         there, age, letter, prompt, *sizes = got
-
-        def found(kind: DamageKind, text: str, key: str, field: str = "") -> Damage:
-            return Damage(kind, text, key, field=field, task=task, gid=gid)
-
         stage, version = record["stage"], record["version"]
+        own, ages, reason = keys.group(gid), keys.age(task), keys.dead_letter(gid)
         if (record["task"], int(record["draw"])) != (task, int(gid[-10:])):
             text = f"the record of {gid} says task {record['task']}, draw {record['draw']}"
-            yield found(DamageKind.FIELD, text, keys.group(gid), "draw")
+            yield Damage(text, own, gid)
         if version and "lineage" not in record:
-            text = f"{keys.group(gid)} has no field lineage"
-            yield found(DamageKind.FIELD, text, keys.group(gid), "lineage")
+            yield Damage(f"{own} has no field lineage", own, gid)
         index = str(self._where(task, gid, record)[1])
         if not there and there != 0:
-            yield found(DamageKind.INDEX, f"{index} lacks {gid}, which is {stage}", index)
+            yield Damage(f"{index} lacks {gid}, which is {stage}", index, gid)
         elif stage == "pool" and not self._fits(task, record, float(there)):
             text = f"{index} has {gid} at {float(there):g}, and its version is {version or 'none'}"
-            yield found(DamageKind.INDEX, text, index)
+            yield Damage(text, index, gid)
         is_begun = stage == "waiting" and record["payload"] != "init" and version != ""
         if is_begun and (age is None or float(age) != int(version)):
-            text = f"{keys.age(task)} does not have {gid} at its version {version}"
-            yield found(DamageKind.INDEX, text, keys.age(task))
+            yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
         if stage == "dead" and not _is_letter(letter):
-            key = keys.dead_letter(gid)
-            kind = DamageKind.FIELD if letter else DamageKind.KEY_GONE
             what = "cannot be read" if letter else "is gone"
-            yield found(kind, f"{key}, the reason of a dead letter, {what}", key)
-        yield from self._compare_bytes(gid, record, prompt, sizes)
-
-    def _compare_bytes(
-        self, gid: str, record: Record, prompt: int, sizes: Sequence[int]
-    ) -> Iterator[Damage]:
+            yield Damage(f"{reason}, the reason of a dead letter, {what}", reason, gid)
         if record["prompt"] != "0" and prompt != int(record["prompt"]):
             yield self._of_bytes(gid, "init", prompt, record["prompt"])
         # the bytes of a dead letter may be why it died
         is_whole = sum(sizes) == int(record["size"]) and all(sizes)
-        if record["stage"] != "dead" and not is_whole:
+        if stage != "dead" and not is_whole:
             yield self._of_bytes(gid, record["payload"], sum(sizes), record["size"])
 
     def _of_bytes(self, gid: str, token: str, there: int, wanted: str | int) -> Damage:
         key = self._keys.payload(gid, token)
         text = f"{key} has {there} bytes, and {wanted} are recorded" if there else f"{key} is gone"
-        task = gid.rpartition("-")[0]
-        return Damage(DamageKind.PAYLOAD, text, key, task=task, gid=gid)
+        return Damage(text, key, gid)
 
     def _fits(self, task: str, record: Record, score: float) -> bool:
         """Return whether a group may have this score in its pool; see lua/include/staleness.lua."""
@@ -173,13 +154,12 @@ class RecordCheck:
         return version - int(self._limits.token_lag(task) or 0) <= score <= version
 
     def _of_arrivals(self, task: str) -> Iterator[Damage]:
-        """Yield that the numbers of arrivals would be given again."""
+        """Yield a count of arrivals below a number that a group has: it would be given again."""
         key = self._keys.progress(task)
         counted = self._store.each("arrivals", [("HGET", key, "arrivals")])[0]
         if (counted or b"0").isdigit() and int(counted or 0) < self._last_arrival:
-            text = f"{key} counts {int(counted or 0)} arrivals, and a group is number "
-            text += str(self._last_arrival)
-            yield Damage(DamageKind.COUNT, text, key, field="arrivals", task=task)
+            text = f"{key} counts {int(counted or 0)} arrivals, a group is number"
+            yield Damage(f"{text} {self._last_arrival}", key)
         self._last_arrival = 0
 
     def strangers(self, task: str) -> Iterator[Damage]:
@@ -196,8 +176,7 @@ class RecordCheck:
             for gid, record in zip(gids, self._records(gids), strict=True):
                 if (record.get("stage"), record.get(field)) != (stage, index.rpartition(":")[2]):
                     text = f"{index} has {gid[:80]!r}, and no record says so"
-                    wrong = Damage(DamageKind.INDEX, text, index, task=task, gid=gid)
-                    yield from self._still(gid, record, [wrong])
+                    yield from self._still(gid, record, [Damage(text, index, gid)])
 
     def _of_ages(self, task: str) -> Iterator[Damage]:
         """Yield the groups of the age index that neither wait nor run."""
@@ -209,14 +188,11 @@ class RecordCheck:
             is_right = record.get("stage") in ("waiting", "running")
             if not is_right and self._store.each("ages", [("ZSCORE", key, gid)])[0] is not None:
                 text = f"{key} has {gid}, which neither waits nor runs"
-                wrong = Damage(DamageKind.INDEX, text, key, task=task, gid=gid)
-                yield from self._still(gid, record, [wrong])
+                yield from self._still(gid, record, [Damage(text, key, gid)])
 
     def orphans(self, stored: Iterable[str]) -> Iterator[Damage]:
         """Yield which of the payloads that were `stored` before `damage` nothing names."""
-        listed = self._store.each("orphans", [("SMEMBERS", self._keys.garbage)])[0]
-        texts = [entry.decode(errors="replace").split(" ") for entry in listed]
-        garbage = {self._keys.payload(*text[:2]) for text in texts if len(text) == 3}
+        garbage = {self._keys.payload(gid, token) for gid, token, _ in self._garbage()}
         unnamed = sorted(set(stored) - self.payloads - garbage)
         ages = self._store.each("orphans", [("PTTL", key) for key in unnamed])
         # bytes that no script has accepted expire
@@ -226,9 +202,13 @@ class RecordCheck:
             if match is None or self._is_named(match["gid"], match["token"]):
                 continue
             if self._store.each("orphans", [("EXISTS", key)])[0]:
-                text = f"{key} is kept, and nothing names it"
-                found = Damage(DamageKind.ORPHAN, text, key, task=match["task"], gid=match["gid"])
-                yield found
+                yield Damage(f"{key} is kept, and nothing names it", key, match["gid"])
+
+    def _garbage(self) -> list[list[str]]:
+        """Return the (gid, token, chunks) of the payloads that are to be freed."""
+        listed = self._store.each("orphans", [("SMEMBERS", self._keys.garbage)])[0]
+        entries = [entry.decode(errors="replace").split(" ") for entry in listed]
+        return [entry for entry in entries if len(entry) == 3]
 
     def _is_named(self, gid: str, token: str) -> bool:
         """Return whether a record, a manifest or the garbage names a payload, in this order.
@@ -241,12 +221,11 @@ class RecordCheck:
         archives = (Archive(self._store, self._keys, self._limits, n) for n in ("train", "eval"))
         if any(entry.gid == gid for archive in archives for entry in archive.entries()):
             return True
-        listed = self._store.each("orphans", [("SMEMBERS", self._keys.garbage)])[0]
-        return any(entry.startswith(f"{gid} {token} ".encode()) for entry in listed)
+        return any(entry[:2] == [gid, token] for entry in self._garbage())
 
     def _of_archive(self, archive: Archive) -> Iterator[Damage]:
         """Yield the payloads of archived batches whose bytes are not there."""
-        entries = [ref for entry in archive.entries() if (ref := entry.payload)]
+        entries = [entry.payload for entry in archive.entries()]
         commands = [("STRLEN", key) for ref in entries for key in self._of_ref(ref)]
         answers = iter(self._store.each("archive", commands))
         first = archive.steps().start

@@ -2,9 +2,8 @@
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
 -- reopen 0: a finished run has nothing left to do, and stays finished.
--- include: clock, control_changes, events, numbers, settings
+-- include: clock, control_changes, events, numbers
 -- KEYS meta      HASH
--- KEYS meta_copy HASH
 -- KEYS control   HASH
 -- KEYS ledger    HASH    of the trainer
 -- KEYS events    STREAM
@@ -25,7 +24,7 @@ local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema', 'limits
 if known[1] and known[1] ~= nonce then return {'EXISTS', known[1], known[2], known[3]} end
 if known[3] == 'regenerating' then
   if continues == '' then return {'CLEARED'} end
-  redis.call('UNLINK', meta, meta_copy)
+  redis.call('UNLINK', meta)
   known = {}
 end
 -- what is left of a run whose meta is gone is not a new run: its batches would be trained again
@@ -43,11 +42,11 @@ for _, field, value in each_unit do
       log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', int(current + 1))
     end
   end
-  put_settings(meta, meta_copy, field, value)
+  redis.call('HSET', meta, field, value)
 end
 -- processes that still run from before adopt them
 if known[1] and changes > 0 then
-  put_settings(meta, meta_copy, 'limits_version', int(current + 1), 'limits_op', operation)
+  redis.call('HSET', meta, 'limits_version', int(current + 1), 'limits_op', operation)
 end
 if known[1] then
   if reopen and redis.call('HGET', control, 'trainer_mode') == 'finish' then
@@ -56,8 +55,8 @@ if known[1] then
   end
   return {'OK'}
 end
-put_settings(meta, meta_copy, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
-if continues ~= '' then put_settings(meta, meta_copy, 'continues', continues) end
+redis.call('HSET', meta, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()), 'limits_op', operation)
+if continues ~= '' then redis.call('HSET', meta, 'continues', continues) end
 redis.call('HSET', control, 'epoch', 1, 'mode', 'run', 'lanes', 'eval resume fresh',
   'trainer_mode', 'run', 'operator_mode', 'run', 'weights', weights, 'weights_path', path)
 redis.call('HSET', ledger, 'taken', 0, 'committed', 0, 'freed', 0)

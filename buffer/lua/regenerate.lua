@@ -3,7 +3,6 @@
 -- it: without `control`, no process claims, takes or enqueues. Its settings stay, where they can be read.
 -- include: clock, numbers, role_silence
 -- KEYS meta      HASH*
--- KEYS meta_copy HASH*
 -- KEYS control   HASH*
 -- ARGV nonce      token          of the run
 -- ARGV schema     name           REGENERATING, until create_run has made the run again
@@ -15,19 +14,15 @@
 -- a key of any type may be here: this is the way back from that
 local function is_hash(key) return redis.call('TYPE', key).ok == 'hash' end
 
-for _, key in ipairs({meta, meta_copy}) do
-  local known = is_hash(key) and redis.call('HGET', key, 'nonce')
-  if known and known ~= nonce then return {'EXISTS', known} end
-end
+local known = is_hash(meta) and redis.call('HGET', meta, 'nonce')
+if known and known ~= nonce then return {'EXISTS', known} end
 if is_hash(control) then
   local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
   local silent_ms = silence_ms(now_ms(), tonumber(holder[2] or 0) or 0)
   if (holder[1] or '') ~= '' and silent_ms < timeout_ms and not take_over then return {'HELD', int(silent_ms)} end
 end
 
-for _, key in ipairs({meta, meta_copy}) do
-  if not is_hash(key) then redis.call('UNLINK', key) end
-end
+if not is_hash(meta) then redis.call('UNLINK', meta) end
 redis.call('HSET', meta, 'nonce', nonce, 'schema', schema)
 redis.call('UNLINK', control)
 return {'OK'}

@@ -55,13 +55,13 @@ if not held[2] and kind == 'expired' then
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
 end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
-local is_doomed, cut = false, 0
+local is_expiring, cut = false, 0
 if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
   local oldest = age_of(lineages, each_unit)
   if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
   cut = next_step(ledger) - (threshold or 0)
-  is_doomed = threshold and oldest ~= '' and tonumber(oldest) < cut
+  is_expiring = threshold and oldest ~= '' and tonumber(oldest) < cut
   kind = 'aborted'
 end
 
@@ -80,7 +80,7 @@ if kind == 'failed' or kind == 'lost' then
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
 else
   redis.call('HINCRBY', record, 'tries', -1)
-  if is_doomed then
+  if is_expiring then
     redis.call('HINCRBY', record, 'aborts', 1)
     redis.call('ZREM', age_index, gid)
     redis.call('HINCRBY', progress, 'ended_early', 1)

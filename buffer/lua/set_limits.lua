@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: bells, events, numbers, settings
+-- include: bells, events, numbers
 -- KEYS meta          HASH
--- KEYS meta_copy     HASH
 -- KEYS control       HASH
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST    of the producer
@@ -21,12 +20,12 @@ if producer ~= '' and redis.call('HGET', control, 'producer') ~= producer then r
 if current ~= version then return {'CONFLICT', current} end
 
 for _, field, value in each_unit do
-  put_settings(meta, meta_copy, field, value)
+  redis.call('HSET', meta, field, value)
   -- the record of what was set (buffer/model/settings_record.py) has an event for each value
   if field ~= 'settings' then
     log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
   end
 end
-put_settings(meta, meta_copy, 'limits_version', version + 1, 'limits_op', operation)
+redis.call('HSET', meta, 'limits_version', version + 1, 'limits_op', operation)
 ring(bell_producer, 1)
 return {'OK', version + 1}

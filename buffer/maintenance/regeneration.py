@@ -114,7 +114,7 @@ class Regeneration:
                     f"another run named {keys.run!r} is on this server (nonce {other[:8]}…)",
                     hint="choose another [run] name, or use the folder that belongs to it",
                 )
-        clear_keys(store, keys, (keys.meta, keys.meta_copy))
+        clear_keys(store, keys, (keys.meta,))
 
 
 def _tasks(position: Position) -> set[str]:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from buffer.hub import commits
-
 FIELD = "origin"
 """The field of the run's `meta` that holds the record as JSON."""
 
@@ -58,7 +56,8 @@ class Origin(BaseModel):
     def commits(self) -> dict[str, str]:
         """Return the commit of every repository of the Hub, by name."""
         sources = [self.source, *(task.source for task in self.tasks.values())]
-        return commits([source for source in sources if source])
+        pairs = (source.partition("@") for source in sources if source)
+        return {name: commit for name, _, commit in pairs}
 
     def contradictions(self, other: Origin) -> Iterator[str]:
         """Yield why a process with `other` would break the guarantees of a run with this record."""

@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from buffer.errors import RunDamaged
-from buffer.model.damage import Damage, DamageKind
+from buffer.model.damage import Damage
 from buffer.model.ids import GID
 from buffer.model.limits import RunLimits
 from buffer.model.settings_record import SettingsRecord
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
-    "doctor`); `rolloutmq fsck` lists all that is wrong"
+    "doctor`); `rolloutmq fsck` lists all that is wrong, and `rolloutmq run CONFIG --regenerate` "
+    "makes the run again from its newest checkpoint"
 )
 
 _COUNT = r"\d{1,16}"
@@ -125,7 +126,7 @@ def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Dam
         required = {**required, **{name: OPTIONAL[kind][name] for name in opened}}
     for name, form in required.items():
         if name not in fields:
-            yield _damage(key, name, f"{key} has no field {name}")
+            yield _damage(key, f"{key} has no field {name}")
         else:
             yield from _misformed(key, name, fields[name], form)
     for name, form in OPTIONAL.get(kind, {}).items():
@@ -135,13 +136,12 @@ def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Dam
 
 def _misformed(key: str, name: str, value: str, form: str) -> Iterator[Damage]:
     if not re.fullmatch(form, value, re.ASCII):
-        yield _damage(key, name, f"{key}: the field {name} is {value[:60]!r}")
+        yield _damage(key, f"{key}: the field {name} is {value[:60]!r}")
 
 
-def _damage(key: str, name: str, text: str) -> Damage:
+def _damage(key: str, text: str) -> Damage:
     gid = key.rpartition(":")[2]
-    task = match["task"] if ":group:" in key and (match := GID.fullmatch(gid)) else ""
-    return Damage(DamageKind.FIELD, text, key, field=name, task=task, gid=gid if task else "")
+    return Damage(text, key, gid if ":group:" in key and GID.fullmatch(gid) else "")
 
 
 def key_gone(key: str) -> RunDamaged:

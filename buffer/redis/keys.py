@@ -29,7 +29,6 @@ TABLE: Mapping[str, KeyRow] = {
         "`rolloutmq set` changed (`settings`); continues: the run whose checkpoint it was made "
         "again from",
     ),
-    "meta:copy": KeyRow("HASH", "the same, from which `fsck --repair` restores it"),
     "control": KeyRow(
         "HASH",
         "epoch, mode, open lanes, newest weights, trainer, producer; "
@@ -179,7 +178,6 @@ class Keys:
         self.spread_prefix = f"rmq:{{{run}:"
         """the beginning of payload keys in a cluster"""
         self.meta = self.prefix + "meta"
-        self.meta_copy = self.prefix + "meta:copy"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
         self.report = self.prefix + "report"

@@ -242,7 +242,7 @@ class SnapshotLoader:
         media = {"media": orjson.dumps(str(self._media.root)).decode()} if self._media else {}
 
         def replace(pipe: Any) -> None:
-            for key in (self.keys.meta, self.keys.meta_copy):
+            for key in (self.keys.meta,):
                 pipe.delete(key)
                 pipe.hset(key, mapping=self.facts.meta | media)
 

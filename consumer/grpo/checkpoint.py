@@ -18,13 +18,8 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.config import TrainingConfig
-from buffer.errors import LostRun, ModelError, RolloutMQError
+from buffer.errors import ModelError, RolloutMQError
 from buffer.ledger.position import Position
-from buffer.maintenance.regeneration import Regeneration
-from buffer.open_run import create_run
-from buffer.redis.store import Store
-from buffer.run import Run
 from buffer.weights.new_folder import follow_umask
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -173,47 +168,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def make_run(
-    store: Store,
-    config: TrainingConfig,
-    model: Path,
-    *,
-    by_hand: bool = True,
-    is_done: Callable[[int], bool] = lambda steps: False,
-) -> Run:
-    """Return the run of this config, and create it if it is new.
-
-    `by_hand`, `is_done`: see `create_run`. Raises LostRun if it has checkpoints but the server does
-    not hold it: only `make_again` may create it then (I6).
-    """
-    steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
-    if steps and config.run.name not in Run.names(store):
-        raise LostRun(
-            f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such "
-            "run on this server",
-            hint="connect to the server that holds it, or restore its data (`rolloutmq restore`); "
-            "or start with --regenerate: what was not trained yet is then generated again",
-        )
-    return create_run(store, config, model, by_hand=by_hand, is_done=is_done)
-
-
-def make_again(
-    store: Store,
-    config: TrainingConfig,
-    model: Path,
-    say: Callable[[str], object],
-    *,
-    take_over: bool = False,
-) -> Run:
-    """Clear what the server has of the run, and make it again from the newest whole checkpoint.
-
-    `say` gets a sentence about what goes, before anything is changed. Raises ModelError where no
-    checkpoint is whole, RoleHeld while a trainer is alive (unless `take_over`), RunExists.
-    """
-    position = CheckpointFolder(config.run.folder / "checkpoints").newest_whole()
-    regeneration = Regeneration(position or Position(), take_over=take_over)
-    left = regeneration.leftovers(store, config.run.name, list(config.tasks))
-    say(regeneration.describe(config.run.name, left))
-    return create_run(store, config, model, regeneration)

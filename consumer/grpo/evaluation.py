@@ -20,9 +20,9 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.config import TrainingConfig
 from buffer.model.manifest import NotReady
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.reporting.step_log import StepWriter
 from consumer.handle.evaluation_round import EvaluationRound

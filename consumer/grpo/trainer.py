@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.config.config import TrainingConfig
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
@@ -21,6 +20,7 @@ from buffer.model.manifest import Manifest
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
+from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
 from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
@@ -73,7 +73,7 @@ class Trainer:
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0
         """the step of the newest weights that are published, or begun"""
-        self._throughput = Throughput(ranks.size, len(config.launch.worker_gpus or [0]))
+        self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step or `consumer.stop`; return whether the last step is done.

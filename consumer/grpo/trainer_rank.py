@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.config.config import TrainingConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
+from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.device_share import DeviceShare
 from consumer.grpo.learner.learner import Learner

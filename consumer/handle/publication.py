@@ -34,12 +34,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import PublicationFailed, RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
+from consumer.config.training import TrainingConfig
 from consumer.handle.rollout_consumer import PauseMode, RolloutConsumer, Stopped
 
 log = logging.getLogger("rolloutmq.trainer")

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from buffer.config.config import Config
-from buffer.config.sections.section import Section
-from buffer.config.sections.task import JUDGES
+from buffer.config.section import Section
 from buffer.control.live_settings import LiveSettings
 from docs.reference.markdown import table
+from producer_workers.config.task import JUDGES
+from rolloutmq.config.config import Config
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one, as pydantic makes it."""

@@ -17,7 +17,6 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from buffer.config.sections.sandbox import BUBBLEWRAP
 from buffer.errors import (
     ConfigError,
     JudgeError,
@@ -29,6 +28,7 @@ from buffer.errors import (
 from buffer.model.dotted_path import load_object
 from buffer.rollouts.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
+from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.process_function import ProcessFunction, call_of
 from producer_workers.user_code.program import Limits

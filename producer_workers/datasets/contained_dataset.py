@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from buffer.config.sections.dataset import DatasetSection, PythonDataset
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.model.dotted_path import load_object
+from producer_workers.config.dataset import DatasetSection, PythonDataset
 from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border

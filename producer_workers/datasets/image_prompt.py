@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import ModelError
 from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef
+from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import Problem
 from producer_workers.image_reader import find_runs
 from producer_workers.images import ImageFile, load_image

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
+from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem
 from producer_workers.datasets.row_values import is_picture

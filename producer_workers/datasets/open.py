@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from buffer.config.sections.dataset import (
+from buffer.errors import ConfigError, DatasetError
+from buffer.model.dotted_path import load_object
+from buffer.model.extras import install_command
+from producer_workers.config.dataset import (
     DatasetSection,
     HuggingFaceDataset,
     ParquetDataset,
     PythonDataset,
     ReasoningGymDataset,
 )
-from buffer.config.sections.dataset import (
+from producer_workers.config.dataset import (
     JsonlDataset as JsonlSection,
 )
-from buffer.config.sections.task import HELD_OUT
-from buffer.errors import ConfigError, DatasetError
-from buffer.model.dotted_path import load_object
-from buffer.model.extras import install_command
+from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import orjson
 from pydantic import ValidationError
 
-from buffer.config.sections.dataset import FieldName
 from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
 from buffer.model.dotted_path import load_object
 from buffer.model.user_frames import user_frames
 from buffer.rollouts.own_copy import own_copy
 from buffer.rollouts.sampling import StructuredOutput
 from buffer.rollouts.wire_checks import check_nesting
+from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record

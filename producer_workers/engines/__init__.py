@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from buffer.config.sections.engine import EngineConfig
     from buffer.rollouts.rollout import PolicyVersion
+    from producer_workers.config.engine import EngineConfig
     from producer_workers.engines.base import Engine
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, VersionSpan
 from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

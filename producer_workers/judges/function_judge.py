@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS, JudgingSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.border import load_border
 from producer_workers.user_code.process_function import Call, ProcessFunction

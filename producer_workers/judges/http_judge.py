@@ -9,8 +9,8 @@ them). Answer: a number, or an object of numbers with "score", which may also ha
 
 from __future__ import annotations
 
-from buffer.config.sections.task import JudgingSection
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.checked_result import check_answer

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from buffer.config.sections.sandbox import is_url
-from buffer.config.sections.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from producer_workers.config.sandbox import is_url
+from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
 from producer_workers.judges.composed_judge import compose
 from producer_workers.judges.function_judge import (
     LIMIT_S,

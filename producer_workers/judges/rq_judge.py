@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from rq.job import Job
 from rq.results import Result
 
-from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue

@@ -58,7 +58,7 @@ class ProduceContext:
 
         `target`: None for the one that the trainer set.
         """
-        begun = self.leftovers.waiting + self.progress.running - self.leftovers.doomed
+        begun = self.leftovers.waiting + self.progress.running - self.leftovers.expiring
         return (self.progress.target if target is None else target) - self.available - begun
 
     @property

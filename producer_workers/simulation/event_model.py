@@ -155,12 +155,12 @@ class _Engines:
         self._admit(worker, version)
         return None if group.unfinished else group
 
-    def end(self, is_doomed: Callable[[_Group], bool], version: int) -> list[_Group]:
+    def end(self, is_expiring: Callable[[_Group], bool], version: int) -> list[_Group]:
         """Take groups out of their workers, whose slots are free then. Return them."""
         left: list[_Sequence] = []
         ended: dict[_Group, int] = {}
         for sequence in self.running:
-            if is_doomed(sequence.group):
+            if is_expiring(sequence.group):
                 self._count_tokens(sequence)
                 self.sequences[sequence.worker] += 1
                 ended[sequence.group] = sequence.worker
@@ -270,17 +270,17 @@ class _Model:
         while self._ready and self._is_too_old(self._ready[0][0]):
             self._wasted_tokens += heappop(self._ready)[2].made
 
-    def _end_doomed(self) -> None:
+    def _end_expiring(self) -> None:
         """End groups that run or wait and can serve no train step any more."""
 
-        def is_doomed(group: _Group) -> bool:
+        def is_expiring(group: _Group) -> bool:
             return group.has_begun() and self._is_too_old(group.version())
 
-        doomed = self._engines.end(is_doomed, self._version)
-        doomed += filter(is_doomed, self._resumed)
-        self._resumed = deque(group for group in self._resumed if not is_doomed(group))
-        self._open -= len(doomed)
-        self._wasted_tokens += sum(group.made for group in doomed)
+        expiring = self._engines.end(is_expiring, self._version)
+        expiring += filter(is_expiring, self._resumed)
+        self._resumed = deque(group for group in self._resumed if not is_expiring(group))
+        self._open -= len(expiring)
+        self._wasted_tokens += sum(group.made for group in expiring)
 
     # -- trainer
 
@@ -294,7 +294,7 @@ class _Model:
             self._trained_tokens += sum(group.lengths)
             self._wasted_tokens += group.made - sum(group.lengths)
         self._expire()
-        self._end_doomed()
+        self._end_expiring()
         self._mode = "training"
         self._wake_s = self._now_s + self._setting.step_s
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from buffer.config.distributions import Distribution
 from buffer.errors import DatasetError
+from producer_workers.config.distributions import Distribution
 
 Lengths = Callable[[int], list[int]]
 """Returns the tokens of each rollout of draw n, at least 1."""

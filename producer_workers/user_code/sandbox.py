@@ -26,8 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer.config.sections.sandbox import BUBBLEWRAP, WEAK, is_url
 from buffer.errors import ConfigError, SandboxUnavailable
+from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
 from producer_workers.user_code.external_sandbox import run_at
 from producer_workers.user_code.http_request import check_aiohttp

@@ -1,9 +1,21 @@
-"""The claims of a worker: what the server grants, and why it grants nothing, logged once."""
+"""What a worker claims, and when.
+
+It claims the next group as soon as a member of another is sampled: what is judged or submitted
+needs no room in the engine, so it does not delay the next groups. Such groups are bounded by task:
+a task whose judge is too slow is not claimed any more, the others are.
+
+With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
+increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
+queues in the engine, then add one group at a time; when requests queue, or the KV cache runs short,
+subtract the groups that queue. A group that waits in one engine could have run in another, and
+grows old.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +26,7 @@ from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job
-from buffer.model.limits import Concurrency, RunLimits
+from buffer.model.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
@@ -22,46 +34,6 @@ from producer_workers.engines.base import EngineLoad
 from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
-
-REFUSALS = {
-    "FULL": "the run holds as many payload bytes as it may",
-    "BARRED": "the trainer could not use what this worker submitted: `rolloutmq dead` shows why; "
-    "fix the cause, then run `rolloutmq resume --worker ID`",
-}
-
-
-class Claims:
-    """Claims groups for one worker."""
-
-    def __init__(self, run: Run, worker: str, nonce: str) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._problem = LogOnce(log, "claiming nothing")
-
-    async def claim(self, weights: PolicyVersion, vacancy: Vacancy) -> Claim | None:
-        """Return what the server grants; None if it is unreachable."""
-        try:
-            claim = await asyncio.to_thread(
-                self._run.jobs.claim,
-                self._worker,
-                self._nonce,
-                new_nonce(),
-                weights,
-                vacancy.limit,
-                vacancy.serves,
-                vacancy.sampled,
-            )
-        except StoreUnavailable as error:
-            self.report(error.hint)
-            return None
-        self.report(REFUSALS.get(claim.refusal or "", ""))
-        return claim
-
-    def report(self, problem: str) -> None:
-        """Log, once, why nothing is claimed; "" where something can be."""
-        self._problem.report(problem)
-
 
 KV_SHORT = 0.95
 """Share of the KV cache from which an engine begins to evict requests."""
@@ -71,6 +43,18 @@ START = 8
 
 QUEUED_POLLS = 2
 """Polls in a row that must find a queue: new requests wait for a moment in every engine."""
+
+FREE_FAILURES = 16
+"""Failures in a row that cause no pause between claims."""
+
+LONGEST_S = 30.0
+"""The longest pause between claims; it takes some 20 more failures to grow to this."""
+
+REFUSALS = {
+    "FULL": "the run holds as many payload bytes as it may",
+    "BARRED": "the trainer could not use what this worker submitted: `rolloutmq dead` shows why; "
+    "fix the cause, then run `rolloutmq resume --worker ID`",
+}
 
 
 class AdaptiveConcurrency:
@@ -89,16 +73,41 @@ class AdaptiveConcurrency:
         self._queued = self._queued + 1 if too_many or load.kv_usage > KV_SHORT else 0
         # above the limit, the last decrease has not had its effect yet
         if self._queued >= QUEUED_POLLS and held <= self.limit:
-            self._shrink(too_many or ceil(held / 8), held)
+            too_many = too_many or ceil(held / 8)
+            self.limit = max(self._least, held // 2, held - max(1, too_many))
+            self._is_searching = False
+            self._queued = 0
         # a limit that is not used up is not too low
         elif not self._queued and held >= self.limit:
             self.limit = min(self._most, 2 * self.limit if self._is_searching else self.limit + 1)
         return self.limit
 
-    def _shrink(self, too_many: int, held: int) -> None:
-        self.limit = max(self._least, held // 2, held - max(1, too_many))
-        self._is_searching = False
-        self._queued = 0
+
+class FailureBackoff:
+    """Pauses the claims of a worker of which every try fails.
+
+    Its code or its machine may be broken while others work: without a pause, it would use up the
+    tries of all groups. A single success ends the pauses.
+    """
+
+    def __init__(self) -> None:
+        self._in_row = 0
+        self._until_s = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """Count a failed try; `now_s` on the monotonic clock."""
+        self._in_row += 1
+        if (over := self._in_row - FREE_FAILURES) > 0:
+            self._until_s = now_s + min(LONGEST_S, 1.2 ** min(over, 100))
+
+    def succeeded(self) -> None:
+        """Count a try that gave a result."""
+        self._in_row = 0
+        self._until_s = 0.0
+
+    def must_pause(self, now_s: float) -> bool:
+        """Return whether nothing is claimed now."""
+        return now_s < self._until_s
 
 
 Shares = Mapping[Job, float]
@@ -114,22 +123,31 @@ class Vacancy:
     sampled: list[Job]
 
 
-class Capacity:
-    """The room of one worker, under the limits of its run and its own `concurrency`."""
+class Claims:
+    """Claims groups for one worker, under its run's limits and its own `concurrency`."""
 
-    def __init__(self, limits: RunLimits, concurrency: Concurrency, serves: Serves) -> None:
-        self._limits = limits
+    def __init__(
+        self, run: Run, worker: str, nonce: str, concurrency: Concurrency, serves: Serves
+    ) -> None:
+        self._run = run
+        self._worker = worker
+        self._nonce = nonce
         self._concurrency = concurrency
         self._serves = serves
         self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
+        self._problem = LogOnce(log, "claiming nothing")
+        self.failures = FailureBackoff()
 
     def limit(self) -> int:
         """Return how many groups may be sampled at once."""
-        wanted = self._limits.concurrency or self._concurrency
+        wanted = self._run.limits.concurrency or self._concurrency
         return self._adaptive.limit if wanted == "auto" else wanted
 
     def vacancy(self, shares: Shares) -> Vacancy | None:
         """Return what to claim now, None for nothing."""
+        if self.failures.must_pause(time.monotonic()):
+            self._problem.report("every try of this worker fails, so it pauses between claims")
+            return None
         limit = self.limit()
         # rounded up: most of the last group waits in the engine at first
         free = ceil(limit - sum(shares.values()))
@@ -149,42 +167,24 @@ class Capacity:
         before = self._adaptive.limit
         return self._adaptive.observe(load, int(sum(shares.values()))) > before
 
-
-FREE_FAILURES = 16
-"""Failures in a row that cause no pause."""
-
-FIRST_S = 1.0
-LONGEST_S = 30.0
-"""The longest pause; it takes some 20 more failures to grow to this."""
-
-
-class FailureBackoff:
-    """Counts the failures in a row of one worker, and says how long it claims nothing after them.
-
-    Times are in seconds of the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self._in_row = 0
-        self._pause_s = FIRST_S
-        self._until_s = 0.0
-
-    def failed(self, now_s: float) -> None:
-        """Count a failed try."""
-        self._in_row += 1
-        if self._in_row > FREE_FAILURES:
-            self._pause_s = min(LONGEST_S, self._pause_s * 1.2)
-            self._until_s = now_s + self._pause_s
-
-    def succeeded(self) -> None:
-        """Count a try that gave a result."""
-        self._in_row = 0
-        self._pause_s = FIRST_S
-        self._until_s = 0.0
-
-    def must_pause(self, now_s: float) -> bool:
-        """Return whether nothing is claimed now."""
-        return now_s < self._until_s
+    async def claim(self, weights: PolicyVersion, vacancy: Vacancy) -> Claim | None:
+        """Return what the server grants; None if it is unreachable."""
+        try:
+            claim = await asyncio.to_thread(
+                self._run.jobs.claim,
+                self._worker,
+                self._nonce,
+                new_nonce(),
+                weights,
+                vacancy.limit,
+                vacancy.serves,
+                vacancy.sampled,
+            )
+        except StoreUnavailable as error:
+            self._problem.report(error.hint)
+            return None
+        self._problem.report(REFUSALS.get(claim.refusal or "", ""))
+        return claim
 
 
 class WakeUp:

@@ -18,19 +18,14 @@ from types import FrameType
 
 from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
-from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.control.worker_record import HeartbeatReport
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.redis.connection.retry import LogOnce
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.user_code.user_function import LAST_CALLS, attempt, outcome_of
-from producer_workers.user_code.user_process import REPLACED
-from producer_workers.worker.control_client import ControlView
-from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
-from producer_workers.worker.shared_engine import ControlledEngine
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -38,60 +33,23 @@ RATE_S = 1.0
 """Shortest time over which tokens per second are measured."""
 
 
-class Reporter:
-    """Makes the report of one worker. Called on the heartbeat's thread."""
+class TokenRate:
+    """Tokens per second between the last two calls that were far enough apart."""
 
-    def __init__(
-        self,
-        engine: ControlledEngine,
-        runner: GroupRunner,
-        control: ControlView,
-        judge_times: JudgeTimes,
-    ) -> None:
-        self._engine = engine
-        self._runner = runner
-        self._control = control
-        self._judge_times = judge_times
+    def __init__(self) -> None:
         self._measured_at = time.monotonic()
-        self._measured_tokens = 0
-        self._tokens_per_s = 0.0
+        self._tokens = 0
+        self._rate = 0.0
 
-    def report(self, state: WorkerState, concurrency: int) -> HeartbeatReport:
-        """Return what a heartbeat carries now."""
-        # before the rest: a receipt must not name an epoch that is newer than what was read for it
-        weights = self._engine.version()
-        known_epoch = self._control.epoch
-        load = self._engine.load()
-        times = self._judge_times
-        return HeartbeatReport(
-            ack=self._control.ack,
-            weights=weights,
-            state=state,
-            refusal=self._engine.refusal,
-            tokens_per_s=self._rate(),
-            done=self._runner.done,
-            known_epoch=known_epoch,
-            concurrency=concurrency,
-            requests=load.running + load.waiting if load else None,
-            failed=self._runner.failed,
-            judging=self._runner.judging(),
-            judged=times.histogram.count,
-            judging_ms=round(1000 * times.histogram.total_s),
-            judge_failures=times.failed,
-            judge_buckets=times.histogram.counts,
-            replaced=REPLACED.total(),
-        )
-
-    def _rate(self) -> float:
-        """Return the tokens per second between the last two reports that were far enough apart."""
+    def measure(self, tokens: int) -> float:
+        """Return the rate; `tokens`: all that were made so far."""
         now = time.monotonic()
         seconds = now - self._measured_at
         if seconds > RATE_S:
-            tokens = self._runner.tokens
-            self._tokens_per_s = (tokens - self._measured_tokens) / seconds
+            self._rate = (tokens - self._tokens) / seconds
             self._measured_at = now
-            self._measured_tokens = tokens
-        return self._tokens_per_s
+            self._tokens = tokens
+        return self._rate
 
 
 class Heartbeat:

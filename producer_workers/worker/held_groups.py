@@ -1,9 +1,4 @@
-"""The groups that a worker holds (the reference's pending set), and which of them an abort spares.
-
-A group that was interrupted `tail_batch_max_tries` times is finished: without that, a response that
-takes longer than the time between two updates would start again for ever. It is made under weights
-that grow old meanwhile, and its pause takes longer, up to a bound.
-"""
+"""The groups that a worker holds (the reference's pending set), and what spares or ends them."""
 
 from __future__ import annotations
 
@@ -18,12 +13,15 @@ from buffer.model.job import Job
 from buffer.model.limits import RunLimits
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.inbox import GroupFinished, Inbox
-from producer_workers.worker.shared_engine import ControlledEngine
+from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
 
+CANCEL_S = 1.0
+"""Seconds that an agent loop has to return after its requests were aborted."""
 
-class PendingGroups:
+
+class HeldGroups:
     """The running groups of one worker; each is started once and ends once, as a GroupFinished.
 
     Only the event loop changes it; `jobs` may be called on any thread.
@@ -72,8 +70,10 @@ class PendingGroups:
 class Protection:
     """Chooses the groups that an abort does not interrupt yet.
 
-    The abort of one control epoch waits for half of `pause_timeout_s`: after the whole of it, the
-    worker would be fenced and lose everything that it holds.
+    A group that was interrupted `tail_batch_max_tries` times is finished: without that, a response
+    that takes longer than the time between two updates would start again for ever. The abort of one
+    control epoch waits for half of `pause_timeout_s`: after the whole of it, the worker would be
+    fenced and lose everything that it holds.
     """
 
     def __init__(self, limits: RunLimits) -> None:
@@ -98,16 +98,17 @@ class Protection:
         return most is not None and job.aborts >= most
 
 
-CANCEL_S = 1.0
-"""Seconds that an agent loop has to return after its requests were aborted."""
+class ExpiringGroups:
+    """Ends the groups that can serve no train step any more (I8). Only the event loop calls it.
 
+    The server reports them in its reply to a heartbeat. Their requests are aborted, in a frozen
+    engine too, until their agent loops return; a loop that does not, because it waits for its judge
+    or a tool, is cancelled. Then the group is released as expired, and the script decides by its
+    tokens. If the worker dies meanwhile, the leases run out and the groups wait again: the janitor
+    takes those with tokens out of the queue, the others start from their prompt.
+    """
 
-class DoomedGroups:
-    """The groups that are being ended. Only the event loop calls it."""
-
-    def __init__(
-        self, engine: ControlledEngine, groups: PendingGroups, runner: GroupRunner
-    ) -> None:
+    def __init__(self, engine: SharedEngine, groups: HeldGroups, runner: GroupRunner) -> None:
         self._engine = engine
         self._groups = groups
         self._runner = runner
@@ -125,24 +126,19 @@ class DoomedGroups:
         new -= self._runner.submitting
         for job in new:
             log.info("ending a group that is too old", extra={"gid": job.gid})
-            self._runner.doomed.add(job)
+            self._runner.expiring.add(job)
             self._cancel_at[job] = now_s + CANCEL_S
         return bool(new)
 
     async def end(self, now_s: float) -> None:
         """Abort what these jobs sample, and cancel those that did not return. Called repeatedly."""
-        if not self._cancel_at:
-            return
         held = set(self._groups.jobs())
-        self._cancel_at = {
-            job: at
-            for job, at in self._cancel_at.items()
-            if job in held and job not in self._runner.submitting
-        }
+        ending = self._cancel_at.keys() & held - self._runner.submitting
+        self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}
         if not self._cancel_at:
             return
         spared = {job.gid for job in held} - {job.gid for job in self._cancel_at}
-        can_abort = await self._engine.abort_others(spared)
+        can_abort = await self._engine.abort_groups_but(spared)
         late = [job for job, at in self._cancel_at.items() if at <= now_s or not can_abort]
         # once: another cancellation would interrupt the release
         self._cancel_at |= dict.fromkeys(late, math.inf)

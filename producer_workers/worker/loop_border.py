@@ -1,31 +1,39 @@
-"""Checks what an agent loop returns, and which completed groups are worth training on.
+"""The border to an agent loop: it works on copies, and what it returns is checked and copied again.
 
-A mistake in a user's loop is reported where it is made: a response to another prompt, or tokens of
-unknown weights, would look like any other group to a trainer.
+    drawn ──lend──▶ copies ──▶ agent loop ──▶ what it made ──accept──▶ rollouts of the worker
+
+A loop may change what belongs to a response, `extra`, and, if it makes prompts, `prompt_ids`; all
+else comes back as it was drawn. A rollout without a response is lent as it was drawn, however often
+its group was tried before. A mistake in a user's loop is reported where it is made: a response to
+another prompt, or tokens of unknown weights, would look like any other group to a trainer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.strategy import FILTERS
-from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.dotted_path import load_object
+from buffer.errors import RolloutMQError
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.rollouts.own_copy import own_copy, own_rollout
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from producer_workers.user_code.process_function import Call
 
+DRAWN = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "multimodal",
+    "sample_params",
+    "data_source",
+    "ground_truth",
+)
+"""The fields of a rollout that no agent loop changes, beside `prompt_ids`."""
 
-class LoopError(RolloutMQError):
-    """An agent loop returned something that is not a group of rollouts."""
-
+_RECORDS = (GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED)
 
 _APPEND = (
     "use state.append(made.token_ids, made.logprobs, made.spans) for sampled tokens, "
@@ -33,52 +41,105 @@ _APPEND = (
 )
 
 
-def check_result(
-    drawn: Drawn, given: Sequence[RolloutState], made: Any, *, makes_prompts: bool = False
-) -> list[RolloutState]:
-    """Return copies of what the loop made of the rollouts `given`, see `Drawn.restore`.
+class LoopError(RolloutMQError):
+    """An agent loop returned something that is not a group of rollouts."""
 
-    `makes_prompts`: the loop may give the group a prompt of its own. Raises LoopError.
+
+class LoopInput:
+    """What an agent loop gets for one group: the rollouts as they were drawn, and their prompt.
+
+    `makes_prompts`: the loop may give the group a prompt of its own. It may have done so at an
+    earlier claim; only rollouts that begin are lent the drawn one then.
     """
-    if not isinstance(made, list) or not all(isinstance(state, RolloutState) for state in made):
-        raise LoopError(
-            f"the agent loop returned {made!r:.80}",
-            hint="return the list of states that it was given",
-        )
-    _check_indexes({state.index for state in given}, {state.index for state in made})
-    for state in made:
-        if not isinstance(state.extra, dict):
-            message = f"rollout {state.index} has {type(state.extra).__name__} as `extra`"
-            raise LoopError(message, hint="it is a dict")
-    restored = drawn.restore(given, made, makes_prompts=makes_prompts)
-    alive = [state for state in restored if state.status is not Status.FAILED]
-    for state in alive:
-        _check_rollout(state)
-    _check_prompts(alive)
-    if alive and not makes_prompts and not _same(alive[0].prompt_ids, drawn.prompt_ids):
-        raise LoopError(
-            "the agent loop changed the prompt of the group",
-            hint="leave prompt_ids as they are, or set `makes_prompts = True` in the loop's class",
-        )
-    if not makes_prompts:  # tokens may move between prompt and response
-        _check_known(given, alive)
-    for state in restored:
-        if state.status is Status.FAILED:  # the group is stored with one prompt
-            state.prompt_ids = alive[0].prompt_ids if alive else drawn.prompt_ids
-    return restored
 
+    def __init__(
+        self,
+        claimed: Sequence[RolloutState],
+        drawn: Sequence[RolloutState],
+        *,
+        makes_prompts: bool = False,
+    ) -> None:
+        """Keep the rollouts as they were claimed, and as they were drawn; nobody may change them.
 
-def _check_indexes(given: set[int], made: set[int]) -> None:
-    if lost := given - made:
-        raise LoopError(
-            f"the agent loop returned nothing for the rollouts {sorted(lost)}",
-            hint="return every rollout; one that cannot be made is FAILED, with its `error`",
-        )
-    if invented := made - given:
-        raise LoopError(
-            f"the agent loop returned rollouts that it was not given: {sorted(invented)}",
-            hint="several states of one rollout have its `index`",
-        )
+        A rollout that is not in `drawn` counts as drawn as it was claimed.
+        """
+        self._drawn = {state.index: state for state in [*reversed(claimed), *drawn]}
+        self._prompt_ids = _immutable(claimed[0].prompt_ids)
+        self._makes_prompts = makes_prompts
+
+    def lend(self, states: Sequence[RolloutState]) -> list[RolloutState]:
+        """Return copies of the rollouts of this group for its agent loop."""
+        lent = []
+        for state in states:
+            prompt_ids = self._prompt_ids
+            if self._makes_prompts:
+                source = self._drawn[state.index] if _begins(state) else state
+                prompt_ids = _immutable(source.prompt_ids)
+            lent.append(own_rollout(state, **own_copy(self._fields(state)), prompt_ids=prompt_ids))
+        return lent
+
+    def accept(self, given: Sequence[RolloutState], made: Any) -> list[RolloutState]:
+        """Return checked copies of what the loop made, without its changes of what was drawn.
+
+        `given`: the rollouts of which it got copies. Raises LoopError.
+        """
+        _check_states(given, made)
+        restored = self._restore(given, made)
+        alive = [state for state in restored if state.status is not Status.FAILED]
+        for state in alive:
+            _check_rollout(state)
+            if not _same(state.prompt_ids, alive[0].prompt_ids):
+                raise LoopError(
+                    f"rollout {state.index} has another prompt than rollout {alive[0].index}",
+                    hint="a group has one prompt; add what else a rollout read with "
+                    "state.read(ids)",
+                )
+        prompt_ids = alive[0].prompt_ids if alive else self._prompt_ids
+        if not self._makes_prompts:  # otherwise, tokens may move between prompt and response
+            if not _same(prompt_ids, self._prompt_ids):
+                raise LoopError(
+                    "the agent loop changed the prompt of the group",
+                    hint="leave prompt_ids as they are, or set `makes_prompts = True` in the "
+                    "loop's class",
+                )
+            _check_known(given, alive)
+        for state in restored:
+            if state.status is Status.FAILED:  # the group is stored with one prompt
+                state.prompt_ids = prompt_ids
+        return restored
+
+    def _restore(
+        self, given: Sequence[RolloutState], made: Sequence[RolloutState]
+    ) -> list[RolloutState]:
+        """Return copies with the drawn fields; COMPLETED rollouts are returned as they were given.
+
+        A loop that makes prompts may count other tokens of these to the prompt.
+        """
+        kept: dict[int, list[RolloutState]] = {}
+        for state in () if self._makes_prompts else given:
+            if state.status is Status.COMPLETED:
+                kept.setdefault(state.index, []).append(state)
+        restored = []
+        for state in made:
+            if state.index not in kept:
+                restored.append(own_rollout(state, **self._fields(state)))
+            else:
+                restored += kept[state.index]
+                kept[state.index] = []
+        return restored
+
+    def _fields(self, state: RolloutState) -> dict[str, Any]:
+        """Return the fields that a rollout has as they were drawn."""
+        drawn = self._drawn[state.index]
+        fields: dict[str, Any] = {}
+        for name in DRAWN:
+            fields[name] = getattr(drawn, name)
+        if _begins(state):
+            fields["extra"] = dict(drawn.extra)
+            for name in _RECORDS:
+                if name in state.extra:
+                    fields["extra"][name] = own_copy(state.extra[name])
+        return fields
 
 
 def check_weights(
@@ -96,17 +157,36 @@ def check_weights(
         raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
 
 
-def _weights_of(states: Sequence[RolloutState]) -> frozenset[PolicyVersion]:
-    spans = (span for state in states for span in state.spans)
-    return frozenset(PolicyVersion(span.lineage, span.version) for span in spans)
+def _weights_of(states: Sequence[RolloutState]) -> set[PolicyVersion]:
+    found = set()
+    for state in states:
+        for span in state.spans:
+            found.add(PolicyVersion(span.lineage, span.version))
+    return found
 
 
-def _same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
-    return left is right or np.array_equal(left, right)  # type: ignore[arg-type]
-
-
-def _is_prefix(made: NDArray[Any], known: NDArray[Any]) -> bool:
-    return np.array_equal(made[: len(known)], known)
+def _check_states(given: Sequence[RolloutState], made: Any) -> None:
+    if not isinstance(made, list) or not all(isinstance(state, RolloutState) for state in made):
+        raise LoopError(
+            f"the agent loop returned {made!r:.80}",
+            hint="return the list of states that it was given",
+        )
+    wanted = {state.index for state in given}
+    found = {state.index for state in made}
+    if lost := wanted - found:
+        raise LoopError(
+            f"the agent loop returned nothing for the rollouts {sorted(lost)}",
+            hint="return every rollout; one that cannot be made is FAILED, with its `error`",
+        )
+    if invented := found - wanted:
+        raise LoopError(
+            f"the agent loop returned rollouts that it was not given: {sorted(invented)}",
+            hint="several states of one rollout have its `index`",
+        )
+    for state in made:
+        if not isinstance(state.extra, dict):
+            message = f"rollout {state.index} has {type(state.extra).__name__} as `extra`"
+            raise LoopError(message, hint="it is a dict")
 
 
 def _check_rollout(state: RolloutState) -> None:
@@ -134,7 +214,7 @@ def _check_rollout(state: RolloutState) -> None:
 def _check_known(given: Sequence[RolloutState], alive: Sequence[RolloutState]) -> None:
     for known in given:
         made = [state for state in alive if state.index == known.index]
-        if made and not any(_keeps(state, known) for state in made):
+        if known.spans and made and not any(_keeps(state, known) for state in made):
             raise LoopError(
                 f"the agent loop changed tokens that rollout {known.index} had before",
                 hint="add to a rollout with state.append and state.read, or discard all that it "
@@ -145,150 +225,16 @@ def _check_known(given: Sequence[RolloutState], alive: Sequence[RolloutState]) -
 def _keeps(made: RolloutState, known: RolloutState) -> bool:
     """Return whether a rollout that continues `known` has its tokens. It may have started again."""
     count = len(known.spans)
-    if not count or len(made.spans) == count or made.spans[:count] != known.spans:
+    if len(made.spans) == count or made.spans[:count] != known.spans:
         return True
-    return _is_prefix(made.response_ids, known.response_ids) and _is_prefix(
-        made.logprobs, known.logprobs
+    tokens = len(known.response_ids)
+    return np.array_equal(made.response_ids[:tokens], known.response_ids) and np.array_equal(
+        made.logprobs[:tokens], known.logprobs
     )
 
 
-def _check_prompts(states: Sequence[RolloutState]) -> None:
-    for state in states[1:]:
-        if not _same(state.prompt_ids, states[0].prompt_ids):
-            raise LoopError(
-                f"rollout {state.index} has another prompt than rollout {states[0].index}",
-                hint="a group has one prompt; add what else a rollout read with state.read(ids)",
-            )
-
-
-Within = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Returns what the call named `what` returns."""
-
-SampleFilter = Callable[[Sequence[RolloutState]], bool]
-"""Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
-
-A group that is turned away is counted as filtered, with its raw rewards; its payload is freed, and
-the producer starts another group in its stead.
-"""
-
-
-class GroupFilter:
-    """Asks the filter `what`, of the user or built in, by `call`.
-
-    `within`: runs the call, as `WatchedJudges.run` does.
-    """
-
-    def __init__(self, what: str, call: Call, within: Within) -> None:
-        self._what = what
-        self._call = call
-        self._within = within
-
-    async def keeps(self, states: Sequence[RolloutState]) -> bool:
-        """Return whether a completed group is worth training on.
-
-        Raises JudgeError, and what `within` raises.
-        """
-        return bool(await self._within(self._what, partial(self._call, states)))
-
-
-def not_all_equal(states: Sequence[RolloutState]) -> bool:
-    """Return whether the scores differ: equal ones have no advantage, and so no gradient.
-
-    Source: Yu et al. 2025, DAPO, section 3.2.
-    """
-    return len({state.reward["score"] for state in states if state.reward}) > 1
-
-
-def load_sample_filter(spec: str) -> SampleFilter:
-    """Return the built-in filter of that name, or the function at "module:function".
-
-    Raises ConfigError.
-    """
-    function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
-    if not callable(function):
-        raise ConfigError(
-            f"sample filter {spec!r} is not a function", hint='give "module:function"'
-        )
-    chosen: SampleFilter = function
-    return chosen
-
-
-FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "multimodal",
-    "sample_params",
-    "data_source",
-    "ground_truth",
-)
-"""The fields of a rollout that no agent loop changes, beside `prompt_ids`."""
-
-_RECORDS = (GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED)
-
-
-class Drawn:
-    """What was drawn for a group, and its prompt as it was claimed.
-
-    A loop that makes prompts may have given a group another prompt at an earlier claim; only
-    rollouts that begin are lent the drawn one then.
-    """
-
-    def __init__(self, claimed: Sequence[RolloutState], drawn: Sequence[RolloutState]) -> None:
-        """Keep the rollouts as they were claimed, and as they were drawn; nobody may change them.
-
-        A rollout that is not in `drawn` counts as drawn as it was claimed.
-        """
-        self._drawn = {state.index: state for state in [*reversed(claimed), *drawn]}
-        self.prompt_ids = _immutable(claimed[0].prompt_ids)
-
-    def lend(
-        self, states: Sequence[RolloutState], *, makes_prompts: bool = False
-    ) -> list[RolloutState]:
-        """Return copies of the rollouts of this group for its agent loop."""
-        lent = []
-        for state in states:
-            prompt_ids = self.prompt_ids
-            if makes_prompts:
-                source = self._drawn[state.index] if _begins(state) else state
-                prompt_ids = _immutable(source.prompt_ids)
-            fields = {name: own_copy(value) for name, value in self._fields(state).items()}
-            lent.append(own_rollout(state, **fields, prompt_ids=prompt_ids))
-        return lent
-
-    def restore(
-        self,
-        given: Sequence[RolloutState],
-        made: Sequence[RolloutState],
-        *,
-        makes_prompts: bool = False,
-    ) -> list[RolloutState]:
-        """Return copies of what the loop made, without its changes of what was drawn.
-
-        `given`: the rollouts of which it got copies. COMPLETED ones are returned as they were given
-        (a loop that makes prompts may count other tokens of them to the prompt).
-        """
-        kept: dict[int, list[RolloutState]] = {}
-        for state in () if makes_prompts else given:
-            if state.status is Status.COMPLETED:
-                kept.setdefault(state.index, []).append(state)
-        restored = []
-        for state in made:
-            if state.index not in kept:
-                restored.append(own_rollout(state, **self._fields(state)))
-            else:
-                restored += kept[state.index]
-                kept[state.index] = []
-        return restored
-
-    def _fields(self, state: RolloutState) -> dict[str, Any]:
-        """Return the fields that a rollout has as they were drawn."""
-        drawn = self._drawn[state.index]
-        fields: dict[str, Any] = {name: getattr(drawn, name) for name in FIELDS}
-        if _begins(state):
-            records = {name: state.extra[name] for name in _RECORDS if name in state.extra}
-            fields["extra"] = drawn.extra | own_copy(records)
-        return fields
+def _same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
+    return left is right or np.array_equal(left, right)  # type: ignore[arg-type]
 
 
 def _begins(state: RolloutState) -> bool:

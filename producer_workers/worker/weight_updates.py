@@ -1,16 +1,19 @@
-"""The next weights on their way to the engine, while it still samples with the old ones.
+"""New weights on their way into the engine, which samples with the old ones meanwhile.
 
 A trainer announces weights before it pauses the run to publish them, so that the pause holds the
 switch only. They are fetched, verified and, where the engine can, read into a second buffer, one
-version at a time: a worker that misses versions meanwhile continues with the newest. Nothing here
-touches the weights that the engine runs.
+version at a time: a worker that misses versions meanwhile continues with the newest.
+
+Invariant: weights that are torn, foreign or refused leave the engine exactly as it was, with the
+old weights and neither more nor less paused (I9). They are tried again, less and less often, until
+they load or newer ones are published.
 
     the fetch        the version that is wanted    then
     is under way     the same                      wait for its end
                      another one                   wait, discard it, fetch the other one
     has ended        the same                      keep it until it is published
                      another one                   discard it, fetch the other one
-    failed           the same                      refused (engine_control.py), fetched again later
+    failed           the same                      refused, fetched again later
                      another one                   fetch the other one: the first may be deleted
 """
 
@@ -18,115 +21,186 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from buffer.control.control import LocatedWeights
+from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
+from buffer.redis.connection.retry import Backoff
+from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.announcement import Announcement
 from buffer.weights.registry import open_receiver
-from buffer.weights.transport import PublishedWeights
+from buffer.weights.transport import PublishedWeights, WeightsReceiver
 from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
 from producer_workers.worker.inbox import Inbox, WeightsFetched
 
 log = logging.getLogger("rolloutmq.worker")
+T = TypeVar("T")
+
+BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
+"""Pauses before refused weights are tried again: each attempt reads the whole folder."""
 
 
-class WeightSource:
-    """Finds the weights that a control state names. Lookups raise WeightsError."""
-
-    def __init__(self, run: Run) -> None:
-        self._receiver = open_receiver(run.store, run.keys)
-
-    def announcement(self, found: LocatedWeights) -> Announcement | None:
-        """Return how engines get these weights from the trainer's memory, if they can."""
-        try:
-            return self._receiver.announcement(PublishedWeights(found.path, found.checksum))
-        except (OSError, WireError, StoreUnavailable) as error:
-            message = f"cannot read the announcement of the weights {found.weights}: {error}"
-            raise WeightsError(message) from error
-
-    def fetch(self, found: LocatedWeights) -> Path:
-        """Return a folder with these weights, verified. Without a checksum, nothing is verified."""
-        try:
-            return self._receiver.fetch(PublishedWeights(found.path, found.checksum))
-        except (OSError, WireError, StoreUnavailable) as error:
-            raise WeightsError(f"cannot use the weights in {found.path}: {error}") from error
-
-    def keep_only(self, folder: Path) -> None:
-        """Delete downloads other than `folder`, which the engine now runs."""
-        self._receiver.keep_only(folder)
-
-    def close(self) -> None:
-        """Delete all downloads."""
-        self._receiver.close()
-
-
-class Fetched(NamedTuple):
+class _Fetched(NamedTuple):
     """Where weights are: in a folder that was verified, or with the trainer, if `announced`."""
 
     folder: Path
     announced: Announcement | None
 
 
-class NextWeights:
-    """Fetches one version at a time in the background, and posts WeightsFetched at its end."""
+class WeightUpdates:
+    """Keeps the engine on the newest weights. One caller at a time.
 
-    def __init__(self, engine: Engine, source: WeightSource, inbox: Inbox) -> None:
+    `refusal`: the weights that could not be loaded, and why; "" once newer ones are loaded; any
+    thread may read it. Each end of a fetch is posted as WeightsFetched.
+    """
+
+    def __init__(self, run: Run, engine: Engine, inbox: Inbox) -> None:
+        self._run = run
         self._engine = engine
-        self._source = source
         self._inbox = inbox
+        self.refusal = ""
+        self._refused: PolicyVersion | None = None
+        self._retry_at = 0.0
+        self._refusals = 0
         self._wanted: LocatedWeights | None = None
-        self._task: asyncio.Task[Fetched] | None = None
+        self._fetch: asyncio.Task[_Fetched] | None = None
 
-    def has(self, wanted: LocatedWeights) -> bool:
+    @cached_property
+    def _receiver(self) -> WeightsReceiver:
+        return open_receiver(self._run.store, self._run.keys)
+
+    def are_newest(self, state: ControlState) -> bool:
+        """Return whether the engine runs the newest weights."""
+        return state.weights == self._engine.version()
+
+    async def update(self, state: ControlState) -> bool:
+        """Load the newest weights, once they are at hand. Return whether the engine has them.
+
+        They are fetched in the background, while the engine samples, unless it is frozen.
+        """
+        if self.are_newest(state):
+            return True
+        if self._refused and state.announced:
+            return False  # weights that cannot be loaded are not tried again just before the next
+        if self._refused == state.weights and not self._is_retry_due():
+            return False
+        started = time.monotonic()
+        try:
+            if not self._has(state.published):
+                return False
+            assert self._fetch
+            fetched = self._fetch.result()
+            self._fetch = None
+            if not await self._load(fetched, state):
+                return False
+        except WeightsError as error:
+            self._refuse(state.weights, error)
+            return False
+        self._refused = None
+        self.refusal = ""
+        await asyncio.to_thread(self._receiver.keep_only, fetched.folder)
+        seconds = time.monotonic() - started
+        log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
+        return True
+
+    def prepare(self, state: ControlState) -> bool:
+        """Fetch the weights that are announced. Return whether that has ended, well or not."""
+        announced = state.announced
+        if announced is None or announced.weights == self._engine.version():
+            return True
+        if not self.are_newest(state) and not self._refused:
+            return False  # one fetch at a time: first the newest
+        if self._refused == announced.weights and not self._is_retry_due():
+            return True
+        try:
+            return self._has(announced)
+        except WeightsError as error:
+            self._refuse(announced.weights, error)
+            return True
+
+    async def close(self) -> None:
+        """Wait for the end of a fetch, and delete downloaded weights. No more will be loaded."""
+        if self._fetch:
+            await asyncio.gather(self._fetch, return_exceptions=True)
+        if "_receiver" in self.__dict__:
+            await asyncio.to_thread(self._receiver.close)
+
+    def _has(self, wanted: LocatedWeights) -> bool:
         """Return whether these weights are there; begin to fetch them if need be.
 
         Raises the error that ended the fetch: WeightsError, EngineDeadError.
         """
-        if self._task is None:
-            self.begin(wanted)
-        elif self._task.done():
-            failed = self._task.exception()
+        if self._fetch is None:
+            self._begin(wanted)
+        elif self._fetch.done():
+            failed = self._fetch.exception()
             if self._wanted != wanted:
                 log.debug("weights %s are replaced by others", self._wanted)
-                self.begin(wanted)
+                self._begin(wanted)
             elif failed:
-                self._task = None
+                self._fetch = None
                 raise failed
             else:
                 return True
         return False
 
-    def take(self, wanted: LocatedWeights) -> Fetched | None:
-        """Return the weights, and forget them, once `has` returns that they are there."""
-        if not self.has(wanted):
-            return None
-        assert self._task
-        fetched = self._task.result()
-        self._task = None
-        return fetched
-
-    def begin(self, wanted: LocatedWeights, *, may_receive: bool = True) -> None:
+    def _begin(self, wanted: LocatedWeights, *, may_receive: bool = True) -> None:
         """Begin to fetch weights; not `may_receive`: from their folder."""
         self._wanted = wanted
-        self._task = asyncio.create_task(self._fetch(wanted, may_receive), name="next-weights")
-        self._task.add_done_callback(lambda _: self._inbox.post(WeightsFetched()))
+        self._fetch = asyncio.create_task(self._get(wanted, may_receive), name="next-weights")
+        self._fetch.add_done_callback(lambda _: self._inbox.post(WeightsFetched()))
 
-    async def _fetch(self, wanted: LocatedWeights, may_receive: bool) -> Fetched:
+    async def _get(self, wanted: LocatedWeights, may_receive: bool) -> _Fetched:
         engine = self._engine
+        published = PublishedWeights(wanted.path, wanted.checksum)
         if may_receive and isinstance(engine, ReceivesWeights) and engine.receives_weights():
-            announced = await asyncio.to_thread(self._source.announcement, wanted)
+            problem = f"cannot read the announcement of the weights {wanted.weights}"
+            announced = await _read(problem, lambda: self._receiver.announcement(published))
             if announced:
-                return Fetched(Path(announced.folder), announced)
-        folder = await asyncio.to_thread(self._source.fetch, wanted)
+                return _Fetched(Path(announced.folder), announced)
+        problem = f"cannot use the weights in {wanted.path}"
+        folder = await _read(problem, lambda: self._receiver.fetch(published))
         if isinstance(engine, PreparesWeights):
             await engine.prepare_weights(folder, wanted.weights)
-        return Fetched(folder, None)
+        return _Fetched(folder, None)
 
-    async def close(self) -> None:
-        """Wait for the end of a fetch, and delete all downloads."""
-        if self._task:
-            await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._source.close)
+    async def _load(self, fetched: _Fetched, state: ControlState) -> bool:
+        """Load from the trainer's memory, or from the folder. False: the folder is fetched next."""
+        engine = self._engine
+        if fetched.announced is None:
+            await engine.load_weights(fetched.folder, state.weights)
+            return True
+        assert isinstance(engine, ReceivesWeights)
+        try:
+            await engine.receive_weights(fetched.announced, state.weights)
+        except WeightsError as error:
+            log.warning("cannot receive from the trainer, reading the folder: %s", error)
+            self._begin(state.published, may_receive=False)
+            return False
+        return True
+
+    def _is_retry_due(self) -> bool:
+        return time.monotonic() >= self._retry_at
+
+    def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
+        """Log a refusal, once for every version, and plan the next try."""
+        self.refusal = f"{weights} {error}"
+        if self._refused != weights:
+            self._refused = weights
+            self._refusals = 0
+            log.error("weights refused, staying on %s: %s", self._engine.version(), error)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._refusals)
+        self._refusals += 1
+
+
+async def _read(problem: str, call: Callable[[], T]) -> T:
+    """Return what `call` returns on a thread. Raises WeightsError for what a receiver raises."""
+    try:
+        return await asyncio.to_thread(call)
+    except (OSError, WireError, StoreUnavailable) as error:
+        raise WeightsError(f"{problem}: {error}") from error

@@ -21,7 +21,7 @@ Its parts, each of which posts events to the worker's inbox and never calls it:
     part              owns                                  if it ends unexpectedly
     Worker            every decision, on the event loop     leases run out, others take the groups
     a step            the engine's state, one claim         the worker leaves
-    PendingGroups     the asyncio task of each group        the group fails, and is released
+    HeldGroups        the asyncio task of each group        the group fails, and is released
     Submitter         finished results until submitted      the groups fail, and are released
     Heartbeat         leases and receipts, on a thread      the worker leaves: it was replaced, or
                                                             the run is gone
@@ -51,11 +51,12 @@ from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.user_code.contained_tasks import contain_exits
-from producer_workers.worker.claims import Capacity, Claims, Vacancy, WakeUp
+from producer_workers.user_code.user_process import REPLACED
+from producer_workers.worker.claims import Claims, Vacancy, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
-from producer_workers.worker.group_runner import GroupRunner, TaskRunner
-from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, Reporter
-from producer_workers.worker.held_groups import DoomedGroups, PendingGroups, Protection
+from producer_workers.worker.group_runner import GroupRunner
+from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
+from producer_workers.worker.held_groups import ExpiringGroups, HeldGroups, Protection
 from producer_workers.worker.inbox import (
     ControlLineBroken,
     Event,
@@ -71,8 +72,9 @@ from producer_workers.worker.inbox import (
     StopAsked,
     WeightsFetched,
 )
-from producer_workers.worker.shared_engine import ControlledEngine, SharedEngine
-from producer_workers.worker.weight_updates import WeightSource
+from producer_workers.worker.shared_engine import SharedEngine
+from producer_workers.worker.task_runner import TaskRunner
+from producer_workers.worker.weight_updates import WeightUpdates
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -122,23 +124,23 @@ class Worker:
 
         self._inbox = Inbox()
         self._control = ControlView()
-        self._engine = ControlledEngine(engine, WeightSource(run), self._inbox)
-        self._groups = PendingGroups(self._inbox)
+        self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
+        self._weights = WeightUpdates(run, engine, self._inbox)
+        self._groups = HeldGroups(self._inbox)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
-        self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox, untruncated_tasks)
-        self._runner = GroupRunner(run, shared, runners, worker_id)
-        self._doomed = DoomedGroups(self._engine, self._groups, self._runner)
+        self._claims = Claims(run, worker_id, self._nonce, concurrency, serves)
+        self._wake_up = WakeUp(run, self._inbox)
+        self._runner = GroupRunner(run, self._engine, runners, worker_id, self._claims.failures)
+        self._expiring = ExpiringGroups(self._engine, self._groups, self._runner)
         self._judges = judges or WatchedJudges()
-        self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
-        facts = {"engine": engine.name, **(facts or {})}
+        self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
         self._heartbeat = Heartbeat(
             run,
             worker_id,
             self._nonce,
-            facts,
+            {"engine": engine.name, **(facts or {})},
             self._report,
             self._inbox,
             self._loop_watch.is_stuck,
@@ -146,8 +148,6 @@ class Worker:
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
         self._step: asyncio.Task[None] | None = None
-        self._claims = Claims(run, worker_id, self._nonce)
-        self._wake_up = WakeUp(run, self._inbox)
         self._is_step_due = True
         self._is_stopping = False
         self._failure: BaseException | None = None
@@ -182,7 +182,7 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = self._control.mode is Mode.ABORT and not self._control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting or self._doomed else IDLE_S,
+                ABORT_S if aborting or self._expiring else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
@@ -234,12 +234,12 @@ class Worker:
         # the lease of a group that is being submitted may be gone because it arrived
         for job in self._groups.cancel(set(event.beat.lost) - self._runner.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
-        is_due |= self._doomed.add(event.beat.doomed, time.monotonic())
+        is_due |= self._expiring.add(event.beat.expiring, time.monotonic())
         if event.beat.control:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
         if self._control.mode is Mode.RUN and not self._engine.is_paused:
-            is_due |= self._capacity.adapt(self._engine.load(), self._shares())
+            is_due |= self._claims.adapt(self._engine.load(), self._shares())
         return is_due
 
     def _handle_step(self, event: StepFinished) -> bool:
@@ -259,7 +259,29 @@ class Worker:
 
     def _report(self) -> tuple[HeartbeatReport, list[Job], dict[Job, PolicyVersion]]:
         """Return what a heartbeat carries, what is held, and its age. Called on its thread."""
-        report = self._reporter.report(self._state(), self._capacity.limit())
+        # before the rest: a receipt must not name an epoch that is newer than what was read for it
+        weights = self._engine.version()
+        known_epoch = self._control.epoch
+        load = self._engine.load()
+        times = self._judges.times
+        report = HeartbeatReport(
+            ack=self._control.ack,
+            weights=weights,
+            state=self._state(),
+            refusal=self._weights.refusal,
+            tokens_per_s=self._token_rate.measure(self._runner.tokens),
+            done=self._runner.done,
+            known_epoch=known_epoch,
+            concurrency=self._claims.limit(),
+            requests=load.running + load.waiting if load else None,
+            failed=self._runner.failed,
+            judging=self._runner.judging(),
+            judged=times.histogram.count,
+            judging_ms=round(1000 * times.histogram.total_s),
+            judge_failures=times.failed,
+            judge_buckets=times.histogram.counts,
+            replaced=REPLACED.total(),
+        )
         jobs = self._groups.jobs()
         return report, jobs, self._runner.oldest(jobs)
 
@@ -281,7 +303,7 @@ class Worker:
         finished = StepFinished()
         try:
             self._engine.check_health()
-            await self._doomed.end(time.monotonic())
+            await self._expiring.end(time.monotonic())
             if state := self._control.state:
                 await self._follow(state)
             if vacancy := self._vacancy():
@@ -294,7 +316,7 @@ class Worker:
 
     async def _follow(self, state: ControlState) -> None:
         control = self._control
-        refusal = self._engine.refusal
+        refusal = self._weights.refusal
         if not control.is_carried_out and await self._reach(state) and control.state is state:
             control.ack = state.epoch
             if not self._client.send_receipt():
@@ -302,9 +324,9 @@ class Worker:
         is_pause = state.mode in (Mode.ABORT, Mode.DRAIN)
         if control.ack == state.epoch and is_pause and not self._engine.is_asleep:
             # after the receipt, which must not wait for weights that may never load
-            await self._engine.update(state)
-            self._engine.prepare(state)
-        if self._engine.refusal != refusal:
+            await self._weights.update(state)
+            self._weights.prepare(state)
+        if self._weights.refusal != refusal:
             self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
@@ -315,9 +337,9 @@ class Worker:
             return True
         if state.mode is Mode.RUN:
             await engine.wake()
-            is_loaded = await engine.update(state)
+            is_loaded = await self._weights.update(state)
             await engine.thaw()
-            return engine.prepare(state) and is_loaded
+            return self._weights.prepare(state) and is_loaded
         if state.mode is Mode.ABORT and self._groups:
             # repeated until none is left: a group may only now come from its prompt to the
             # engine, or from the engine to its judge
@@ -347,12 +369,9 @@ class Worker:
         # is held
         if state.mode is not Mode.RUN and self._control.receipt != state.epoch:
             return None
-        if not self._engine.has_weights_of(state):
+        if not self._weights.are_newest(state):
             return None
-        if self._runner.failures.must_pause(time.monotonic()):
-            self._claims.report("every try of this worker fails, so it pauses between claims")
-            return None
-        return self._capacity.vacancy(self._shares())
+        return self._claims.vacancy(self._shares())
 
     # -- leaving -------------------------------------------------------------
 
@@ -375,7 +394,7 @@ class Worker:
             await asyncio.to_thread(self._heartbeat.stop)
             self._judges.close()
             await self._runner.close()
-            await self._engine.close()
+            await self._weights.close()
             self._loop_watch.stop()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left while groups are held; their leases will run out")

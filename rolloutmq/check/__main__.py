@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from buffer.config.load import inspect_config
 from buffer.redis.server.process import follow_owner
 from rolloutmq.check.unit import findings_of, units_of
+from rolloutmq.config.load import inspect_config
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from buffer.config.config import Config
-from buffer.config.load import inspect_config
 from buffer.errors import ConfigError, HubError, ModelError
 from buffer.model.byte_size import Bytes
 from rolloutmq.check.contained import run_stage
@@ -26,6 +24,8 @@ from rolloutmq.check.settings import config_findings, context_findings, machine_
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES
 from rolloutmq.command_list import command
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config
 from rolloutmq.console import console as open_console
 from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides

@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from buffer.config.config import Config
-from buffer.config.sections.task import NO_JUDGE, TaskSection
 from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
 from buffer.rollouts.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
+from producer_workers.config.task import NO_JUDGE, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import Sampler, TooLong
@@ -25,6 +24,7 @@ from rolloutmq.check.finding import Finding, absent, failure
 from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.check.unit import Unit
+from rolloutmq.config.config import Config
 
 ROWS = 64
 """Rows of a data set that are made into prompts, and encoded."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import RolloutMQError
-from buffer.hub import Repository
+from producer_workers.hub import Repository
 
 Level = Literal["ok", "warning", "error"]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from buffer.config.config import Config
-from producer_workers.user_functions import NamedFunction, named_functions
+from producer_workers.user_functions import NamedFunction
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.unit import Unit
+from rolloutmq.config.config import Config
+from rolloutmq.config.functions import all_functions
 
 
 def units(config: Config) -> list[Unit]:
     """Return a unit per function."""
-    found = named_functions(config)
+    found = all_functions(config)
     return [Unit("functions", each.key, partial(_import, each)) for each in found]
 
 

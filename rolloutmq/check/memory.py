@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from buffer.config.config import Config
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
-from buffer.config.sections.memory_budget import PROMPT_TOKENS
+from buffer.config.memory_budget import PROMPT_TOKENS
 from buffer.model.byte_size import format_size
+from consumer.config.learner import LearnerConfig
+from producer_workers.config.engine import VllmConfig
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
+from rolloutmq.config.config import Config
 
 GIB = 1 << 30
 LOGITS = int(1.2 * GIB)

@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffer.config.config import Config
 from buffer.errors import HubError
 from buffer.weights.model_loading import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
+from producer_workers.hub import model_repository
 from rolloutmq.check.finding import Finding, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.check.unit import Unit
+from rolloutmq.config.config import Config
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -44,7 +45,7 @@ def units(config: Config) -> list[Unit]:
 
 
 def _report_absent(config: Config) -> Iterator[Finding]:
-    yield absent("model", config.policy.repository)
+    yield absent("model", model_repository(config.policy))
 
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:

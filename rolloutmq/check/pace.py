@@ -11,15 +11,15 @@ from math import ceil, inf
 
 import numpy as np
 
-from buffer.config.config import Config
-from buffer.config.distributions import Distribution, LogNormal
-from buffer.config.sections.engine import SimulatedConfig, VllmConfig
-from buffer.config.sections.task import TaskSection
+from producer_workers.config.distributions import Distribution, LogNormal
+from producer_workers.config.engine import SimulatedConfig, VllmConfig
+from producer_workers.config.task import TaskSection
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import drawn_lengths
 from producer_workers.simulation.setting import Interruption, Outcome, Setting
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.shape import Shape
+from rolloutmq.config.config import Config
 from rolloutmq.output import age
 
 STEPS = 12

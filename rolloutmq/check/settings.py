@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from buffer.config.config import Config
-from buffer.config.sections.engine import SimulatedConfig, VllmConfig
 from buffer.model.byte_size import format_size
+from producer_workers.config.engine import SimulatedConfig, VllmConfig
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
+from rolloutmq.config.config import Config
 from rolloutmq.launch.machine import machine_errors
 from rolloutmq.output import plural
 

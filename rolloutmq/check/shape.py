@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from buffer.config.config import Config
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.errors import HubError, ModelError
 from buffer.weights.safetensors_files import read_header
+from consumer.config.warm_start import TinyModelConfig
+from rolloutmq.config.config import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
-from buffer.config.config import Config
 from rolloutmq.check.finding import Finding, failure
+from rolloutmq.config.config import Config
 
 STAGES = ("functions", "model", "data")
 """Modules beside this one; their `units(config)` run in a process for each."""

@@ -7,12 +7,9 @@ in two steps of the surviving weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,56 +21,22 @@ from rich.progress import (
 from rich.text import Text
 
 from buffer.errors import AccountError
-from buffer.ledger.account import Account, FsckReport
+from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.cli.repair import repair_run, undo_repair
 from rolloutmq.command_list import command
 from rolloutmq.console import console
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Yes, open_target
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, plural, table
 
 _SHOWN = 20
-
-
-class WatchedAccount(Account):
-    """An account that reports how many draws it has checked."""
-
-    def __init__(self, run: Run, bar: Progress) -> None:
-        super().__init__(run.store, run.keys, run.limits)
-        self._bar = bar
-        self._job = bar.add_task("checking every draw", total=None)
-
-    def totals(self) -> FsckReport:
-        audit = super().totals()
-        self._bar.update(
-            self._job, total=sum(task.drawn + task.added_by_hand for task in audit.tasks)
-        )
-        return audit
-
-    def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
-        found = super().stages_of(gids)
-        self._bar.advance(self._job, len(gids))
-        return found
 
 
 @command(
     "Administration", "fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean"
 )
 def fsck(
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Rebuild what is damaged; all processes of the run must have ended.",
-        ),
-    ] = False,
-    undo: Annotated[
-        Path | None,
-        typer.Option(metavar="COPY", help="Put back what a repair changed: the file it named."),
-    ] = None,
-    yes: Yes = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -82,23 +45,16 @@ def fsck(
     """Check that nothing is lost and nothing was trained twice.
 
     Checks every group in all indexes, on a live run. With the run's folder, it also checks what
-    the trainer recorded. Exits with 6 if something is wrong.
-
-    A repair uses what is recorded twice, and the newest checkpoint. Lost groups are drawn again,
-    and nothing is trained twice.
+    the trainer recorded. Exits with 6 if something is wrong: `rolloutmq run CONFIG --regenerate`
+    then makes the run again from its newest checkpoint.
     """
-    changed: dict[str, Any] = {}
-    with open_target(redis_url, run_dir, run, damaged=True) as target:
-        if undo:
-            changed = undo_repair(target, undo, yes=yes, quiet=as_json)
-        elif repair:
-            changed = repair_run(target, yes=yes, quiet=as_json)
+    with open_target(redis_url, run_dir, run) as target:
         audit = run_audit(target.run, quiet=as_json)
         steps = read_steps(target.step_log)
         risks = could_lose(target.run)
     twice = steps.trained_twice() if steps else {}
     if as_json:
-        emit(report(audit, steps) | {"could_lose": risks} | changed)
+        emit(report(audit, steps) | {"could_lose": risks})
     else:
         show_audit(console(), audit, steps)
         for risk in risks:
@@ -108,8 +64,8 @@ def fsck(
             f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two "
             f"places, {len(twice)} trained twice, "
             f"{len(audit.faults)} further faults",
-            hint="`rolloutmq fsck --repair` shows what it would rebuild; please report this, with "
-            "the output of --json",
+            hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest "
+            "checkpoint; please report this, with the output of --json",
         )
 
 
@@ -125,7 +81,10 @@ def run_audit(run: Run, *, quiet: bool = False) -> FsckReport:
     with Progress(
         *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
     ) as progress:
-        return WatchedAccount(run, progress).fsck()
+        job = progress.add_task("checking every draw", total=None)
+        return run.account.fsck(
+            lambda done, total: progress.update(job, completed=done, total=total)
+        )
 
 
 def could_lose(run: Run) -> list[str]:
@@ -162,7 +121,7 @@ def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
         "faults": audit.faults,
         "lost": audit.lost,
         "doubled": audit.doubled,
-        "damage": [asdict(found) for found in audit.damage],
+        "damage": [found._asdict() for found in audit.damage],
         "trained_twice": twice,
         "trained_steps": len(steps.steps) if steps else None,
         "replayed_steps": steps.replaced if steps else None,

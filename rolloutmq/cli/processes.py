@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.sections.sandbox import is_url
-from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.signing import PRODUCER, Key
+from producer_workers.config.sandbox import is_url
 from rolloutmq.command_list import command
+from rolloutmq.config.sources import fetch
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 
 if TYPE_CHECKING:
-    from buffer.config.config import ProducingConfig
-    from buffer.config.sections.task import TaskSection
     from buffer.run import Run
+    from producer_workers.config.task import TaskSection
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
+    from rolloutmq.config.config import Config
 
 
 log = logging.getLogger("rolloutmq.worker")
@@ -111,13 +111,14 @@ def producer(
     follow_owner()
     from producer_workers.build import make_producer
     from producer_workers.producer.standby import stand_by
+    from rolloutmq.config.fingerprint import origin_of
     from rolloutmq.tracing import trace_run
 
     key_file = settings.producer.key_file
     key = Key.read(key_file, PRODUCER) if key_file else None
     run, settings = _open(settings, redis_url, "producer", metrics, key)
     trace_run(run, "producer")
-    member = make_producer(settings, run)
+    member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
     # the process.
     stop = threading.Event()
@@ -189,15 +190,16 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
+    from rolloutmq.config.functions import all_functions
 
     settings = _load(config, overrides)
     if no_data:
-        check_functions(settings, for_judges=True)
+        check_functions(all_functions(settings))
         return
     settings = fetch(settings)
     errors: list[RolloutMQError] = []
     try:
-        check_functions(settings, for_judges=True)
+        check_functions(all_functions(settings))
     except ConfigError as error:
         errors.append(error)
     for name, task in settings.tasks.items():
@@ -210,23 +212,22 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
     raise_together(errors)
 
 
-def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
-    from buffer.config.config import ProducingConfig
+def _load(config: Path, overrides: list[str] | None) -> Config:
 
-    return open_config(ProducingConfig, config, overrides)
+    return open_config(config, overrides)
 
 
 def _open(
-    settings: ProducingConfig,
+    settings: Config,
     redis_url: str | None,
     name: str,
     metrics: str | None,
     key: Key | None,
-) -> tuple[Run, ProducingConfig]:
+) -> tuple[Run, Config]:
     """Return the run, and the config with the commits that the run was made with."""
-    from buffer.config.fingerprint import origin_of
     from buffer.control.continuation import check_origin, read_origin
     from buffer.open_run import open_store, server_url, wait_for_run
+    from rolloutmq.config.fingerprint import origin_of
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
@@ -245,7 +246,7 @@ def _open(
 
 
 async def _work(
-    settings: ProducingConfig,
+    settings: Config,
     redis_url: str | None,
     name: str,
     metrics: str | None,
@@ -254,13 +255,13 @@ async def _work(
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
     from producer_workers.build import make_worker, start_engine
-    from producer_workers.user_functions import check_functions
+    from producer_workers.user_functions import check_functions, named_functions
     from producer_workers.worker import engine_restarts
     from rolloutmq.tracing import trace_run
 
     stopped = threading.Event()
     # before the engine, which takes long to load
-    check_functions(settings, for_judges=False)
+    check_functions(named_functions(settings, for_judges=False))
 
     async def start() -> Engine:
         # While it holds no groups there is nothing to clean up; what the engine started ends
@@ -324,12 +325,11 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     tokens name. `rolloutmq workers` shows the counts, `rolloutmq workers --groups WORKER` what the
     trainer has used of a worker. SIGTERM ends it between two batches.
     """
-    from buffer.config.config import TrainingConfig
-    from buffer.config.sources import fetch
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.grpo.audit.auditor import Auditor
+    from rolloutmq.config.sources import fetch
 
-    settings = fetch(open_config(TrainingConfig, config, overrides))
+    settings = fetch(open_config(config, overrides))
     log_json("audit", settings.run.name)
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-audit", patient=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from buffer.config.sections.sandbox import BUBBLEWRAP, WEAK
 from buffer.errors import ConfigError, SandboxUnavailable
-from buffer.hub import is_id
+from producer_workers.config.sandbox import BUBBLEWRAP, WEAK
+from producer_workers.hub import is_id
 from producer_workers.user_code.sandbox import check_sandbox
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -134,7 +134,7 @@ def _write(file: Path, parts: list[Path], values: dict[str, object]) -> None:
 
 def _build_model(folder: Path) -> None:
     # here, because it imports torch
-    from buffer.config.sections.warm_start import TinyModelConfig
+    from consumer.config.warm_start import TinyModelConfig
     from consumer.grpo.models.tiny_model import build_tiny_model
 
     build_tiny_model(folder, TinyModelConfig(max_positions=2048), seed=0)

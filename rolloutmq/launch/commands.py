@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from buffer.config.sources import fetch
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.process import follow_owner, log_json
 from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.command_list import command
+from rolloutmq.config.sources import fetch
 from rolloutmq.console import console
 from rolloutmq.options import (
     RUNS,
@@ -31,7 +31,7 @@ from rolloutmq.presets import open_config
 from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record
 
 if TYPE_CHECKING:
-    from buffer.config.config import TrainingConfig
+    from rolloutmq.config.config import Config
 
 
 TakeOver = Annotated[
@@ -91,7 +91,7 @@ def run(
 
 
 def _detach(
-    settings: TrainingConfig, config: Path, given: list[str], redis_url: str | None, **flags: bool
+    settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
 ) -> NoReturn:
     """Start the run in the background and exit."""
     from rolloutmq.launch.detached import start_detached
@@ -246,10 +246,9 @@ def gpu_check(
     check_gpu(steps, overrides or [])
 
 
-def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
-    from buffer.config.config import TrainingConfig
+def _load(config: Path, overrides: list[str] | None) -> Config:
 
-    return open_config(TrainingConfig, config, overrides)
+    return open_config(config, overrides)
 
 
 EPILOG = """

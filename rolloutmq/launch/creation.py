@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sources import fetch
 from buffer.model.settings_record import SettingsRecord
 from buffer.open_run import open_store
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
-from consumer.grpo.checkpoint import make_run
+from rolloutmq.config.config import Config
+from rolloutmq.config.sources import fetch
+from rolloutmq.launch.create_run import make_run
 from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
 from rolloutmq.views.setting_view import override_lines
 
@@ -82,7 +82,7 @@ class Creation:
 
 
 def create(
-    config: TrainingConfig, command: Sequence[str], redis_url: str | None, *, quiet: bool
+    config: Config, command: Sequence[str], redis_url: str | None, *, quiet: bool
 ) -> Creation:
     """Create the run of `config`, or open it again. Raises RunExists, LostRun, ConfigError."""
     config = fetch(config)
@@ -100,9 +100,7 @@ def create(
 
 
 @contextmanager
-def _server(
-    config: TrainingConfig, redis_url: str | None
-) -> Iterator[tuple[str, EmbeddedServer | None]]:
+def _server(config: Config, redis_url: str | None) -> Iterator[tuple[str, EmbeddedServer | None]]:
     """Yield the URL of the run's server, and the embedded one if it is that.
 
     An embedded server runs during the block, and afterwards only if it did before.

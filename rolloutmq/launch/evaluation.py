@@ -17,8 +17,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
@@ -28,6 +26,8 @@ from consumer.grpo.evaluation import Evaluator, log_wait_reason
 from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.preparation import run_command
 from rolloutmq.options import set_flags
@@ -50,7 +50,7 @@ class Evaluated:
 
 
 def evaluate_model(
-    config: TrainingConfig, path: Path, overrides: list[str], what: str, screen: Console
+    config: Config, path: Path, overrides: list[str], what: str, screen: Console
 ) -> Evaluated:
     """Evaluate the checkpoint or model folder `what`; "" is the newest checkpoint.
 
@@ -68,7 +68,7 @@ def evaluate_model(
     given += [f"trainer.loop={_LOOP}"]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
-    settings = load_config(TrainingConfig, find_config(path), given)
+    settings = load_config(find_config(path), given)
     _make(folder)
     if step:
         screen.print(f"exporting the checkpoint of step {step} of {run_folder}")
@@ -99,7 +99,7 @@ def _make(folder: Path) -> None:
     (folder / LOCK_FILE).touch()
 
 
-def _find(config: TrainingConfig, what: str) -> tuple[Path, int]:
+def _find(config: Config, what: str) -> tuple[Path, int]:
     """Return the run's folder and the step of a checkpoint; step 0 for a model folder."""
     if not what or what.isdigit():
         steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
@@ -128,11 +128,11 @@ def _export(arguments: list[str], overrides: list[str]) -> None:
     run_command(["export-model", *arguments, "--float32", *set_flags(overrides)])
 
 
-def _held_out(config: TrainingConfig) -> list[str]:
+def _held_out(config: Config) -> list[str]:
     return [name for name, task in config.tasks.items() if task.eval_of is not None]
 
 
-def evaluate(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Evaluate in place of the trainer: all held-out tasks, with training jobs paused."""
     consumer = RolloutConsumer(run)
     consumer.open(position=Position(), take_over=take_over)

@@ -18,11 +18,10 @@ from statistics import mean
 import orjson
 from rich.table import Table
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.reporting.step_log import StepLog, TrainedStep
+from rolloutmq.config.load import load_config
 from rolloutmq.console import console as open_console
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus
@@ -76,7 +75,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
         f"plan.steps={steps}",
         *overrides,
     ]
-    config = load_config(TrainingConfig, CONFIG, settings)
+    config = load_config(CONFIG, settings)
     # a run that finds a model here does not warm-start one
     build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
     Launcher(config, CONFIG, settings, redis_url=None).run()

@@ -15,16 +15,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.config.config import TrainingConfig
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.grpo.checkpoint import CheckpointFolder, make_run
+from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.config.config import Config
 from rolloutmq.console import console as open_console
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import Child
+from rolloutmq.launch.create_run import make_run
 from rolloutmq.launch.machine import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
@@ -71,7 +72,7 @@ class Launcher:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: Config,
         path: Path,
         overrides: list[str],
         *,

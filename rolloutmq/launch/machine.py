@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from buffer.config.config import Config
-from buffer.config.sections.engine import HttpConfig, VllmConfig
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import EXTRAS, install_command
+from producer_workers.config.engine import HttpConfig, VllmConfig
+from rolloutmq.config.config import Config
 from rolloutmq.launch.placement import Placement, count_gpus, place
 
 

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from buffer.config.sections.run_settings import LaunchSection
 from buffer.errors import ConfigError
+from rolloutmq.config.launch import LaunchSection
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.config.config import ConfigFile, TrainingConfig
-from buffer.config.sources import fetch, names_any
 from buffer.control.kept_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
@@ -19,14 +17,17 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.server.process import OWNER
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.grpo.checkpoint import CheckpointFolder, make_again
+from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.reporting.step_log import read_evaluations
+from rolloutmq.config.config import Config
+from rolloutmq.config.sources import fetch, names_any
+from rolloutmq.launch.create_run import make_again
 from rolloutmq.launch.machine import machine_errors
 from rolloutmq.views.run_view import read_run_view
 
 
-def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedServer | None]:
+def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer | None]:
     """Return the URL of the run's server, and the embedded server if it is that."""
     if url := config.redis.resolve_url(flag):
         return url, None
@@ -35,7 +36,7 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
     return server.url, server
 
 
-def check_start(config: ConfigFile, command: Sequence[str]) -> ConfigFile:
+def check_start(config: Config, command: Sequence[str]) -> Config:
     """Raise everything that would end a run at its start; takes seconds, and loads no model.
 
     Generated problems are written. What the Hub has is downloaded, unless there is a mistake that
@@ -57,7 +58,7 @@ def prepare_problems(command: Sequence[str]) -> None:
     run_command(["problems", *command])
 
 
-def _check_model(config: ConfigFile) -> None:
+def _check_model(config: Config) -> None:
     if config.policy.model is not None:
         check_model_folder(config.model_folder)
 
@@ -70,7 +71,7 @@ def _errors_of(check: Callable[[], object]) -> list[RolloutMQError]:
     return []
 
 
-def prepare_model(config: ConfigFile, command: Sequence[str], *, quiet: bool = False) -> Path:
+def prepare_model(config: Config, command: Sequence[str], *, quiet: bool = False) -> Path:
     """Return the config's model, or a small one, which is built and warm-started here once.
 
     `quiet`: print no progress of that.
@@ -107,7 +108,7 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
 
 
 def make_again_patiently(
-    store: Store, config: TrainingConfig, model: Path, report: Callable[[str], object]
+    store: Store, config: Config, model: Path, report: Callable[[str], object]
 ) -> Run:
     """Make the run again from its checkpoint, once the trainer of an earlier start has exited.
 
@@ -130,7 +131,7 @@ def make_again_patiently(
         time.sleep(0.2)
 
 
-def last_step(config: TrainingConfig) -> int:
+def last_step(config: Config) -> int:
     """Return the last step of the run, which `rolloutmq set` may have changed, by its folder."""
     folder = config.run.folder
     if not (folder / "run.json").exists():
@@ -140,7 +141,7 @@ def last_step(config: TrainingConfig) -> int:
     return int(changed.value) if changed else config.plan.steps
 
 
-def is_done(config: TrainingConfig, last: int) -> bool:
+def is_done(config: Config, last: int) -> bool:
     """Return whether the last step is in a checkpoint, and its weights are evaluated."""
     evaluations = read_evaluations(config.run.folder)
     tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]

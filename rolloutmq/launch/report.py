@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.connection.url import mask_url
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import Evaluations, StepLog, TrainedStep, read_evaluations
+from rolloutmq.config.config import Config
 
 
 def plot(steps: list[TrainedStep], evaluations: Evaluations, file: Path) -> None:
@@ -72,7 +72,7 @@ def _smooth(values: list[float], window: int = 10) -> list[float]:
     ]
 
 
-def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> str:
+def finish(console: Console, config: Config, run: Run, server_cli: str | None) -> str:
     """Print the outcome of a run and write its plot; return its account in one line.
 
     Raises AccountError if the account does not add up.
@@ -146,9 +146,7 @@ def activation() -> str:
     return f"source {activate}" if activate.exists() and not shutil.which("rolloutmq") else ""
 
 
-def _print_commands(
-    console: Console, config: TrainingConfig, run: Run, server_cli: str | None
-) -> None:
+def _print_commands(console: Console, config: Config, run: Run, server_cli: str | None) -> None:
     url = mask_url(run.store.url)
     where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
     keys = run.keys

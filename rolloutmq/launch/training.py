@@ -19,14 +19,14 @@ from buffer.model.dotted_path import load_object
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.replies import role_held
 from buffer.redis.server.process import OWNER
-from consumer.grpo.checkpoint import make_again, make_run
+from rolloutmq.launch.create_run import make_again, make_run
 from rolloutmq.tracing import trace_run
 from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
-    from buffer.config.config import TrainingConfig
     from buffer.redis.store import Store
     from buffer.run import Run
+    from rolloutmq.config.config import Config
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -45,7 +45,7 @@ def is_by_hand() -> bool:
 
 
 def open_run(
-    settings: TrainingConfig,
+    settings: Config,
     redis_url: str | None,
     metrics: str | None,
     *,
@@ -87,7 +87,7 @@ def open_run(
     return run, model_dir
 
 
-def _require_vacancy(store: Store, settings: TrainingConfig) -> None:
+def _require_vacancy(store: Store, settings: Config) -> None:
     """Raise RoleHeld if another trainer is alive, before this config changes its settings.
 
     One that died is waited for, until its role times out.
@@ -107,7 +107,7 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def train(run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: bool) -> bool:
+def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
     if settings.trainer.loop:
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
@@ -135,7 +135,7 @@ def train(run: Run, settings: TrainingConfig, model_dir: Path, *, take_over: boo
     return trainer.fit(take_over=take_over)
 
 
-def _check_nodes(settings: TrainingConfig, ranks: int) -> None:
+def _check_nodes(settings: Config, ranks: int) -> None:
     """Raise ConfigError where ranks on several nodes could not write one version of weights."""
     transport = settings.policy.weights_transport
     if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) and transport != "folder":

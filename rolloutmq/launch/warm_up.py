@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sections.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from producer_workers.config.dataset import ReasoningGymDataset
+from rolloutmq.config.config import Config
 from rolloutmq.console import console as open_console
 
 
-def make_model(config: TrainingConfig) -> None:
+def make_model(config: Config) -> None:
     """Write `<run folder>/model`, unless it exists or the config names another model."""
     folder = config.run.folder / "model"
     console = open_console()
@@ -42,7 +42,7 @@ def make_model(config: TrainingConfig) -> None:
     console.print(f"warm start: {time.monotonic() - started:.0f} s, model in {folder}")
 
 
-def _problems(config: TrainingConfig) -> list[Problem]:
+def _problems(config: Config) -> list[Problem]:
     found: list[Problem] = []
     for name, task in config.tasks.items():
         if task.eval_of is None and isinstance(task.dataset, ReasoningGymDataset):

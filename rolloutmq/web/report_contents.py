@@ -7,12 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog, TrainedStep, read_evaluations
+from rolloutmq.config.load import load_config
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record
@@ -119,6 +118,6 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     path, *flags = record.command
     overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(TrainingConfig, find_config(Path(path)), overrides).public()
+        return load_config(find_config(Path(path)), overrides).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}

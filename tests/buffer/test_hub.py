@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from buffer.errors import HubError
-from buffer.hub import Repository, repository
+from producer_workers.hub import Repository, repository
 from tests.fake_hub import FakeHub, fake_hub
 
 MODEL = "Qwen/Qwen3-tiny"

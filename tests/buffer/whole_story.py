@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
@@ -156,7 +156,7 @@ def end_what_is_too_old(scene: Scene) -> None:
     jobs = scene.run.jobs
     scene.enqueue(3)
     waiting, running, younger = scene.claim(3)
-    assert scene.beat([running, younger], oldest=FIRST).doomed == (running, younger)
+    assert scene.beat([running, younger], oldest=FIRST).expiring == (running, younger)
     scene.submit(waiting, status=Status.ABORTED)
     jobs.reissue(scene.producer, "math", "aborted", 1000)
     assert jobs.expire_waiting("math") == 1

@@ -11,14 +11,13 @@ from pathlib import Path
 import orjson
 
 from tests.chaos.checker import Checker, Verdict
-from tests.chaos.damage_run import DamageRun, all_trials, run_trials
+from tests.chaos.damage_run import all_trials, run_trials
 from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder, rules
 from tests.chaos.history import read_history
 from tests.chaos.mutations import NAMES
 from tests.chaos.outage_run import OutageRun
 from tests.chaos.plan import LEASE_MS
 from tests.chaos.recovery_run import RecoveryRun, table
-from tests.chaos.regeneration_run import RegenerationRun
 from tests.chaos.report import lines, recoveries, soak_table, write_report, write_sum
 
 
@@ -121,9 +120,9 @@ def run_mutants(plan: Plan, base: Path) -> bool:
     return not missed
 
 
-def run_damage(plan: Plan, base: Path, words: str, kind: type[DamageRun]) -> list[str]:
+def run_damage(plan: Plan, base: Path, words: str) -> list[str]:
     """Every key of a live run damaged, one by one; the problems."""
-    problems = run_trials(plan, base, say, all_trials(words), kind)
+    problems = run_trials(plan, base, say, all_trials(words))
     for problem in problems:
         say(f"PROBLEM {problem}")
     return problems
@@ -176,11 +175,6 @@ def main() -> int:
         help="every key of a live run deleted or retyped, one by one; or those whose trial has WORDS",
     )
     parser.add_argument(
-        "--regenerate",
-        action="store_true",
-        help="with --damage: the run is made again from its checkpoint, and not repaired",
-    )
-    parser.add_argument(
         "--standard", action="store_true", help="all three kinds of run, one after the other"
     )
     parser.add_argument(
@@ -205,8 +199,7 @@ def main() -> int:
     if asked.mutants:
         return 0 if run_mutants(plan, asked.folder) else 1
     if asked.damage is not None:
-        way = RegenerationRun if asked.regenerate else DamageRun
-        return 1 if run_damage(plan, asked.folder, asked.damage, way) else 0
+        return 1 if run_damage(plan, asked.folder, asked.damage) else 0
     OutageRun.outage_s = asked.outage
     if asked.judge:
         clean = judge_again(asked.folder)

@@ -205,8 +205,6 @@ class Checker:
             for event in self.by_op["submit"]
             if event["args"].get("status") == "filtered"
         }
-        # what a repair could not draw again, as it said
-        asked |= {gid for event in self.by_op["fault"] for gid in event.get("closed", ())}
         for gid, found in self.final["places"].items():
             if found[0] in ("dropped", "filtered") and gid not in asked:
                 yield gid

@@ -16,9 +16,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
-from buffer.config.sections.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.redis.server.process import follow_owner, log_json
@@ -27,6 +24,9 @@ from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
@@ -36,7 +36,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
@@ -155,7 +155,7 @@ def sweep(run: Run) -> None:
 
 
 def judge(url: str) -> None:
-    from buffer.config.sections.sandbox import BUBBLEWRAP
+    from producer_workers.config.sandbox import BUBBLEWRAP
     from producer_workers.judges.rq_worker import JudgePool
 
     JudgePool(judge_url(url), RUN, {judge_spec(): BUBBLEWRAP}, 1).run()

@@ -1,31 +1,30 @@
-"""Keys of a live run are deleted, or given another type, one by one.
+"""Keys of a live run are damaged one by one, and each time the run is made again from its checkpoint.
 
-work ─▶ damage one key ─▶ all processes continue, or end with an error ─▶ stop ─▶ fsck
-  ▲                                                                              │
-  └──── start again, and train ◀──── the account is judged ◀──── fsck --repair ◀─┘
+work ─▶ damage one key ─▶ the trainer ends ─▶ --regenerate, while all others still work ─▶ they end
+  ▲                                                                                           │
+  └──── start again ◀──── the account is judged ◀──── stop ◀──── start again, and train ◀─────┘
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from buffer.errors import RunError
+from buffer.errors import RolloutMQError
+from buffer.ledger.position import Position
+from buffer.maintenance.regeneration import Regeneration
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
+from consumer.grpo.checkpoint import CheckpointFolder
 from tests.chaos.checker import Checker
-from tests.chaos.crew import ROOT, until
+from tests.chaos.crew import until
 from tests.chaos.damaged_keys import PREFIX, TARGETS, WAYS, Target, strike
 from tests.chaos.final_look import look
 from tests.chaos.harness import ChaosRun, Plan, new_folder, rules
@@ -52,22 +51,15 @@ class Trial:
     target: Target
     way: str
     key: str = ""
-    found: str = ""
-    """by fsck: "live", "rest" or nothing"""
+    is_found: bool = False
+    """by fsck, while the processes work"""
     ended: dict[str, str] = field(default_factory=dict)
     """the error of each process that ended"""
-    repaired: str = ""
     made_again: str = ""
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.target} {self.way}"
-
-    @property
-    def outcome(self) -> str:
-        """Of the way back, in words; "" if none was taken."""
-        ways = {"repaired": self.repaired, "made again": self.made_again}
-        return "; ".join(f"{how}: {what}" for how, what in ways.items() if what)
 
 
 class DamageRun(ChaosRun):
@@ -92,9 +84,9 @@ class DamageRun(ChaosRun):
             self.crew.add(name, name.partition("-")[0])
 
     def _strike(self) -> None:
-        with self._opened() as run:
-            _bury_one(run)
         for trial in self.trials:
+            with self._opened() as run:
+                _bury_one(run)
             self._try(trial)
             self.done += 1
             self._say(row(trial))
@@ -117,17 +109,46 @@ class DamageRun(ChaosRun):
             if not until(lambda: self._struck(client, trial), LIMIT_S * trial.target.is_used):
                 return
             before = self._sizes()
-            trial.found = "live" if _names(run, trial.key) else ""
+            trial.is_found = _names(run, trial.key)
         self._observe(trial, before)
         self._bring_back(trial, before, since)
 
     def _bring_back(self, trial: Trial, before: dict[Path, int], since: float) -> None:
-        self._stop(trial)
+        """Do what --regenerate does, whether fsck found something or not."""
+        self._stop(trial, CLIENTS[:1])
+        self._regenerate(trial, since)
+        self._stop(trial, CLIENTS[1:])
         self._read_logs(trial, before)
-        self._check_and_repair(trial, since)
+        if trial.problems:
+            return
+        self._start_again(trial)
+        self._stop(trial, CLIENTS)
+        with self._opened() as run:
+            trial.problems += [found.text for found in run.account.fsck().damage[:3]]
+        trial.problems += self._account()[:3]
         if not trial.problems:
-            trial.problems += self._account()[:3]
             self._start_again(trial)
+
+    def _regenerate(self, trial: Trial, since: float) -> None:
+        checkpoints = CheckpointFolder(self.folders.checkpoints)
+        steps = checkpoints.steps()
+        position = checkpoints.read(steps[-1]) if steps else Position()
+        again = Regeneration(position, take_over=True)
+        limits = self._limits()
+        store = Store(self._server.url, name="chaos-harness")
+        try:
+            left = again.leftovers(store, RUN, list(limits.tasks))
+            Run.create(store, RUN, self._nonce, limits, regeneration=again)
+        except RolloutMQError as error:
+            trial.problems.append(f"not made again: {error}")
+            return
+        finally:
+            store.close()
+        trial.made_again = f"step {position.step}, {left.groups} groups, {left.steps} steps after"
+        # what was handed out after the checkpoint is gone, and made again
+        self.history.note(
+            "fault", kind=str(trial), target=trial.key, loses=True, since=since, ended=time.time()
+        )
 
     def _struck(self, client: Any, trial: Trial) -> bool:
         trial.key = strike(client, trial.target, trial.way)
@@ -163,7 +184,7 @@ class DamageRun(ChaosRun):
             if event["op"] == "ended" and event["why"]
         }
 
-    def _stop(self, trial: Trial, names: Sequence[str] = CLIENTS) -> None:
+    def _stop(self, trial: Trial, names: Sequence[str]) -> None:
         for name in names:
             self.crew.members[name].send(signal.SIGTERM)
         until(lambda: not any(self.crew.members[name].is_up for name in names), LIMIT_S)
@@ -185,41 +206,6 @@ class DamageRun(ChaosRun):
                 trial.problems.append(f"a traceback in {path.name}")
         if trial.ended and not any(_mentions(said, trial.key) for said in trial.ended.values()):
             trial.problems.append("no error names the key")
-
-    def _check_and_repair(self, trial: Trial, since: float) -> None:
-        """Run fsck, and repair what it finds; its account and that of the checker must agree."""
-        with self._opened() as run:
-            is_sound = run.account.fsck().clean
-        if is_sound and (lost := self._account()):
-            trial.problems.append(f"fsck does not see: {'; '.join(lost[:3])}")
-        if is_sound:
-            return
-        trial.found = trial.found or "rest"
-        end = time.monotonic() + LIMIT_S
-        while (done := self._repair())[0] == RunError.exit_code and time.monotonic() < end:
-            time.sleep(0.5)  # a process that was killed counts as alive for a while
-        code, report = done
-        if code:
-            texts = [found["text"] for found in report.get("damage", ())]
-            trial.problems.append(f"not repaired: {'; '.join(texts[:3]) or report['error']}")
-            return
-        changed = report["repair"]
-        counts = {how.replace("_", " "): len(changed[how]) for how in ("drawn_again", "closed")}
-        shown = [f"{count} {how}" for how, count in counts.items() if count]
-        trial.repaired = ", ".join([f"{len(changed['keys'])} keys", *shown])
-        facts = {"kind": str(trial), "target": trial.key, "closed": changed["closed"]}
-        self.history.note("fault", loses=True, since=since, **facts)
-
-    def _repair(self) -> tuple[int, dict[str, Any]]:
-        """Run the command as a user does; return its exit code and what it prints."""
-        where = ("--redis-url", self._server.url, "--run-dir", str(self.folders.root), "--run", RUN)
-        words = (sys.executable, "-m", "rolloutmq", "fsck", "--repair", "--yes", "--json", *where)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, check=False)
-        if b"Traceback" in done.stderr:
-            return done.returncode, {"error": f"a traceback of fsck: {done.stderr[-900:].decode()}"}
-        found = orjson.loads(done.stdout) if done.stdout else {}
-        error = orjson.loads(done.stderr)["error"] if done.returncode else {}
-        return done.returncode, {**found, **({"error": str(error)} if error else {})}
 
     def _account(self) -> list[str]:
         """Return what the checker finds wrong that was not wrong before."""
@@ -247,7 +233,7 @@ class _OpenRun:
 
     def __enter__(self) -> Run:
         self._store = Store(self._url, name="chaos-harness")
-        return Run.open_damaged(self._store, RUN)
+        return Run.open(self._store, RUN)
 
     def __exit__(self, *error: object) -> None:
         self._store.close()
@@ -288,9 +274,9 @@ def row(trial: Trial) -> str:
     """Return a line for people."""
     if not trial.key and not trial.problems:
         return f"{trial}: no such key in this run"
-    parts = [f"fsck: {trial.found or 'clean'}"]
+    parts = [f"fsck: {'found' if trial.is_found else 'clean'}"]
     parts += [f"{name} ended with {said}" for name, said in sorted(trial.ended.items())]
-    parts += [trial.outcome] if trial.outcome else []
+    parts += [f"made again: {trial.made_again}"] if trial.made_again else []
     parts += [f"PROBLEM {problem}" for problem in trial.problems]
     return f"{trial}: " + "\n    ".join(parts)
 
@@ -309,7 +295,7 @@ def _cell(trial: Trial) -> str:
     if not trial.key:
         return "none in this run"
     parts = [f"{', '.join(sorted(trial.ended))} end" if trial.ended else "all continue"]
-    parts += [trial.outcome] if trial.outcome else []
+    parts += [f"made again: {trial.made_again}"] if trial.made_again else []
     return "; ".join([*parts, *(f"PROBLEM {problem}" for problem in trial.problems)])
 
 
@@ -324,13 +310,12 @@ def run_trials(
     base: Path,
     say: Callable[[str], None],
     trials: Sequence[Trial],
-    kind: type[DamageRun] = DamageRun,
 ) -> list[str]:
     """Make trials, in a new run behind each that a run did not survive; return all problems."""
     problems = []
     left = trials
     while left:
-        chaos = kind(plan, new_folder(base, f"damage-{len(trials) - len(left)}"), say)
+        chaos = DamageRun(plan, new_folder(base, f"damage-{len(trials) - len(left)}"), say)
         chaos.trials = left
         verdict = chaos.run()
         done = left[: chaos.done]

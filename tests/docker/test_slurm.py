@@ -16,7 +16,7 @@ from time import monotonic, sleep
 import psutil
 import pytest
 
-from buffer.config.sections.warm_start import TinyModelConfig
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]

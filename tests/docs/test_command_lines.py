@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from rolloutmq.cli import UsageError
 from rolloutmq.command_list import all_commands
+from rolloutmq.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("buffer", "producer_workers", "consumer", "rolloutmq", "docker", "configs", "docs")
@@ -69,7 +68,7 @@ def fault(line: str) -> str:
     for config in (ROOT / word for word in args if word.endswith(".toml")):
         if config.exists():
             given = [value for flag, value in pairwise(args) if flag == "--set"]
-            load_config(TrainingConfig, config, given)
+            load_config(config, given)
     return ""
 
 

@@ -16,18 +16,17 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import TrainerReport
-from buffer.open_run import create_run
 from buffer.redis.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.reporting.step_log import StepLog, read_evaluations
 from consumer.handle.rollout_consumer import RolloutConsumer
 from examples import low_level_loop, plain_loop
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.consumer.handle.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command
@@ -85,7 +84,7 @@ class Site:
         self.file.write_text(
             CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8"
         )
-        self.config = load_config(TrainingConfig, self.file, [])
+        self.config = load_config(self.file, [])
         self.store = Store(server.url)
         self.url = server.url
         self.run = create_run(self.store, self.config, model)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from buffer.config.sections.run_settings import check_name
+from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
 from buffer.model.job import Job, Result

@@ -15,11 +15,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.sections.task import JudgingSection
 from buffer.control.control import STATE_FIELDS, Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD

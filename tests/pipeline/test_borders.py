@@ -19,8 +19,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import Mode
 from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
 from buffer.rollouts.rollout import RolloutState, Status, ToolCall
@@ -29,12 +27,13 @@ from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_border import GroupFilter
+from producer_workers.worker.task_runner import GroupFilter, TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, SLOW_S, TASK, WatchedEngine, Yard

@@ -10,9 +10,9 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.errors import ModelError
 from buffer.redis.connection.retry import Backoff
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
 from producer_workers.worker import engine_restarts

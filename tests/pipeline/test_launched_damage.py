@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -24,17 +23,8 @@ KEYS = (
 )
 
 
-def is_repaired(site: Site) -> bool:
-    """Repair once more; refused while a process that was killed counts as alive."""
-    where = ("--run-dir", str(site.run_dir))
-    repair = site.start_words("fsck", "--repair", "--yes", *where)
-    code = repair.wait()
-    assert code == 0 or "was alive" in repair.said(), repair.said()
-    return code == 0
-
-
 @pytest.mark.parametrize(("name", "way"), KEYS)
-def test_a_launched_run_ends_with_the_key_is_repaired_and_finishes(
+def test_a_launched_run_ends_with_the_key_is_made_again_and_finishes(
     name: str, way: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     site = Site(tmp_path / "site", tiny_model, steps=12)
@@ -47,11 +37,7 @@ def test_a_launched_run_ends_with_the_key_is_repaired_and_finishes(
         code = launched.wait()
         assert "Traceback" not in site.words(), site.words()
         assert code == 0 or (code == 5 and key in launched.said()), site.words()
-        server = site.start_words("server", "--run-dir", str(site.run_dir))
-        site.until(lambda: site.server.is_running, "the server")
-        site.until(lambda: is_repaired(site), "the repair")
-        server.end(signal.SIGINT)
-        again = site.start("run")
+        again = site.start("run", "--regenerate")
         assert again.wait() == 0
         site.check()
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.limits import TaskLimits

@@ -16,10 +16,6 @@ import numpy as np
 import openai
 import pytest
 
-from buffer.config.config import ProducingConfig
-from buffer.config.distributions import Fixed
-from buffer.config.load import load_config
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.model.ids import new_nonce
 from buffer.redis.store import Store
@@ -29,11 +25,14 @@ from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.build import make_worker
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.worker import worker
+from rolloutmq.config.load import load_config
 from rolloutmq.testing import RehearsalError, rehearse
 
 ROOT = Path(__file__).parents[2]
@@ -262,7 +261,7 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
         + task.format("plain")
         + task.format("asked").replace("dataset", sample + "dataset")
     )
-    config = load_config(ProducingConfig, tmp_path / "run.toml")
+    config = load_config(tmp_path / "run.toml")
     with closing(Store("memory://structures")) as store:
         run = Run.create(store, "r", new_nonce(), config.limits(), FIRST_WEIGHTS, "")
         engine = build_engine(config.engine, tmp_path, FIRST_WEIGHTS)

@@ -19,7 +19,6 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from buffer.config.load import inspect_config
 from buffer.errors import DatasetError
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
@@ -34,6 +33,7 @@ from producer_workers.producer.strategy import strategies_of
 from rolloutmq.check import data as check_data
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.unit import findings_of, units_of
+from rolloutmq.config.load import inspect_config
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 

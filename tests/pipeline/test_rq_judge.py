@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import rq
 
-from buffer.config.sections.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import RolloutState
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges import rq_judge
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge

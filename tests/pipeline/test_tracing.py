@@ -13,12 +13,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
-from buffer.open_run import create_run
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from rolloutmq.tracing import SWITCH, root_span_id, trace_id, trace_run
 from tests.pipeline.site import Process, Site
 
@@ -80,7 +79,7 @@ def test_one_trace_holds_a_groups_life_in_three_processes(
     site = make_site(steps=2)
     site.server.start()
     # no lease runs out on a machine that is busy: each group is made once
-    config = load_config(TrainingConfig, site.config, ["lease.lease_ms=120000"])
+    config = load_config(site.config, ["lease.lease_ms=120000"])
     store = Store(site.server.url)
     run = create_run(store, config, config.policy.model)  # type: ignore[arg-type]
     tracer = trace_run(run, "trainer")
@@ -144,7 +143,7 @@ def test_without_the_switch_a_run_stays_as_it_is(
     site = make_site()
     with site.server as server:
         store = Store(server.url)
-        run = create_run(store, load_config(TrainingConfig, site.config, []), site.model)
+        run = create_run(store, load_config(site.config, []), site.model)
         assert trace_run(run, "worker") is None
         assert not run.observers
         store.close()

@@ -17,7 +17,7 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from buffer.weights.registry import open_receiver, open_sender
-from producer_workers.worker import shared_engine
+from producer_workers.worker import weight_updates
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
 
@@ -161,7 +161,7 @@ def test_processes_of_a_host_download_a_version_once(
 def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
     yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_engine, "BACKOFF", Backoff(0.05, 30.0, jitter=0.0))
+    monkeypatch.setattr(weight_updates, "BACKOFF", Backoff(0.05, 30.0, jitter=0.0))
     loaded: list[Path] = []
 
     async def watch(self: WatchedEngine, path: Path, version: PolicyVersion) -> None:

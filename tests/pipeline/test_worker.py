@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.sections.engine import TransformersConfig
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
@@ -21,6 +20,7 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.policy.routing_replay import RecordedExperts
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker import group_runner

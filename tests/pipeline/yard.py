@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import PayloadRef
@@ -27,12 +25,13 @@ from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_border import GroupFilter
+from producer_workers.worker.task_runner import GroupFilter, TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 

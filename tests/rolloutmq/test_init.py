@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.load import inspect_config
+from rolloutmq.config.load import inspect_config
 from rolloutmq.init.project import KINDS, TINY, Choices, write_project
 from tests.rolloutmq.conftest import ROOT, Command
 
@@ -26,7 +26,7 @@ from consumer.grpo.models import model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3 import modeling_qwen3
 from rolloutmq import rehearse
-from buffer.config.load import inspect_config
+from rolloutmq.config.load import inspect_config
 from rolloutmq.check.unit import STAGES, findings_of, units_of
 
 

@@ -8,11 +8,11 @@ local function room(progress, jobs, completed, age_index, ledger, target, thresh
   local counts = redis.call('HMGET', progress, 'consumed', 'running')
   local in_flight = num(counts[2])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
-  local cut, doomed = '-inf', 0
+  local cut, expiring = '-inf', 0
   if threshold then
     cut = int(next_step(ledger) - threshold)
-    doomed = doomed_groups(age_index, cut)
+    expiring = expiring_groups(age_index, cut)
   end
-  local free = target - num(counts[1]) - (in_flight - doomed) - redis.call('ZCOUNT', completed, cut, '+inf')
+  local free = target - num(counts[1]) - (in_flight - expiring) - redis.call('ZCOUNT', completed, cut, '+inf')
   return most and math.min(free, most - in_flight) or free
 end

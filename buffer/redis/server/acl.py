@@ -93,7 +93,6 @@ ROLES = {
     "operator": Role(
         ("*",),
         (_FIND_RUNS, _LOAD_SCRIPTS, "+publish", _TRANSACTION, "+memory|usage"),
-        writes_more=" +restore",  # for `fsck --repair`
     ),
 }
 

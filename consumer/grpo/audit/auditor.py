@@ -27,7 +27,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.ledger.audits import Finding, Position
 from buffer.model.ids import NAME
@@ -36,6 +35,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.signed_bytes import signers
 from buffer.run import Run
+from consumer.config.training import TrainingConfig
 from consumer.grpo.audit.audit_log import MadeGroup, add_batch
 from consumer.grpo.audit.difference import (
     NOTHING,
@@ -202,5 +202,5 @@ def _problems(config: TrainingConfig) -> Iterator[str]:
             "with [learner] allow_truncated_sampling, logprobs are of another distribution than "
             "the model's"
         )
-    if config.engine.kind == "simulated":
+    if not config.has_model:
         yield "the simulated engine has no model, and makes its logprobs up"

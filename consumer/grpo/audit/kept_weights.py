@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ModelError
 from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
+from consumer.config.learner import LearnerConfig
+from consumer.config.training import TrainingConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.ranks import ALONE, select_device
 

@@ -16,9 +16,9 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import WireError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import AdvantageEstimator
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.int32]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from buffer.config.sections.learner import CriticConfig, OptimizerKind, ShardingConfig
+from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
 from consumer.grpo.model_state.gradient_step import gradient_step
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import make_optimizer

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from buffer.config.sections.learner import LossConfig
+from consumer.config.learner import LossConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before exponentiation: e^20 is 5e8, above any useful bound."""

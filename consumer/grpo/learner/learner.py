@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, GradientNotFinite
 from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.weights.safetensors_files import model_checksum
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import (
     TokenColumns,

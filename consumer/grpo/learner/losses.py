@@ -15,9 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from buffer.config.sections.learner import KlKind, LossConfig
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
+from consumer.config.learner import KlKind, LossConfig
 from consumer.grpo.learner.importance import Correction, Samples, clamped, correct
 
 MAX_LOG_PPL = 80.0
@@ -155,21 +155,22 @@ def _surrogate(columns: TokenColumns, config: LossConfig) -> Surrogate:
     if isinstance(found, Tensor):
         ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
         found = Surrogate(found, ratio, torch.zeros_like(ratio))
-    values = (found.loss, found.ratio, found.clipped) if isinstance(found, Surrogate) else ()
-    expected = columns.logprobs.shape
-    if not values or any(
-        not isinstance(value, Tensor) or value.shape != expected or not value.is_floating_point()
-        for value in values
-    ):
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        if isinstance(found, Surrogate):
-            got = str([tuple(getattr(value, "shape", ())) for value in values])
-        raise ConfigError(
-            f"[learner.loss] objective = {config.objective} returned {got} for "
-            f"{expected.numel()} tokens",
-            hint="return the loss of each token as float32[N], or a Surrogate of three such columns",
-        )
+    if not isinstance(found, Surrogate):
+        raise _unusable(config, repr(found), columns)
+    for value in (found.loss, found.ratio, found.clipped):
+        if not isinstance(value, Tensor):
+            raise _unusable(config, repr(value), columns)
+        if value.shape != columns.logprobs.shape or not value.is_floating_point():
+            raise _unusable(config, f"{value.dtype}{list(value.shape)}", columns)
     return found
+
+
+def _unusable(config: LossConfig, returned: str, columns: TokenColumns) -> ConfigError:
+    return ConfigError(
+        f"[learner.loss] objective = {config.objective} returned {returned[:200]} for "
+        f"{columns.logprobs.numel()} tokens",
+        hint="return the loss of each token as a float32[N], or a Surrogate of three",
+    )
 
 
 def token_weights(

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import ConfigError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import AdvantageEstimator
+from consumer.config.training import TrainingConfig
 from consumer.grpo.learner.advantages import session_advantages, shaped_scores
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from buffer.config.sections.learner import OptimizerKind
 from buffer.errors import ConfigError
 from buffer.model.extras import missing_extra
+from consumer.config.learner import OptimizerKind
 
 STATES: dict[OptimizerKind, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from buffer.config.sections.learner import ShardingConfig
+from consumer.config.learner import ShardingConfig
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.handle.ranks import Ranks
 

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, ModelError
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 

@@ -14,8 +14,8 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import save_model
 
 if TYPE_CHECKING:

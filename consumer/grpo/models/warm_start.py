@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from buffer.config.sections.warm_start import WarmStartConfig
 from buffer.errors import DatasetError
 from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer, save_model
 
 IGNORED = -100

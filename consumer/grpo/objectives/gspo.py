@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer.config.sections.learner import LossConfig
+from consumer.config.learner import LossConfig
 from consumer.grpo.learner.importance import clamped
 from consumer.grpo.learner.losses import Surrogate, TokenColumns, clipped
 

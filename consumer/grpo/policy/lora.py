@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from buffer.config.sections.learner import LoraConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.model.extras import install_command
 from buffer.weights.safetensors_files import (
@@ -27,6 +26,7 @@ from buffer.weights.safetensors_files import (
     BASE_CHECKSUM,
     PEFT_PREFIX,
 )
+from consumer.config.learner import LoraConfig
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
 
 BASE = "adapter/base"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from buffer.config.sections.learner import LearnerConfig
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.model_state.sharding import place, shard
 from consumer.grpo.models.device_choices import choose_attention
 from consumer.grpo.models.model_folder import load_model

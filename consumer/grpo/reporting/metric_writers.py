@@ -24,9 +24,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from buffer.config.config import Config
 from buffer.errors import ConfigError
 from buffer.model.extras import install_command
+from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.sample_log import Sample
 from consumer.grpo.reporting.sample_text import (
     COLUMNS,
@@ -58,12 +58,12 @@ class MetricWriter:
         """Write what is buffered, and release the destination."""
 
 
-def open_writers(config: Config, first: int) -> list[MetricWriter]:
+def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
     """Open [trainer] writers; `first`: the step that is written next.
 
     Raises ConfigError where a writer's package is not installed.
     """
-    makers: dict[str, Callable[[Config, int], MetricWriter]] = {
+    makers: dict[str, Callable[[TrainingConfig, int], MetricWriter]] = {
         "tensorboard": TensorBoardWriter,
         "wandb": WandbWriter,
     }
@@ -73,7 +73,7 @@ def open_writers(config: Config, first: int) -> list[MetricWriter]:
 class TensorBoardWriter(MetricWriter):
     """Write event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
 
-    def __init__(self, config: Config, first: int) -> None:
+    def __init__(self, config: TrainingConfig, first: int) -> None:
         package = _load("tensorboardX", "tensorboard")
         self._every = config.samples.report_every_steps
         self._events: Any = package.SummaryWriter(
@@ -116,7 +116,7 @@ class WandbWriter(MetricWriter):
     the id of the run, and the last step that was written.
     """
 
-    def __init__(self, config: Config, first: int) -> None:
+    def __init__(self, config: TrainingConfig, first: int) -> None:
         package = _load("wandb", "wandb")
         folder = config.run.folder
         self._every = config.samples.report_every_steps

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.engine import HttpConfig
 from buffer.errors import RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -10,8 +10,8 @@ import asyncio
 from pathlib import Path
 from uuid import uuid4
 
-from buffer.config.sections.engine import HttpConfig
 from buffer.rollouts.rollout import PolicyVersion
+from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.http.server import CompletionServer
 from producer_workers.engines.model_folder import (
     AdapterCheck,

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion, VersionSpan, expert_rows
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError
 from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.images import image_arguments, image_token

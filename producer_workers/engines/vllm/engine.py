@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.errors import RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

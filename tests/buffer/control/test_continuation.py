@@ -9,18 +9,18 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.config import Config
-from buffer.config.fingerprint import origin_of
-from buffer.config.load import load_config
 from buffer.control.continuation import check_origin, record_origin
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import ConfigError, Fenced
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
-from buffer.open_run import create_run
 from buffer.redis.store import Store
 from buffer.run import Run
+from rolloutmq.config.config import Config
+from rolloutmq.config.fingerprint import origin_of
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene
 
@@ -69,7 +69,7 @@ model = "{self.model}"
             text += TASK.format(name=name, k=k, path=self.folder / f"{name}.jsonl")
         file = self.folder / "run.toml"
         file.write_text(text, encoding="utf-8")
-        return load_config(Config, file)
+        return load_config(file)
 
     def start(self) -> Run:
         return create_run(self.store, self.config(), self.model)

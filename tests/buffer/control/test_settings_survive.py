@@ -13,8 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.config.config import Config
-from buffer.config.load import load_config, parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.kept_settings import FILE, KeptSettings
 from buffer.control.live_settings import LiveSettings
 from buffer.control.setting_change import parse_change
@@ -22,9 +21,11 @@ from buffer.errors import ConfigError, RunDamaged
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
-from buffer.open_run import create_run
 from buffer.redis.store import Store
 from buffer.run import Run
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.servers import on_both
 
 pytestmark = on_both
@@ -100,7 +101,7 @@ class Site:
         if self.budget is None:
             text = text.replace("budget_bytes = None\n", "")
         (self.folder / "run.toml").write_text(text, encoding="utf-8")
-        return load_config(Config, self.folder / "run.toml")
+        return load_config(self.folder / "run.toml")
 
     def start(self, *, by_hand: bool = True) -> Run:
         return create_run(self.store, self.config(), self.folder / "model", by_hand=by_hand)
@@ -234,10 +235,10 @@ def test_a_change_of_the_server_alone_gives_nothing_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.budget = None
-    monkeypatch.setattr("buffer.open_run.maxmemory_bytes", lambda store: 10 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 10 * BUDGET)
     site.start()
     site.set("low_bytes=1234567")
-    monkeypatch.setattr("buffer.open_run.maxmemory_bytes", lambda store: 20 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 20 * BUDGET)
     run = site.start()
     assert run.limits.low_bytes == 1234567
     assert run.settings.configured["low_bytes"] == int(15 * BUDGET * 0.1)

@@ -201,7 +201,7 @@ class Model:
 
     def room(self, task: str, target: int) -> int:
         begun = [g for place in ("waiting", "running") for g in self.at(place, task)]
-        busy = len([g for g in begun if not self.is_doomed(g)]) + len(self.fresh(task))
+        busy = len([g for g in begun if not self.is_expiring(g)]) + len(self.fresh(task))
         return max(0, target - self.tasks[task].consumed - busy)
 
     def arrive(self, group: Group) -> None:
@@ -226,9 +226,9 @@ class Model:
 
     def expire_waiting(self) -> int:
         """Groups in the queue whose tokens became too old start again, or are dropped."""
-        return self._expire([group for group in self.at("waiting") if self.is_doomed(group)])
+        return self._expire([group for group in self.at("waiting") if self.is_expiring(group)])
 
-    def is_doomed(self, group: Group) -> bool:
+    def is_expiring(self, group: Group) -> bool:
         """Whether the next step may not use the tokens that a group already has."""
         return bool(group.made_by) and self.score(group) < self.taken + 1 - self.threshold
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import TaskLimits

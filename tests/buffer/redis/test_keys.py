@@ -19,7 +19,6 @@ def every_key(keys: Keys) -> dict[str, str]:
     """One of each kind, by the pattern of the table."""
     return {
         "meta": keys.meta,
-        "meta:copy": keys.meta_copy,
         "control": keys.control,
         "clock": keys.clock,
         "lineages": keys.lineages,

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.sections.memory_budget import MemorySection
+from buffer.config.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
 from buffer.rollouts import wire
 from buffer.rollouts.compression import MAGIC, MAX_BYTES, compress, expand

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.config import Config
 from buffer.errors import ConfigError
 from consumer.grpo.reporting.metric_writers import open_writers
+from rolloutmq.config.config import Config
 from tests.consumer.handle.crew import wait_until
 
 EVIL = "</td><script>alert(1)</script>\n```\n# not a heading"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import PublicationFailed
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
@@ -21,6 +20,7 @@ from buffer.weights.transport import PublishedWeights, Save
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
 from tests.consumer.handle.crew import at_work
 
 STEPS = 5
@@ -29,11 +29,11 @@ DRAWS = 5 * GROUPS + 6
 
 
 @pytest.fixture
-def config(tmp_path: Path, run: Run) -> TrainingConfig:
+def config(tmp_path: Path, run: Run) -> Config:
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
     folder = tmp_path / "run"
     folder.mkdir()
-    return TrainingConfig.model_validate(
+    return Config.model_validate(
         {
             "run": {"name": run.name, "dir": folder, "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},
@@ -63,7 +63,7 @@ def wrap_write(
 
 
 def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_left_out(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 1 is written only once step 2 is trained; step 3 is trained with 1 announced."""
     trained = threading.Event()
@@ -94,13 +94,13 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
 
 
 def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_them(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {
         "policy": {"weights_whole_every": 3},
         "learner": {"learning_rate": 1e-6, "bf16": True},
     }
-    config = TrainingConfig.model_validate(config.model_dump() | changes)
+    config = Config.model_validate(config.model_dump() | changes)
     written = wrap_write(monkeypatch, lambda _: None)
     with at_work(run, math=DRAWS):
         assert Trainer(run, config, model_dir).fit(take_over=True)
@@ -116,7 +116,7 @@ def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_t
 
 def test_on_policy_steps_wait_for_their_weights(
     make_run: Callable[..., Run],
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,7 +135,7 @@ def test_on_policy_steps_wait_for_their_weights(
 
 
 def test_a_publication_that_fails_ends_the_run_and_the_next_trainer_publishes(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(version: int) -> None:
         if version == 2:

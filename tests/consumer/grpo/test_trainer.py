@@ -13,15 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
-from consumer.grpo import checkpoint
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.export import export_model
 from consumer.grpo.learner.learner import Learner
@@ -30,6 +28,8 @@ from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
+from rolloutmq.launch import create_run
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.handle.crew import at_work
@@ -58,11 +58,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> TrainingConfig:
+def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Config:
     """Its parameter is [learner.lora]."""
     lora = getattr(request, "param", None)
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-    return TrainingConfig.model_validate(
+    return Config.model_validate(
         {
             "run": {"name": run.name, "dir": tmp_path / "run", "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},
@@ -78,19 +78,19 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Training
     )
 
 
-def train(run: Run, config: TrainingConfig, model_dir: Path) -> bool:
+def train(run: Run, config: Config, model_dir: Path) -> bool:
     """One life of a trainer, from its start to its end."""
     config.run.folder.mkdir(exist_ok=True)
     return Trainer(run, config, model_dir).fit(take_over=True)
 
 
-def history(config: TrainingConfig) -> StepLog:
+def history(config: Config) -> StepLog:
     log = StepLog(config.run.folder / "steps.jsonl")
     log.read_new()
     return log
 
 
-def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
+def last_state(config: Config) -> dict[str, torch.Tensor]:
     return load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / STATE)
 
 
@@ -108,12 +108,12 @@ def ends() -> dict[bool, dict[str, Any]]:
 
 
 @pytest.fixture
-def undisturbed(ends: dict[bool, dict[str, Any]], config: TrainingConfig) -> dict[str, Any]:
+def undisturbed(ends: dict[bool, dict[str, Any]], config: Config) -> dict[str, Any]:
     """Return the end of an undisturbed trainer; the first test that needs it creates it."""
     return ends[config.learner.lora is not None]
 
 
-def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> None:
+def check_end(run: Run, config: Config, undisturbed: dict[str, Any]) -> None:
     """Check the account, and that history and weights equal those of the undisturbed run."""
     log = history(config)
     state = last_state(config)
@@ -136,7 +136,7 @@ def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> 
 @on_both
 @with_adapter_too
 def test_undisturbed_trainer_ends_with_a_clean_account(
-    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
+    run: Run, config: Config, model_dir: Path, undisturbed: dict[str, Any]
 ) -> None:
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
@@ -179,7 +179,7 @@ CRASHES: list[tuple[type, str, int]] = [
 )
 def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -214,7 +214,7 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
 @with_adapter_too
 def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +241,7 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
 
 def test_stopped_trainer_keeps_its_step_and_continues_from_it(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -280,10 +280,10 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
 
 @pytest.mark.parametrize("flow", ["foreground", "exclusive", "background"])
 def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
-    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], flow: str
+    run: Run, config: Config, model_dir: Path, undisturbed: dict[str, Any], flow: str
 ) -> None:
     changes: dict[str, Any] = {"evaluation": {"groups": 3, "every_steps": 2, "flow": flow}}
-    config = TrainingConfig.model_validate(
+    config = Config.model_validate(
         config.model_dump() | changes | {"policy": {"pause_mode": "abort"}}
     )
     with at_work(run, stamp=0, math=DRAWS) as crew:
@@ -312,7 +312,7 @@ def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
 @with_adapter_too
 def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_device(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -326,7 +326,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
         "trainer": config.trainer.model_dump() | {"flow": "colocated"},
         "engine": config.engine.model_dump() | {"kv_cache_memory_bytes": 1 << 30},
     }
-    config = TrainingConfig.model_validate(config.model_dump() | changes)
+    config = Config.model_validate(config.model_dump() | changes)
     config.run.folder.mkdir()
     trainer = Trainer(run, config, model_dir)
     turns: list[tuple[str, bool, str]] = []
@@ -351,7 +351,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
 
 
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
-    make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path
+    make_run: Callable[..., Run], config: Config, model_dir: Path
 ) -> None:
     """Its config has 4 steps per publication, but weights of the run serve only 2."""
     run = make_run(stale_threshold=2)
@@ -366,7 +366,7 @@ def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_f
 
 def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     make_run: Callable[..., Run],
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -398,7 +398,7 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
 
 
 def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.model_copy(
         update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})}
@@ -422,7 +422,7 @@ def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
 
 
 def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
-    run: Run, config: TrainingConfig, model_dir: Path
+    run: Run, config: Config, model_dir: Path
 ) -> None:
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
@@ -438,7 +438,7 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
 def test_trainer_continues_when_the_server_lost_steps_or_everything(
     run: Run,
     make_run: Callable[..., Run],
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
 ) -> None:
@@ -464,7 +464,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        checkpoint.make_run(run.store, config, model_dir)
+        create_run.make_run(run.store, config, model_dir)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)
@@ -479,7 +479,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
 def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     run: Run,
     make_run: Callable[..., Run],
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -526,7 +526,7 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
 
 
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
-    run: Run, config: TrainingConfig, model_dir: Path, caplog: pytest.LogCaptureFixture
+    run: Run, config: Config, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
@@ -544,7 +544,7 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
 
 
 def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
-    run: Run, config: TrainingConfig, model_dir: Path
+    run: Run, config: Config, model_dir: Path
 ) -> None:
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"bf16": True})})
     with at_work(run, stamp=0, math=DRAWS):
@@ -565,7 +565,7 @@ def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
 
 def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
     make_run: Callable[..., Run],
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -582,7 +582,7 @@ def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
 
 def test_a_step_whose_groups_changed_in_memory_is_not_published_or_committed(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,

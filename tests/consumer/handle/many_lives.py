@@ -29,9 +29,8 @@ import orjson
 import torch
 
 import consumer
-from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
-from buffer.open_run import create_run, wait_for_run
+from buffer.open_run import wait_for_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.rollouts import wire
@@ -47,7 +46,9 @@ from consumer.grpo.trainer import Trainer
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import join
+from rolloutmq.config.config import Config
 from rolloutmq.launch.child import rank_environments
+from rolloutmq.launch.create_run import create_run
 from tests.consumer.grpo.models.tiny import train_step
 from tests.consumer.handle.crew import Crew
 
@@ -300,9 +301,9 @@ class Lives:
         }
 
 
-def make_config(folder: Path, model: Path, transport: str) -> TrainingConfig:
+def make_config(folder: Path, model: Path, transport: str) -> Config:
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-    return TrainingConfig.model_validate(
+    return Config.model_validate(
         {
             "run": {"name": "lives", "dir": folder / "run", "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},

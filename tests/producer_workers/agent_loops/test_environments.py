@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from buffer.config.sections.task import TaskSection
 from buffer.errors import ConfigError, ProcessUnavailable
 from buffer.rollouts.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.agent_loops.verifiers_environment import VerifiersEnvironment
+from producer_workers.config.task import TaskSection
 from tests.producer_workers.agent_loops.test_multi_turn import (
     TalkingEngine,
     chat,

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from buffer.config.sections.dataset import (
+from buffer.errors import ConfigError, DatasetError
+from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.dataset import (
     FieldName,
     HuggingFaceDataset,
     ParquetDataset,
     PythonDataset,
 )
-from buffer.config.sections.dataset import JsonlDataset as JsonlSection
-from buffer.errors import ConfigError, DatasetError
-from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.dataset import JsonlDataset as JsonlSection
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.records import RecordsDataset, load_to_problem

@@ -16,25 +16,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from buffer.config.config import Config
-from buffer.config.load import load_config
-from buffer.config.sections.dataset import (
-    ImagesSection,
-    JsonlDataset,
-    ParquetDataset,
-    PythonDataset,
-)
-from buffer.config.sections.engine import (
-    EngineConfig,
-    HttpConfig,
-    SimulatedConfig,
-    TransformersConfig,
-)
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.build import check_images
+from producer_workers.config.dataset import (
+    ImagesSection,
+    JsonlDataset,
+    ParquetDataset,
+    PythonDataset,
+)
+from producer_workers.config.engine import (
+    EngineConfig,
+    HttpConfig,
+    SimulatedConfig,
+    TransformersConfig,
+)
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.image_records import show_images
@@ -44,6 +42,7 @@ from producer_workers.engines.base import GenerationError, shown
 from producer_workers.image_reader import collapse, find_runs
 from producer_workers.images import load_image
 from producer_workers.producer.sampler import Sampler
+from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (
     FIRST,
     IMAGE,
@@ -439,13 +438,13 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
         dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl" }}
     """
     (tmp_path / "run.toml").write_text(text.format(tmp_path))
-    config = load_config(Config, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
+    config = load_config(tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
     engine = build_engine(config.engine, Path(), FIRST_WEIGHTS)
     check_images(config, ["read"], engine)
     with pytest.raises(
         ConfigError, match="task see shows images, which the reference trainer cannot train on"
     ):
-        load_config(Config, tmp_path / "run.toml")
+        load_config(tmp_path / "run.toml")
     check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
     with pytest.raises(
         ConfigError, match="the engine transformers cannot show the images of task 'see'"
@@ -455,4 +454,4 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
     with pytest.raises(
         ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
     ):
-        load_config(Config, tmp_path / "run.toml")
+        load_config(tmp_path / "run.toml")

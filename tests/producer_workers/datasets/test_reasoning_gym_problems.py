@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.sections.dataset import JsonlDataset as JsonlSection
-from buffer.config.sections.dataset import ReasoningGymDataset
-from buffer.config.sections.task import HELD_OUT
 from buffer.errors import ConfigError
+from producer_workers.config.dataset import JsonlDataset as JsonlSection
+from producer_workers.config.dataset import ReasoningGymDataset
+from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets import reasoning_gym as reasoning_gym_problems
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.open import open_dataset

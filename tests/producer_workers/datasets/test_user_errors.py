@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from buffer.config.sections.dataset import DatasetSection, ParquetDataset, PythonDataset
-from buffer.config.sections.dataset import JsonlDataset as JsonlSection
 from buffer.errors import ConfigError, DatasetError
+from producer_workers.config.dataset import DatasetSection, ParquetDataset, PythonDataset
+from producer_workers.config.dataset import JsonlDataset as JsonlSection
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.row_values import HINT
 

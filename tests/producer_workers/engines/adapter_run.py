@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from buffer.config.config import TrainingConfig
-from buffer.open_run import create_run
 from buffer.redis.store import Store
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
@@ -39,8 +37,10 @@ from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.config.config import Config
+from rolloutmq.launch.create_run import create_run
 from rolloutmq.testing import Characters
 
 TASK = "sums"
@@ -67,9 +67,9 @@ class AdapterRun:
     """those of each step"""
 
     @property
-    def config(self) -> TrainingConfig:
+    def config(self) -> Config:
         dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-        return TrainingConfig.model_validate(
+        return Config.model_validate(
             {
                 "run": {"name": self.name, "dir": self.folder, "seed": 1},
                 "plan": {"steps": STEPS, "batch_size": 2},

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import HttpConfig, SimulatedConfig, VllmConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.announcement import Announcement
 from buffer.weights.exchange.memory_snapshot import MemorySnapshot
 from buffer.weights.exchange.tensor_exchange import TensorServer
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from tests.pipeline.handover import announce

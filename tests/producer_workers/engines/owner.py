@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import psutil
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 
 

@@ -15,8 +15,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.sections.engine import HttpConfig
 from buffer.rollouts.rollout import PolicyVersion
+from producer_workers.config.engine import HttpConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

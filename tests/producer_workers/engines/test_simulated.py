@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.distributions import Bimodal, Distribution, Fixed, LogNormal
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.distributions import Bimodal, Distribution, Fixed, LogNormal
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.sections.engine import TransformersConfig
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation, WeightsError
 from tests.producer_workers.engines.adapter_contract import FOLDER, VERSIONS, AdapterContract

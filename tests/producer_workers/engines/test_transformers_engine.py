@@ -16,11 +16,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
-from buffer.config.sections.engine import EngineConfig, TransformersConfig
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
 from buffer.rollouts.wire import decode, encode
+from producer_workers.config.engine import EngineConfig, TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError
 from producer_workers.engines.hf.sampling import sample

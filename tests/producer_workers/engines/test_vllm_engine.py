@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.rollouts.sampling import SampleParams
@@ -21,6 +20,7 @@ from buffer.weights.exchange.tensor_exchange import TensorServer
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

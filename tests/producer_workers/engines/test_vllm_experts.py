@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.sections.engine import VllmConfig
 from buffer.rollouts.rollout import PolicyVersion
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build, prepare_environment

@@ -14,11 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.config.config import ProducingConfig, TrainingConfig
-from buffer.config.load import load_config
-from buffer.config.sections.dataset import ImagesSection
 from buffer.errors import MediaError
-from buffer.open_run import create_run
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import MediaRef, PolicyVersion
@@ -27,11 +23,15 @@ from buffer.run import Run as RunHandle
 from consumer.grpo.reporting.step_log import StepLog
 from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
+from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.image_reader import ImageReader, ReadImage
 from producer_workers.images import png_of
+from rolloutmq.config.fingerprint import origin_of
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (
@@ -308,12 +308,12 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.format(model=models[0], name=run_name, folder=tmp_path))
-    producing = load_config(ProducingConfig, file)
-    training = load_config(TrainingConfig, file)
+    producing = load_config(file)
+    training = load_config(file)
     with closing(Store(server.url)) as store, closing(Store(server.url)) as for_trainer:
         made = create_run(store, producing, models[0])
         engine.images.read_with(ImageReader(made.media, ImagesSection()))
-        producer = make_producer(producing, made)
+        producer = make_producer(producing, made, origin_of(producing, models[0]))
         worker = make_worker(producing, made, engine, "w0")
         stop = threading.Event()
 

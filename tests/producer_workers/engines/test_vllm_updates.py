@@ -20,8 +20,6 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from buffer.config.sections.engine import VllmConfig
-from buffer.config.sections.learner import LearnerConfig
 from buffer.control.control import ControlState, Mode
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -32,13 +30,14 @@ from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_sender
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
 from producer_workers.worker.inbox import Inbox
-from producer_workers.worker.shared_engine import ControlledEngine
-from producer_workers.worker.weight_updates import WeightSource
+from producer_workers.worker.weight_updates import WeightUpdates
 from tests.producer_workers.engines.conformance import NEXT, TOLERANCE, sampling
 from tests.producer_workers.engines.conftest import FIRST, Folders
 from tests.producer_workers.engines.conftest import Run as RunOnLoop
@@ -122,7 +121,7 @@ async def sample_through_updates(
     """Return a group whose responses span all versions, which a worker gets by each transport."""
     inbox = Inbox()
     inbox.open()
-    controlled = ControlledEngine(engine, WeightSource(run), inbox)
+    controlled = WeightUpdates(run, engine, inbox)
     for wait_s in WAITS_S:
         await engine.load_weights(history[0], named(0))
         running = [

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from buffer.config.sections.engine import VllmConfig
+from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.api import is_cpu_build, prepare_environment
 from tests.producer_workers.engines.warm_vllm import vllm_context

@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from buffer.config.distributions import Fixed
-from buffer.config.sections.engine import SimulatedConfig
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tool_parsers import OwnToolParser
+from producer_workers.config.distributions import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask

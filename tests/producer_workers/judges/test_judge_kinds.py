@@ -16,10 +16,10 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.config.sections.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify
 from producer_workers.judges.http_judge import HttpJudge

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.sections.task import JudgingSection
 from buffer.errors import JudgeError
 from buffer.rollouts.rollout import RolloutState, Status
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import (
     FunctionJudge,
     GroupProcessJudge,
@@ -191,7 +191,7 @@ def declared(**_: Any) -> float:
 
 WORKER = f"""
 import asyncio, sys
-from buffer.config.sections.task import JudgingSection
+from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import load_worker_judge
 from tests.producer_workers.judges.test_process_judge import ask
 

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.config import ProducingConfig
-from buffer.config.load import load_config
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
@@ -23,7 +21,9 @@ from producer_workers.producer.strategy import (
     contexts,
     strategies_of,
 )
-from producer_workers.worker.loop_border import load_sample_filter, not_all_equal
+from producer_workers.worker.task_runner import load_sample_filter, not_all_equal
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
 
 CONFIG = """
 [run]
@@ -54,10 +54,10 @@ strategy = { kind = "sync", over_sample_threshold = 0.0 }
 """
 
 
-def config(tmp_path: Path, *overrides: str) -> ProducingConfig:
+def config(tmp_path: Path, *overrides: str) -> Config:
     path = tmp_path / "mix.toml"
     path.write_text(CONFIG)
-    return load_config(ProducingConfig, path, overrides)
+    return load_config(path, overrides)
 
 
 def seen(

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config.sections.dataset import PythonDataset
-from buffer.config.sections.task import JudgingSection
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.errors import RolloutMQError
 from buffer.model.order_policy import Finished
@@ -20,6 +18,8 @@ from buffer.rollouts.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.build import _make_filter
+from producer_workers.config.dataset import PythonDataset
+from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.judges.load import load_worker_judge

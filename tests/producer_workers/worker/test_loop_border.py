@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from producer_workers.worker.loop_border import Drawn, LoopError, check_result
+from producer_workers.worker.loop_border import LoopError, LoopInput
 
 Act = Callable[[RolloutState], object]
 
@@ -61,11 +61,11 @@ CHANGES = [change(name, at) for name in ("response_ids", "logprobs") for at in (
 
 def loop_result(rollout: RolloutState, act: Act) -> RolloutState:
     """Return what the worker gets of a loop that does `act` to its rollout, and completes it."""
-    drawn = Drawn([rollout], [])
-    (lent,) = drawn.lend([rollout])
+    source = LoopInput([rollout], [])
+    (lent,) = source.lend([rollout])
     act(lent)
     lent.status = Status.COMPLETED
-    (made,) = check_result(drawn, [rollout], [lent])
+    (made,) = source.accept([rollout], [lent])
     return made
 
 

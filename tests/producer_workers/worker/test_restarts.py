@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.rollouts.staleness import AgeLimit
-from producer_workers.worker.group_runner import restart_too_old
+from producer_workers.worker.task_runner import restart_too_old
 
 
 def segment(index: int, version: int, status: Status = Status.COMPLETED) -> RolloutState:

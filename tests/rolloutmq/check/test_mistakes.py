@@ -13,10 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.config.config import Config
-from buffer.config.load import inspect_config
-from buffer.config.sections.warm_start import TinyModelConfig
 from buffer.errors import HubError, ModelError
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import Finding
@@ -25,6 +23,8 @@ from rolloutmq.check.pace import time_findings
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.check.unit import STAGES, findings_of, units_of
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config
 from tests.rolloutmq.conftest import ROOT, Command
 
 CONFIG = """

@@ -9,11 +9,10 @@ import orjson
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from buffer.config.config import TrainingConfig
-from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
+from rolloutmq.config.load import load_config
 from rolloutmq.launch.gpu_check import CONFIG, require_gpu
 from rolloutmq.launch.placement import place
 from tests.rolloutmq.conftest import in_process
@@ -58,7 +57,7 @@ def test_gpu_check_says_so_when_torch_cannot_use_the_gpu(monkeypatch: pytest.Mon
 
 
 def test_gpu_check_has_the_shape_of_qwen3_and_puts_both_on_one_gpu() -> None:
-    config = load_config(TrainingConfig, CONFIG)
+    config = load_config(CONFIG)
     spec = config.tiny_model
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     weights = (
@@ -72,7 +71,7 @@ def test_gpu_check_has_the_shape_of_qwen3_and_puts_both_on_one_gpu() -> None:
 
 
 def test_model_of_the_check_has_rows_beyond_its_tokenizer(tmp_path: Path) -> None:
-    config = load_config(TrainingConfig, CONFIG, SMALL)
+    config = load_config(CONFIG, SMALL)
     build_tiny_model(tmp_path / "model", config.tiny_model, 1)
     shape = AutoConfig.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

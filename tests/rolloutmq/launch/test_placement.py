@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config.sections.engine import SimulatedConfig, VllmConfig
-from buffer.config.sections.run_settings import LaunchSection
 from buffer.errors import ConfigError
+from producer_workers.config.engine import SimulatedConfig, VllmConfig
+from rolloutmq.config.launch import LaunchSection
 from rolloutmq.launch.placement import Placement, count_gpus, place
 
 CASES = [

@@ -13,7 +13,7 @@ import pytest
 import redis
 from rq.serializers import JSONSerializer
 
-from buffer.config.load import parse_settings
+from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import StoreError, StoreUnavailable

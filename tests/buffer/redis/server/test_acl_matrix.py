@@ -37,7 +37,7 @@ TIDY = "producer trainer operator"
 STEER = "trainer operator"
 
 WRITES = {
-    "meta": TIDY, "meta:copy": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "report": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
+    "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "report": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
     "group:<gid>": ALL, "age:<task>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "snapshot_lock": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,

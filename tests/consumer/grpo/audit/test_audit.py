@@ -14,7 +14,6 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError, WireError
 from buffer.ledger.audits import Position, Verdict
 from buffer.redis.server import process
@@ -26,6 +25,7 @@ from consumer.grpo.audit.audit_log import FILE, groups_of
 from consumer.grpo.audit.auditor import Auditor
 from consumer.grpo.audit.difference import check_auditable
 from rolloutmq.cli import main
+from rolloutmq.config.config import Config
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
@@ -231,7 +231,7 @@ def test_groups_and_weights_may_be_gone(yard: Yard, caplog: pytest.LogCaptureFix
 def test_what_would_bar_honest_workers_is_refused(yard: Yard, section: dict[str, Any]) -> None:
     config = yard.config.model_dump(exclude_unset=True) | section
     with pytest.raises(ConfigError, match="cannot be audited"):
-        Auditor(yard.run, TrainingConfig.model_validate(config))
+        Auditor(yard.run, Config.model_validate(config))
 
 
 def test_an_auditor_dies_at_any_point_and_of_two_one_counts(

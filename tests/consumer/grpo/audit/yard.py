@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from buffer.config.config import TrainingConfig
 from buffer.model.ids import new_nonce, split_group_id
 from buffer.model.job import Job
 from buffer.rollouts.group import RolloutGroup
@@ -20,6 +19,7 @@ from buffer.run import Run
 from consumer.grpo.audit.auditor import Auditor
 from consumer.handle.publication import open_sender
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
 from tests.consumer.handle.crew import Crew
 
 BATCH = 3
@@ -41,7 +41,7 @@ class Yard:
         self.run = run
         self.consumer = consumer
         self.models = models
-        self.config = TrainingConfig.model_validate(
+        self.config = Config.model_validate(
             {
                 "run": {"name": run.name, "dir": folder / "run"},
                 "plan": {"steps": 5, "batch_size": BATCH},

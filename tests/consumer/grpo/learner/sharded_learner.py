@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from buffer.config.sections.learner import CriticConfig, LearnerConfig
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

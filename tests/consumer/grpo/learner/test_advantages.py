@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.sections.learner import AdvantageEstimator
 from buffer.errors import WireError
+from consumer.config.learner import AdvantageEstimator
 from consumer.grpo.learner.advantages import (
     dr_grpo_advantages,
     estimate_advantages,

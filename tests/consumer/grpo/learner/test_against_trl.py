@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.config.sections.learner import LossConfig
+from consumer.config.learner import LossConfig
 from consumer.grpo.learner.advantages import dr_grpo_advantages, grpo_advantages
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import TokenColumns, policy_loss, token_weights

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.config.config import TrainingConfig
 from buffer.ledger.ledger import BatchLedger
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.config.config import Config
 from tests.consumer.grpo.test_trainer import DRAWS, GROUPS, STEPS, history, last_state, train
 from tests.consumer.handle import crew
 from tests.consumer.handle.crew import at_work
@@ -27,9 +27,9 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def config(tmp_path: Path, run: Run) -> TrainingConfig:
+def config(tmp_path: Path, run: Run) -> Config:
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-    return TrainingConfig.model_validate(
+    return Config.model_validate(
         {
             "run": {"name": run.name, "dir": tmp_path / "run", "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},
@@ -60,7 +60,7 @@ def alter(monkeypatch: pytest.MonkeyPatch, column: str, value: float, mask: int 
     monkeypatch.setattr(crew, "answer", answer)
 
 
-def check_end(run: Run, config: TrainingConfig, *, is_trained: bool) -> None:
+def check_end(run: Run, config: Config, *, is_trained: bool) -> None:
     """Check that every step has its groups, each of them once, and the altered one or not."""
     steps = history(config).steps
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
@@ -81,7 +81,7 @@ def check_end(run: Run, config: TrainingConfig, *, is_trained: bool) -> None:
 )
 def test_one_altered_token_costs_its_group_and_nothing_else(
     run: Run,
-    config: TrainingConfig,
+    config: Config,
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     column: str,
@@ -97,7 +97,7 @@ def test_one_altered_token_costs_its_group_and_nothing_else(
 
 
 def test_a_masked_token_is_not_read(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alter(monkeypatch, "logprobs", -9999.0, mask=0)
     with at_work(run, stamp=0, math=DRAWS):
@@ -106,7 +106,7 @@ def test_a_masked_token_is_not_read(
 
 
 def test_a_trainer_that_dies_after_it_quarantined_is_continued(
-    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alter(monkeypatch, "response_ids", 10**6)
     original = BatchLedger.quarantine

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.rollouts import wire
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import Status
 from buffer.rollouts.table import STATUSES
 from buffer.rollouts.wire_schema import Media
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

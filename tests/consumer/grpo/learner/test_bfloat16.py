@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.sections.learner import LearnerConfig
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model

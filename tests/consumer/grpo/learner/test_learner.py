@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.sections.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ConfigError, GradientNotFinite, ModelError
 from buffer.rollouts.group import RolloutGroup
+from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
@@ -254,6 +254,43 @@ def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:
     for _ in range(5):
         train_step(learner, batch, advantages)
     assert (learner.logprobs(packed) * gain).sum() > before
+
+
+OWN = "tests.consumer.grpo.learner.own_objective"
+
+
+def test_a_learner_trains_with_an_objective_of_the_user(model_dir: Path) -> None:
+    groups, advantages = make_batch(1)
+    trained = []
+    # REINFORCE has the gradient of PPO in the first update of a batch, where no ratio is clipped
+    for objective in ("ppo", f"{OWN}:reinforce"):
+        learner = make_learner(model_dir, loss={"objective": objective})
+        train_step(learner, groups, advantages)
+        trained.append(weights(learner))
+    before = weights(make_learner(model_dir))
+    for name, value in trained[0].items():
+        torch.testing.assert_close(value, trained[1][name], msg=name)
+    assert any(not torch.equal(before[name], value) for name, value in trained[1].items())
+
+
+@pytest.mark.parametrize("name", ["of_the_batch", "nothing", "counts"])
+def test_an_objective_that_returns_no_loss_for_each_token_is_named(
+    model_dir: Path, name: str
+) -> None:
+    learner = make_learner(model_dir, loss={"objective": f"{OWN}:{name}"})
+    with pytest.raises(ConfigError, match=rf"\[learner.loss\] objective = {OWN}:{name} returned"):
+        train_step(learner, *make_batch(1))
+
+
+@pytest.mark.parametrize("objective", ["reinforce", "a b:c"])
+def test_an_objective_without_a_file_is_refused(objective: str) -> None:
+    with pytest.raises(ValueError, match="objective"):
+        LossConfig(objective=objective)
+
+
+def test_a_learner_refuses_an_objective_that_its_module_does_not_have(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="missing"):
+        make_learner(model_dir, loss={"objective": f"{OWN}:missing"})
 
 
 def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.config.sections.learner import KlKind, LossConfig
+from consumer.config.learner import KlKind, LossConfig
 from consumer.grpo.learner.importance import Samples, correct
 from consumer.grpo.learner.losses import (
     TokenColumns,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from buffer.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.batch_table import BatchTable
+from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.checks.agreement import disagreements
-from buffer.config.sections.learner import CriticConfig, LearnerConfig, OptimizerKind
-from buffer.config.sections.run_settings import LaunchSection
-from buffer.config.sections.trainer import TrainerSection
 from buffer.errors import ConfigError, ModelError
+from consumer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
+from consumer.config.trainer import TrainerSection
 from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.models.tiny_model import build_tiny_model
+from rolloutmq.config.cross_section_rules import disagreements
+from rolloutmq.config.launch import LaunchSection
 from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
 
 

@@ -23,9 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from buffer.config.sections.learner import Attention, LearnerConfig
 from buffer.errors import ConfigError
 from buffer.rollouts.batch_table import BatchTable
+from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models import device_choices
 from consumer.grpo.models.device_choices import Place, choose_attention, choose_bf16

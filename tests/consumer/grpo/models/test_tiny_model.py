@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.config.sections.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.errors import DatasetError, ModelError
 from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start

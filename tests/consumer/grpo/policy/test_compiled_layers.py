@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.handle.test_ranks import build_mixture

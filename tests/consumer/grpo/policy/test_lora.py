@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from buffer.config.config import TrainingConfig
-from buffer.config.sections.learner import LearnerConfig, LoraConfig, LossConfig
 from buffer.errors import ModelError
 from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
+from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
+from rolloutmq.config.config import Config
 from tests.consumer.grpo.learner.test_learner import make_batch
 from tests.consumer.grpo.models.tiny import build_model, train_step
 
@@ -173,7 +173,7 @@ def test_a_config_in_which_the_engine_wants_something_else_is_refused(
     }
     tree["learner"] = {"lora": lora}
     if not problem:
-        TrainingConfig.model_validate(tree)
+        Config.model_validate(tree)
         return
     with pytest.raises(ValueError, match=problem):
-        TrainingConfig.model_validate(tree)
+        Config.model_validate(tree)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
-from buffer.config.sections.learner import LearnerConfig
 from buffer.errors import ConfigError, WireError
 from buffer.rollouts.batch_table import BatchTable
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import RolloutState
 from buffer.rollouts.wire_schema import Media
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs

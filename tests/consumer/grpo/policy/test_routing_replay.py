@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.config.sections.engine import TransformersConfig
-from buffer.config.sections.learner import LearnerConfig, LossConfig
 from buffer.errors import ConfigError, WireError
 from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.rollouts.sampling import SampleParams
+from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from tests.consumer.grpo.models.tiny import build_model, train_step
 from tests.producer_workers.engines.tiny_model import write_tiny_model

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from buffer.config.sections.learner import LearnerConfig
-from buffer.config.sections.warm_start import TinyModelConfig
+from consumer.config.learner import LearnerConfig
+from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.policy import vocabulary_projection

@@ -43,6 +43,7 @@ ONE_COPY = re.compile(
     "|progress:.* (prod.*|raw.*|arrivals|filtered_in_row) .*"
     "|group:.* (aborts|tries|samples|tokens|reward|.*_ms|owner|released|token|lineage) .*"
     "|group:.* (lane|entry|arrival) .*|group:.* (size|chunks) [+-]1"
+    "|meta .* [+-]1|meta (limits_op|settings) .*"
 )
 """Values without a second copy, at least in some stages: one that could be right is believed."""
 
@@ -104,7 +105,7 @@ def harmed(scene: Scene, harm: Harm) -> Iterator[None]:
 def fsck(scene: Scene) -> list[str]:
     """What fsck says, with the keys."""
     try:
-        found = Run.open_damaged(scene.store, scene.name).account.fsck()
+        found = Run.open(scene.store, scene.name).account.fsck()
     except RolloutMQError as error:
         return [error.message]
     return [f"{damage.key} {damage.text}" for damage in found.damage]

@@ -1,0 +1,1 @@
+"""The config sections that a trainer reads."""

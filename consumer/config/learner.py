@@ -1,0 +1,301 @@
+"""The optimization of the models: [learner] for the policy, [critic] for the value model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from buffer.config.section import Count, Section
+from buffer.model.dotted_path import is_dotted_path
+
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+KlKind = Literal["abs", "k2", "k3"]
+Attention = Literal[
+    "auto",
+    "flash_attention_3",
+    "flash_attention_2",
+    "torch_varlen",
+    "sdpa",
+    "flex_attention",
+    "eager",
+]
+OptimizerKind = Literal["adamw", "adamw_8bit"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _check_objective(text: str) -> str:
+    folder = Path(__file__).parents[1] / "grpo" / "objectives"
+    known = sorted(file.stem for file in folder.glob("[a-z]*.py"))
+    if text not in known and not is_dotted_path(text):
+        raise ValueError(f"it is not one of {', '.join(known)}, nor package.module:function")
+    return text
+
+
+Objective = Annotated[str, AfterValidator(_check_objective)]
+"""The name of a file in `consumer/grpo/objectives`, or a function of the user."""
+
+IMPORTANCE_KEYS = (
+    "importance_level",
+    "importance_mode",
+    "importance_floor",
+    "importance_veto",
+)
+"""Keys of [learner.loss] that say how the importance weight is bounded, besides its cap."""
+
+
+def _changed(section: Section, *keys: str) -> list[str]:
+    """Return which of these keys have another value than their default."""
+    fields = type(section).model_fields
+    return [key for key in keys if getattr(section, key) != fields[key].default]
+
+
+class LossConfig(Section):
+    """[learner.loss]: the clipped policy-gradient loss.
+
+    Usage:
+
+        LossConfig(objective="gspo", clip_low=3e-4, clip_high=4e-4)
+    """
+
+    objective: Objective = "ppo"
+    """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
+    gradient), or a function of yours as package.module:function. It gets the columns of a
+    micro-batch's tokens (`TokenColumns` in consumer/grpo/learner/losses.py) and this section, and
+    returns the loss of each token as float32[N]; the corrections, the KL and the entropy of the
+    other keys are then applied
+    """
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """ratios of present to old policy below 1 - clip_low get no gradient where the advantage is
+    negative. With [learner] old_policy = current, the ratio is 1 in the first update of a batch
+    """
+    clip_high: float = Field(0.28, ge=0, le=1e6)
+    """ratios above 1 + clip_high get no gradient where the advantage is positive"""
+    dual_clip: float | None = Field(None, gt=1, le=1e6)
+    """for ppo: largest factor of a negative advantage, for example 3.0; default: no limit"""
+    aggregation: Aggregation = "token_mean"
+    """how the losses of tokens are added up: token_mean (DAPO), sequence_mean (GRPO), fixed_length
+    (Dr. GRPO: divides by max_tokens)
+    """
+    max_tokens: Count | None = Field(None, ge=1)
+    """divisor of fixed_length, the longest response that may be sampled; default: none"""
+    importance_cap: float | None = Field(2.0, gt=0, le=1e6)
+    """upper bound of the importance weight old policy / rollout policy, by which the loss of each
+    token is multiplied; without it, nothing is corrected or dropped
+    """
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
+    the geometric mean of its tokens
+    """
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """a weight above the bound is reduced to it (truncate), or its token or sample is dropped
+    (mask)
+    """
+    importance_floor: float = Field(0.0, ge=0, le=1e6)
+    """for importance_mode mask: tokens or samples with a smaller weight are dropped, too"""
+    importance_veto: float | None = Field(None, gt=0, lt=1)
+    """samples that have a token with a smaller weight are dropped, for example 1e-4; default: none
+    are dropped
+    """
+    kl_coef: float = Field(0.0, ge=0, le=1e6)
+    """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
+    """
+    kl_kind: KlKind = "k3"
+    """estimator of that KL from the sampled token: k3 (its value is unbiased), k2 (its gradient
+    is), abs. There is no k1, the plain difference: the mean of its gradient is 0
+    """
+    entropy_coef: float = Field(0.0, ge=0, le=1e6)
+    """weight of an entropy bonus"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
+        if self.aggregation == "fixed_length" and self.max_tokens is None:
+            yield "aggregation fixed_length needs max_tokens, its divisor"
+        if self.dual_clip is not None and self.objective != "ppo":
+            yield f"dual_clip belongs to objective ppo, not to {self.objective}"
+        if self.max_tokens is not None and self.aggregation != "fixed_length":
+            yield "max_tokens is read by aggregation = fixed_length only, and limits no response"
+        if self.importance_floor > 0 and self.importance_mode != "mask":
+            yield "importance_floor needs importance_mode = mask: truncation has no lower bound"
+        cap = self.importance_cap
+        if cap is not None and self.importance_floor >= cap:
+            yield "importance_floor must be below importance_cap: every token would be dropped"
+        others = _changed(self, *IMPORTANCE_KEYS)
+        if cap is None and others:
+            yield f"{' and '.join(others)} cannot act without importance_cap"
+
+
+class LoraConfig(Section):
+    """[learner.lora]: train, save and publish a LoRA adapter; the model's own weights are frozen.
+
+    Usage:
+
+        LoraConfig(rank=16, alpha=32)
+    """
+
+    rank: int = Field(16, ge=1, le=256)
+    """rank of each pair of matrices; at most [engine] max_lora_rank"""
+    alpha: float = Field(32.0, gt=0, le=1e6)
+    """the product of a pair is multiplied by alpha / rank"""
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """the linear layers that get an adapter, by the last part of their name"""
+
+
+class ShardingConfig(Section):
+    """[learner.sharding]: how several ranks share the models (FSDP2); one rank ignores it.
+
+    Usage:
+
+        ShardingConfig(reshard_after_forward=False)
+    """
+
+    reshard_after_forward: bool = True
+    """free the gathered weights of a layer after its forward pass, and gather them again for the
+    backward pass; false: keep the whole model in memory between the two, with less traffic
+    """
+    reduce_each_micro_batch: bool = False
+    """reduce gradients in every micro-batch; false: once per optimizer step, with less traffic, but
+    until then every rank holds the gradient of the whole model: 4 bytes per parameter
+    """
+    cpu_offload: bool = False
+    """keep weights, gradients and optimizer state in host memory, and copy a layer to the GPU when
+    it is computed
+    """
+
+
+class LearnerConfig(Section):
+    """[learner]: optimizer, schedule and batch layout.
+
+    Usage:
+
+        LearnerConfig(learning_rate=1e-6, loss=LossConfig(kl_coef=0.001))
+    """
+
+    optimizer: OptimizerKind = "adamw"
+    """adamw: float32 moments. adamw_8bit: moments in 8 bits, 6 bytes per parameter less (`pip
+    install '.[bitsandbytes]'`), on one rank only. A run keeps its optimizer
+    """
+    learning_rate: float = Field(1e-6, gt=0, le=10)
+    """step size of AdamW"""
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
+    """decay rates of AdamW's two moments"""
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
+    """weight decay of AdamW"""
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
+    """norm to which larger gradients are scaled down"""
+    max_skipped_updates: int = Field(5, ge=1, le=1_000_000)
+    """the trainer stops after this many optimizer steps in a row whose gradient is not finite; each
+    such step is skipped
+    """
+    warmup_steps: Count = Field(0, ge=0)
+    """the learning rate rises linearly from 0 over this many optimizer steps"""
+    decay_steps: Count | None = Field(None, ge=1)
+    """after the warm-up, the learning rate decays to final_rate, which it reaches at this optimizer
+    step; default: no decay
+    """
+    schedule: Literal["linear", "cosine"] = "linear"
+    """shape of the decay"""
+    final_rate: float = Field(0.1, ge=0, le=1)
+    """learning rate after the decay, as a share of learning_rate"""
+    updates_per_batch: int = Field(1, ge=1, le=1024)
+    """optimizer steps per batch: its groups are divided, in order, into this many parts"""
+    token_budget: Count = Field(8192, ge=1)
+    """largest number of tokens in one forward pass"""
+    temperature: float = Field(1.0, gt=0, le=100)
+    """sampling temperature of the rollouts: logits are divided by it. It must equal the temperature
+    of all tasks
+    """
+    allow_truncated_sampling: bool = False
+    """train although responses are sampled with top_p, top_k, min_tokens, structured or penalties:
+    the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
+    that the ratio of the two is wrong even for equal weights
+    """
+    old_policy: Literal["current", "rollout"] = "current"
+    """policy that the ratio is clipped against. current: the trainer's weights before this batch;
+    the importance weight ([learner.loss]) corrects for the policy that sampled (decoupled PPO). It
+    costs a forward pass per batch where updates_per_batch is above 1, else nothing. rollout: the
+    policy that sampled, by its recorded logprobs; the importance weight is then always 1. See
+    docs/pages/loss.md
+    """
+    bf16: bool | Literal["auto"] = "auto"
+    """forward pass and published weights in bfloat16; parameters and optimizer stay float32. auto:
+    true on a CUDA device that computes in it, false on a CPU
+    """
+    attn_implementation: Attention = "auto"
+    """attention of the model. The flash_attention kinds (packages of their own) and torch_varlen
+    (in torch) attend within each sample of a packed row without a mask, need CUDA and bf16, and are
+    what auto prefers; sdpa makes a mask where samples share rows
+    """
+    replay_routing: bool = False
+    """train a mixture of experts with the experts that the engine chose ([engine] routed_experts):
+    R3, arXiv:2510.11370. The reference model of a KL term chooses its own
+    """
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass instead of storing them: less memory, a third more
+    time
+    """
+    compile: bool = False
+    """compile the layers of the model with torch.compile, at the first steps: they take minutes
+    longer. It needs a C++ compiler on a CPU, a C compiler for CUDA; no mixture of experts
+    """
+    lora: LoraConfig | None = None
+    """train a LoRA adapter (`pip install '.[lora]'`); default: train the model's weights"""
+    sharding: ShardingConfig = ShardingConfig()
+    """how several ranks share the models"""
+    loss: LossConfig = LossConfig()
+    """the loss"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
+        if self.decay_steps is None:
+            for key in _changed(self, "schedule", "final_rate"):
+                yield f"{key} needs decay_steps: without it, the learning rate does not decay"
+        elif self.decay_steps <= self.warmup_steps:
+            yield (
+                f"decay_steps = {self.decay_steps} is the optimizer step at which the decay ends: "
+                f"it must be larger than warmup_steps = {self.warmup_steps}"
+            )
+        importance = _changed(self.loss, "importance_cap", *IMPORTANCE_KEYS)
+        is_on = self.loss.importance_cap is not None
+        if self.old_policy == "rollout" and importance and is_on:
+            yield (
+                f"{' and '.join(importance)} of [learner.loss] cannot act with old_policy = "
+                "rollout: the importance weight is old policy / rollout policy, so always 1; "
+                "set old_policy = current"
+            )
+        if self.loss.dual_clip and self.old_policy == "current" and self.updates_per_batch == 1:
+            yield (
+                "dual_clip of [learner.loss] cannot act with old_policy = current and "
+                "updates_per_batch = 1: the ratio that it bounds is always 1"
+            )
+
+
+class CriticConfig(Section):
+    """[critic]: the value model; used only with [trainer] advantages = gae.
+
+    Its kind of optimizer, precision and gradient checkpointing are those of [learner].
+
+    Usage:
+
+        CriticConfig(learning_rate=1e-5, lam=0.95)
+    """
+
+    learning_rate: float = Field(1e-5, gt=0, le=10)
+    """step size of AdamW"""
+    clip: float | None = Field(0.2, gt=0, le=1e6)
+    """largest change of a value in one step"""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount of a reward per token"""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
+    """norm to which larger gradients are scaled down"""
+
+
+AdvantageEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
+]

@@ -1,0 +1,117 @@
+"""The training loop around the learner, and its audits: [trainer], [evaluation] and [audit]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from consumer.config.learner import AdvantageEstimator
+
+
+class TrainerSection(Section):
+    """[trainer]: the loop around the learner.
+
+    Usage:
+
+        TrainerSection(advantages="rloo", checkpoint_every_steps=10)
+    """
+
+    loop: DottedPath | None = None
+    """a trainer of yours as package.module:function, as those in examples/; default: the reference
+    trainer
+    """
+    flow: Literal["disaggregated", "colocated"] = "disaggregated"
+    """disaggregated: workers generate while the trainer trains. colocated: workers are paused from
+    the take of a batch until the new weights are published ([policy] pause_mode abort or drain),
+    and may sleep ([worker] sleep_when_paused)
+    """
+    advantages: AdvantageEstimator | Literal["gae"] = "grpo"
+    """how a reward becomes an advantage: compared with the other rollouts of its prompt (grpo,
+    dr_grpo, rloo, opo, pass_at_k), with the batch (reinforce_pp, reinforce_pp_baseline), or with
+    the values of a critic (gae, see [critic])
+    """
+    overlong_buffer_tokens: Count | None = Field(None, ge=1)
+    """scores fall linearly, by up to 1, over this many tokens before a response's max_tokens
+    (DAPO); default: no penalty
+    """
+    max_sequence_tokens: Count | None = Field(None, ge=1)
+    """rollouts with more tokens than this, prompt included, are not trained
+    (consumer/grpo/learner/batch_filter.py); default: no limit
+    """
+    mask_truncated: bool = False
+    """rollouts that reached their max_tokens are not trained; their scores still count for the
+    others
+    """
+    checkpoint_every_steps: Count = Field(5, ge=1)
+    """train steps between two checkpoints; a restart repeats at most this many"""
+    keep_checkpoints: int = Field(2, ge=1, le=1_000_000)
+    """number of checkpoints kept; batches since the oldest one can be delivered again"""
+    keep_weights: int = Field(3, ge=2, le=1_000_000)
+    """published versions kept on disk, for workers that still load an older one"""
+    producer_timeout_s: float | None = Field(120.0, gt=0, le=YEAR_S)
+    """time for which the trainer waits for a batch without a live producer before it ends with an
+    error
+    """
+    keys_file: Path | None = None
+    """file with the keys of all workers (`rolloutmq key`), for the trainer and auditors: a group
+    that none of them has signed is quarantined; default: signatures are not checked
+    """
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
+    """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
+    (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
+    """
+
+    @property
+    def is_gae(self) -> bool:
+        """Return whether there is a critic."""
+        return self.advantages == "gae"
+
+
+MOST_PROBLEMS = 1024
+"""Problems of one evaluation at most: it is one batch, and take_batch.lua takes no larger one."""
+
+
+class EvaluationSection(Section):
+    """[evaluation]: when the weights are evaluated on every task with `eval_of`.
+
+    The first and the last weights always are.
+
+    Usage:
+
+        EvaluationSection(every_steps=20, flow="background")
+    """
+
+    every_steps: Count | None = Field(None, ge=1)
+    """interval in train steps, a multiple of [policy] sync_weights_interval; default: only the
+    first and the last weights are evaluated
+    """
+    flow: Literal["foreground", "exclusive", "background"] = "foreground"
+    """foreground: the trainer waits for the result, and workers prefer evaluation jobs to training
+    jobs. exclusive: training jobs are paused meanwhile, after new weights are published and before
+    the run continues ([policy] pause_mode abort or drain). background: the trainer continues
+    """
+    groups: int | None = Field(None, ge=1, le=MOST_PROBLEMS)
+    """problems per evaluation; default: all held-out problems. Only then are they the same each
+    time
+    """
+
+
+class AuditSection(Section):
+    """[audit]: which groups `rolloutmq audit` computes again, and which difference bars a worker.
+
+    Usage:
+
+        AuditSection(share=1.0)
+    """
+
+    share: float = Field(0.01, gt=0, le=1)
+    """share of the groups of each train batch whose log-probabilities are computed again"""
+    tolerance: float = Field(0.25, gt=0, le=100, allow_inf_nan=False)
+    """root mean square, over the tokens of a group, of the difference between the logprobs of its
+    worker and those of the weights that it names, in nats; above it the worker is barred
+    """

@@ -1,0 +1,1 @@
+"""The config sections that workers and the producer read."""

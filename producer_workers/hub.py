@@ -1,0 +1,166 @@
+"""Repositories of the Hugging Face Hub: which commit a name means, and where its files are.
+
+Files are in the cache of `huggingface_hub`, whose variables hold (HF_HOME, HF_HUB_CACHE,
+HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT). A folder of that cache has the commit as its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from buffer.config.run_settings import PolicySection
+from buffer.errors import ConfigError, HubError
+
+log = logging.getLogger("rolloutmq.hub")
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+OTHER_FORMATS = ["*/*", "consolidated*"]
+"""Files of a model's repository that are not read: copies of the weights in other formats."""
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Repository(NamedTuple):
+    """A repository of the Hub at a revision: a branch, a tag or a commit; None is undecided."""
+
+    id: str
+    kind: Literal["model", "dataset"]
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name by which a run records the repository."""
+        return self.id if self.kind == "model" else f"datasets/{self.id}"
+
+    @property
+    def pin(self) -> str | None:
+        """Return name and commit as NAME@COMMIT; None where the revision is no commit."""
+        is_commit = _COMMIT.fullmatch(self.revision or "")
+        return f"{self.name}@{self.revision}" if is_commit else None
+
+    def download(self) -> Path:
+        """Return the folder of the files, after downloading those that are not in the cache.
+
+        Raises HubError, which names the command that downloads them elsewhere.
+        """
+        return self._snapshot(is_local=False)
+
+    def folder(self) -> Path:
+        """Return the folder of the files in the cache, without using the network.
+
+        Raises HubError where they are not there.
+        """
+        return self._snapshot(is_local=True)
+
+    def _snapshot(self, *, is_local: bool) -> Path:
+        hub = _huggingface_hub()
+        if not sys.stderr.isatty():
+            hub.utils.disable_progress_bars()
+        is_model = self.kind == "model"
+        with self._explained(hub):
+            return Path(
+                hub.snapshot_download(
+                    self.id,
+                    repo_type=self.kind,
+                    revision=self.revision,
+                    local_files_only=is_local,
+                    allow_patterns=MODEL_FILES if is_model else None,
+                    ignore_patterns=OTHER_FORMATS if is_model else None,
+                )
+            )
+
+    @contextmanager
+    def _explained(self, hub: Any) -> Iterator[None]:
+        """Raise errors of `huggingface_hub` as HubError with what to do."""
+        what = f"{self.kind} {self.id}"
+        try:
+            yield
+        except hub.errors.GatedRepoError as error:
+            raise HubError(
+                f"{what} is gated, and this user has no access to it",
+                hint=f"accept its conditions on {hub.constants.ENDPOINT}/{self.name}, then run "
+                "`hf auth login` or set HF_TOKEN",
+            ) from error
+        except hub.errors.RepositoryNotFoundError as error:
+            raise HubError(
+                f"there is no folder {self.id} here, and no {what} on the Hub, or it is private",
+                hint="correct the id or the path; for a private one, run `hf auth login` or set "
+                "HF_TOKEN",
+            ) from error
+        except hub.errors.RevisionNotFoundError as error:
+            raise HubError(
+                f"{what} has no revision {self.revision}",
+                hint="set revision to a branch, a tag or a commit of it",
+            ) from error
+        except hub.errors.LocalEntryNotFoundError as error:
+            raise self._absent(hub) from error
+        except (hub.errors.HfHubHTTPError, OSError) as error:  # a full disk, a broken connection
+            raise HubError(
+                f"{what} cannot be downloaded: {error}",
+                hint="start again: it continues with the files that are missing",
+            ) from error
+
+    def _absent(self, hub: Any) -> HubError:
+        cache = hub.constants.HF_HUB_CACHE
+        offline = hub.constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if offline else f"{hub.constants.ENDPOINT} is not reachable"
+        return HubError(
+            f"there is no folder {self.id} here, the cache {cache} lacks files of {self.kind} "
+            f"{self.id}{self._at}, and {why}",
+            hint=f"on a machine with a network, run `{self.command}`, and copy "
+            f"{hub.file_download.repo_folder_name(repo_id=self.id, repo_type=self.kind)} from its "
+            f"cache to {cache}",
+        )
+
+    @property
+    def _at(self) -> str:
+        return f" at {self.revision}" if self.revision else ""
+
+    @property
+    def command(self) -> str:
+        """Return the command of `huggingface_hub` that downloads the files."""
+        kind = "" if self.kind == "model" else " --repo-type dataset"
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {self.id}{kind}{revision}"
+
+
+def repository(
+    path: Path | None, revision: str | None, kind: Literal["model", "dataset"]
+) -> Repository | None:
+    """Return the repository that `path` names; None for a folder.
+
+    OWNER/NAME is a repository if a revision is given, or there is no such folder.
+    """
+    if path is None or not is_id(path) or (revision is None and path.exists()):
+        return None
+    return Repository(str(path), kind, revision)
+
+
+def model_repository(policy: PolicySection) -> Repository | None:
+    """Return the repository of the run's first model on the Hub; None for a folder."""
+    return repository(policy.model, policy.revision, "model")
+
+
+def is_id(path: Path) -> bool:
+    """Return whether `path` has the form OWNER/NAME of a repository."""
+    return _ID.fullmatch(str(path)) is not None
+
+
+def _huggingface_hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise ConfigError(
+            "models and data sets of the Hub need huggingface_hub",
+            hint="pip install huggingface-hub",
+        ) from error
+    return huggingface_hub

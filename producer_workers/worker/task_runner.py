@@ -1,0 +1,211 @@
+"""How a worker treats the groups of one task: its agent loop, members that start again, its filter.
+
+A member that has ended keeps its tokens and its reward; one that only lacks its reward is judged
+again. Only the others are generated again, and the group is as old as its oldest member that has
+tokens (I8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from buffer.errors import ConfigError, GroupTimeout
+from buffer.model.dotted_path import load_object
+from buffer.rollouts.group import RolloutGroup
+from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.rollouts.staleness import AgeLimit
+from producer_workers.agent_loops.agent_loop import AgentLoop
+from producer_workers.config.strategy import FILTERS
+from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.user_code.contained_tasks import Contained
+from producer_workers.user_code.process_function import Call
+from producer_workers.worker.loop_border import LoopInput
+
+log = logging.getLogger("rolloutmq.worker")
+
+RunWithLimits = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Returns what the call named `what` returns."""
+
+SampleFilter = Callable[[Sequence[RolloutState]], bool]
+"""Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
+
+A group that is turned away is counted as filtered, with its raw rewards; its payload is freed, and
+the producer starts another group in its stead.
+"""
+
+
+class GroupFilter:
+    """Asks the filter `what`, of the user or built in, by `call`.
+
+    `run`: runs the call, as `WatchedJudges.run` does.
+    """
+
+    def __init__(self, what: str, call: Call, run: RunWithLimits) -> None:
+        self._what = what
+        self._call = call
+        self._run = run
+
+    async def keeps(self, states: Sequence[RolloutState]) -> bool:
+        """Return whether a completed group is worth training on.
+
+        Raises JudgeError, and what `run` raises.
+        """
+        return bool(await self._run(self._what, partial(self._call, states)))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRunner:
+    """How a worker treats the groups of one task.
+
+    `is_valid_sample`: None accepts every completed group. `group_time_limit_s`: None for no limit.
+    `on_failed_member`: see `generate_each`.
+    """
+
+    agent_loop: AgentLoop
+    partial_rollout: bool = False
+    is_valid_sample: GroupFilter | None = None
+    group_time_limit_s: float | None = None
+    on_failed_member: Literal["drop", "train"] = "drop"
+
+    @property
+    def makes_prompts(self) -> bool:
+        """Whether the loop may give a group another prompt."""
+        return getattr(self.agent_loop, "makes_prompts", False)
+
+    async def generate(
+        self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput
+    ) -> list[RolloutState]:
+        """Run the agent loop on one group, see `AgentLoop.generate_group`.
+
+        In `states` are the copies that the loop works on until it ends. Raises GroupTimeout when
+        the time is up; its requests are aborted then.
+        """
+        given = list(states)
+        states[:] = source.lend(given)
+        try:
+            async with asyncio.timeout(self.group_time_limit_s) as limit:
+                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
+            return source.accept(given, made)
+        except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
+            raise _most_important(errors) from errors
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            message = f"{gid} took longer than {self.group_time_limit_s:g} s"
+            raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
+
+    async def generate_each(
+        self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput, tries: int
+    ) -> list[RolloutState]:
+        """Run the agent loop, and again for members that failed, up to `tries` times in all.
+
+        Their siblings keep what they have. A group in which all failed is returned at once. After
+        the last try, the group is returned as it is, or without the failed members if the task
+        trains such groups and at least 2 are left. Raises what `generate` raises.
+        """
+        while True:
+            made = await self.generate(states, engine, gid, source)
+            failed = {state.index: state.error for state in made if state.status is Status.FAILED}
+            others = [state for state in made if state.index not in failed]
+            if not failed or not others:
+                return made
+            for index, error in failed.items():
+                log.warning("rollout %d failed: %s", index, error, extra={"gid": gid})
+            tries -= 1
+            if any(map(is_interrupted, others)):
+                made = restart(made, failed)
+                for state in made:
+                    if state.index in failed:
+                        interrupt(state)
+                return made
+            if tries > 0:
+                states[:] = restart(made, failed)
+            elif self.on_failed_member == "train" and len({s.index for s in others}) > 1:
+                states[:] = others
+                if all(state.status is Status.COMPLETED for state in others):
+                    return others
+            else:
+                return made
+
+    async def is_valid(self, group: RolloutGroup) -> bool:
+        """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
+        return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
+
+    async def close(self) -> None:
+        """End what the agent loop keeps, such as processes of tools, where it has a `close`."""
+        close = getattr(self.agent_loop, "close", None)
+        if inspect.iscoroutinefunction(close):
+            await close()
+
+
+def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to raise for several: the engine's death before all others."""
+    found: BaseException = errors.subgroup(EngineDeadError) or errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
+def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:
+    """Return the members of a claimed group, those that are too old without their response.
+
+    A session with a segment that is too old starts again as a whole, as one member.
+    """
+    return restart(
+        states,
+        {s.index for s in states if s.status is Status.EXPIRED or limit.is_too_old(s)},
+    )
+
+
+def restart(states: Sequence[RolloutState], indexes: Collection[int]) -> list[RolloutState]:
+    """Return the members, those of `indexes` without their response: one for each of them."""
+    firsts = {state.index: state for state in reversed(states)}
+    for index in indexes:
+        firsts[index].reset_response()
+    return [state for state in states if state.index not in indexes or firsts[state.index] is state]
+
+
+def restart_unfinished(states: Iterable[RolloutState]) -> None:
+    """Discard the response of each interrupted member of a task without partial rollout."""
+    for state in filter(is_interrupted, states):
+        state.reset_response()
+        interrupt(state)
+
+
+def is_interrupted(state: RolloutState) -> bool:
+    """Return whether a pause ended a rollout before its response was complete."""
+    return state.status is Status.ABORTED and not has_ended(state)
+
+
+def interrupt(state: RolloutState) -> None:
+    """Mark a rollout as one that a pause ended."""
+    state.status = Status.ABORTED
+    state.finish_reason = "abort"
+
+
+def not_all_equal(states: Sequence[RolloutState]) -> bool:
+    """Return whether the scores differ: equal ones have no advantage, and so no gradient.
+
+    Source: Yu et al. 2025, DAPO, section 3.2.
+    """
+    return len({state.reward["score"] for state in states if state.reward}) > 1
+
+
+def load_sample_filter(spec: str) -> SampleFilter:
+    """Return the built-in filter of that name, or the function at "module:function".
+
+    Raises ConfigError.
+    """
+    function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
+    if not callable(function):
+        raise ConfigError(
+            f"sample filter {spec!r} is not a function", hint='give "module:function"'
+        )
+    chosen: SampleFilter = function
+    return chosen

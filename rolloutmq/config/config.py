@@ -1,0 +1,223 @@
+"""A whole config file: every section, what they demand of each other, and the limits of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from buffer.config.memory_budget import MemorySection, RetentionSection
+from buffer.config.run_settings import (
+    LeaseSection,
+    PlanSection,
+    PolicySection,
+    RedisSection,
+    RunSection,
+)
+from buffer.config.section import Section
+from buffer.errors import ConfigError
+from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.rollouts.staleness import stale_threshold
+from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.reporting import SamplesSection, WandbSection
+from consumer.config.trainer import (
+    MOST_PROBLEMS,
+    AuditSection,
+    EvaluationSection,
+    TrainerSection,
+)
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
+from producer_workers.config.engine import EngineConfig, VllmConfig
+from producer_workers.config.strategy import StrategySection
+from producer_workers.config.task import Tasks
+from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
+from producer_workers.hub import model_repository
+from rolloutmq.config.cross_section_rules import (
+    context_problems,
+    disagreements,
+    memory_problem,
+    too_many_problems,
+    training,
+)
+from rolloutmq.config.launch import LaunchSection
+from rolloutmq.config.warnings import doubts
+
+
+class Config(Section):
+    """Every section of a config file, read and checked as a whole by every process of a run.
+
+    Usage:
+
+        config = load_config(Path("configs/demo.toml"), ["run.name=mine"])
+    """
+
+    run: RunSection
+    redis: RedisSection = RedisSection()
+    lease: LeaseSection = LeaseSection()
+    policy: PolicySection = PolicySection()
+    retention: RetentionSection = RetentionSection()
+    memory: MemorySection = MemorySection()
+    plan: PlanSection = PlanSection()
+    strategy: StrategySection = StrategySection()
+    launch: LaunchSection = LaunchSection()
+    tasks: Tasks
+    engine: EngineConfig = VllmConfig()
+    worker: WorkerSection = WorkerSection()
+    producer: ProducerSection = ProducerSection()
+    judges: JudgesSection = JudgesSection()
+    trainer: TrainerSection = TrainerSection()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
+    tiny_model: TinyModelConfig = TinyModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+    audit: AuditSection = AuditSection()
+    samples: SamplesSection = SamplesSection()
+    wandb: WandbSection = WandbSection()
+
+    @property
+    def training_tasks(self) -> list[str]:
+        """Return the names of the tasks that are trained on."""
+        return list(training(self.tasks))
+
+    @property
+    def model_folder(self) -> Path:
+        """Return the folder of the model that the run starts with.
+
+        Raises HubError where it is on the Hub, and not in the cache.
+        """
+        if found := model_repository(self.policy):
+            return found.folder()
+        return self.policy.model or self.run.folder / "model"
+
+    @property
+    def untruncated_tasks(self) -> list[str]:
+        """Return the tasks whose tokens must be sampled from the model's whole distribution."""
+        return [] if self.learner.allow_truncated_sampling else self.training_tasks
+
+    @property
+    def worker_gpus(self) -> int:
+        """Return the number of GPUs that sample, as far as the config says."""
+        return len(self.launch.worker_gpus or [0])
+
+    @property
+    def has_model(self) -> bool:
+        """Return whether the engine samples from a model, and not from random numbers."""
+        return self.engine.kind != "simulated"
+
+    def problems(self) -> Iterator[str]:
+        """Yield what the sections demand of each other and do not get."""
+        return disagreements(dict(self))
+
+    def warnings(self) -> list[str]:
+        """Return what is allowed, but hardly meant."""
+        strategies = {name: self.strategy_of(name) for name in self.tasks}
+        return list(doubts({**dict(self), "strategies": strategies}))
+
+    def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
+        """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
+
+        `max_model_len`: None where it is not known.
+        """
+        chosen = {name: self.tasks[name] for name in tasks}
+        return next(context_problems(max_model_len, chosen, self.producer, self.worker), "")
+
+    def memory_problem(self, budget: int) -> str:
+        """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
+        if not budget:
+            return ""
+        return "; ".join(
+            memory_problem(
+                self.tasks,
+                self.producer,
+                self.trainer,
+                self.retention,
+                self.policy,
+                self.strategy,
+                self.plan,
+                self.memory,
+                budget,
+            )
+        )
+
+    # -- what is derived from it ---------------------------------------------
+
+    def evaluation_size(self, task: str) -> int:
+        """Return the number of problems of one evaluation of `task`.
+
+        Raises ConfigError where they cannot be counted.
+        """
+        dataset = self.tasks[task].dataset
+        size = self.evaluation.groups or dataset.count_held_out()
+        if size is None:
+            raise ConfigError(
+                f"task {task}: problems of a data set of kind {dataset.kind} cannot be counted",
+                hint="set [evaluation] groups to the number of its problems",
+            )
+        if size > MOST_PROBLEMS:
+            raise ConfigError(too_many_problems(task, size))
+        return size
+
+    def strategy_of(self, task: str) -> StrategySection:
+        """Return [strategy] with the values that a task sets itself.
+
+        An evaluation task has the strategy of its training task.
+        """
+        return self.strategy.overridden(self.tasks[task].strategy)
+
+    def limits(self, maxmemory_bytes: int = 0) -> RunLimits:
+        """Return what goes into the run's meta, for all processes to agree on.
+
+        `maxmemory_bytes`: of the server; 0 = none.
+        """
+        budget = self.memory.budget(maxmemory_bytes)
+        return RunLimits(
+            **self.strategy.model_dump(include=set(TaskSettings.model_fields)),
+            lease_ms=self.lease.lease_ms,
+            heartbeat_ms=self.lease.heartbeat_ms,
+            worker_timeout_ms=self.lease.worker_timeout_ms,
+            role_timeout_ms=self.lease.lease_ms,
+            max_tries=self.lease.max_tries,
+            pause_timeout_s=self.lease.pause_timeout_s,
+            stale_threshold=self.policy.stale_threshold,
+            token_threshold=self.policy.token_threshold,
+            sync_weights_interval=self.policy.sync_weights_interval,
+            steps=self.plan.steps,
+            batch_size=self.plan.batch_size,
+            order=self.policy.order,
+            retain_batches=self.retention.batches,
+            retain_until_exported=self.retention.policy == "export",
+            media=str(self.run.media.resolve()) if self.run.media else "",
+            wait_replicas=self.redis.wait_replicas,
+            compression=self.memory.compression,
+            low_bytes=int(budget * self.memory.low_water),
+            high_bytes=int(budget * self.memory.high_water),
+            tasks={name: self._task_limits(name) for name in self.tasks},
+        )
+
+    def written(self) -> dict[str, str]:
+        """Return what the file says, for settings that depend on more than one key or the server.
+
+        As long as that is the same, a value of `rolloutmq set` holds
+        (`buffer/model/settings_record.py`).
+        """
+        marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
+        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
+        return {
+            "concurrency": str(self.worker.concurrency),
+            **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
+            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
+        }
+
+    def _task_limits(self, name: str) -> TaskLimits:
+        task = self.tasks[name]
+        # only what the task sets itself: the rest follows the run's values when these change
+        own = {} if task.strategy is None else task.strategy.own_numbers()
+        if task.eval_of is None and task.max_staleness is not None:
+            own["stale_threshold"] = self._stale_threshold(name)
+        strategy = self.strategy_of(name).kind
+        return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
+
+    def _stale_threshold(self, task: str) -> int:
+        own = self.tasks[task].max_staleness
+        publications = self.policy.max_staleness if own is None else own
+        return stale_threshold(publications, self.policy.sync_weights_interval)

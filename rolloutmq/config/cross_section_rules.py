@@ -1,0 +1,352 @@
+"""What the sections of a config demand of each other.
+
+A check gets sections by the names of its parameters, so that it runs on a file in which other
+sections have mistakes, and all mistakes are reported at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
+from buffer.config.run_settings import (
+    PlanSection,
+    PolicySection,
+    RunSection,
+)
+from buffer.rollouts.staleness import stale_threshold
+from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from producer_workers.config.dataset import ReasoningGymDataset
+from producer_workers.config.engine import EngineConfig, HttpConfig, VllmConfig
+from producer_workers.config.strategy import StrategySection
+from producer_workers.config.task import TaskSection
+from producer_workers.config.worker import ProducerSection, WorkerSection
+from producer_workers.hub import is_id
+from rolloutmq.config.launch import LaunchSection
+
+TaskSections = Mapping[str, TaskSection]
+
+WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline")
+"""Advantages that compare a rollout with the others of its prompt."""
+
+Check = Callable[..., Iterator[str]]
+
+
+def disagreements(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong between `sections`, given by name; a wrong one is left out."""
+    return run_checks(_CHECKS, sections)
+
+
+def run_checks(checks: Iterable[Check], sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `checks` find in `sections`; one of a section that is left out does not run."""
+    for check in checks:
+        parameters = inspect.signature(check).parameters.values()
+        names = {each.name for each in parameters if each.default is each.empty}
+        if sections.keys() >= names:
+            yield from check(**{name: sections[name] for name in names})
+
+
+def training(tasks: TaskSections) -> dict[str, TaskSection]:
+    """Return the tasks that are trained on."""
+    return {name: task for name, task in tasks.items() if task.eval_of is None}
+
+
+def memory_problem(
+    tasks: TaskSections,
+    producer: ProducerSection,
+    trainer: TrainerSection,
+    retention: RetentionSection,
+    policy: PolicySection,
+    strategy: StrategySection,
+    plan: PlanSection,
+    memory: MemorySection,
+    budget: int = 0,
+) -> Iterator[str]:
+    """Yield why a run cannot be held to `budget` bytes (I12); 0: the budget of the config."""
+    sizes = [task.group_bytes(producer.max_prompt_tokens) for task in training(tasks).values()]
+    # a commit frees what is older than the oldest checkpoint that is kept
+    kept = trainer.checkpoint_every_steps * trainer.keep_checkpoints
+    own = [task.max_staleness for task in training(tasks).values()]
+    oldest = max((policy.max_staleness if age is None else age for age in own), default=0)
+    threshold = stale_threshold(oldest, policy.sync_weights_interval)
+    ahead = threshold + strategy.over_sample_threshold
+    need = MemoryNeed(
+        group_bytes=memory.group_bytes or max(sizes, default=0),
+        batches=kept + retention.batches,
+        batch_size=plan.batch_size,
+        in_flight=ceil(ahead * plan.batch_size),
+    )
+    if problem := need.problem(memory, budget or memory.budget_bytes or 0):
+        yield problem
+
+
+def context_problems(
+    max_model_len: int | None, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
+) -> Iterator[str]:
+    """Yield which of `tasks` may ask for more tokens than the engine's context.
+
+    `max_model_len`: None where it is not known.
+    """
+    if max_model_len is None:
+        return
+    prompt = producer.max_prompt_tokens
+    for name, task in tasks.items():
+        # an agent's requests have prompts of their own, and share max_tokens
+        if (task.agent_loop or worker.agent_loop) == "gateway":
+            continue
+        # the default limit is no wish of the user: responses then end where the context does
+        if prompt is None and "max_tokens" not in task.sample.model_fields_set:
+            continue
+        response = task.sample.max_tokens
+        if (prompt or 1) + response > max_model_len:
+            asked = f"sample.max_tokens = {response}"
+            asked += f" and [producer] max_prompt_tokens = {prompt}" if prompt else ""
+            yield (
+                f"task {name}: prompt and response share the engine's context of "
+                f"{max_model_len} tokens (max_model_len), which is too small for {asked}: "
+                "lower these, or raise [engine] max_model_len up to what the model can read"
+            )
+
+
+# -- the checks -----------------------------------------------------------------------------------
+
+
+def _evaluations_have_a_task(tasks: TaskSections) -> Iterator[str]:
+    known = training(tasks)
+    for name, task in tasks.items():
+        if task.eval_of is not None and task.eval_of not in known:
+            yield (
+                f'eval_of = "{task.eval_of}" of task {name} is not a training task; '
+                f"known: {', '.join(known)}"
+            )
+
+
+def _revisions_have_a_repository(policy: PolicySection) -> Iterator[str]:
+    if policy.revision and (policy.model is None or not is_id(policy.model)):
+        yield (
+            f"[policy] revision = {policy.revision} is for a model on the Hub: {policy.model} is "
+            "none"
+        )
+
+
+def _images_are_possible(
+    run: RunSection, tasks: TaskSections, trainer: TrainerSection
+) -> Iterator[str]:
+    shown = [name for name, task in tasks.items() if task.images]
+    if shown and run.media is None:
+        yield f"the images of task {shown[0]} need a folder: set media in [run]"
+    trained = [name for name in shown if name in training(tasks)]
+    if trained and trainer.loop is None:
+        yield (
+            f"task {trained[0]} shows images, which the reference trainer cannot train on: "
+            "set [trainer] loop to a trainer of your own"
+        )
+
+
+def _pauses_free_the_device(
+    policy: PolicySection, trainer: TrainerSection, evaluation: EvaluationSection
+) -> Iterator[str]:
+    if policy.pause_mode != "keep":
+        return
+    needs = "needs [policy] pause_mode abort or drain: keep"
+    if trainer.flow == "colocated":
+        yield f"[trainer] flow = colocated {needs} frees no memory"
+    if evaluation.flow == "exclusive":
+        yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
+
+
+def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
+    # vLLM ends with an error where free memory changes while it measures how much a cache may have
+    is_measured = isinstance(engine, VllmConfig) and engine.kv_cache_memory_bytes is None
+    if trainer.flow == "colocated" and is_measured:
+        yield (
+            "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
+            "the free memory of the GPU, the trainer must not use or free any"
+        )
+
+
+def _engine_loads_what_is_published(
+    engine: EngineConfig, learner: LearnerConfig, trainer: TrainerSection
+) -> Iterator[str]:
+    lora = learner.lora
+    if lora is None:
+        # a trainer of the user's own may publish adapters
+        if engine.wants_adapters and trainer.loop is None:
+            yield (
+                "[engine] loads adapters, but none are published: add [learner.lora], or leave "
+                "out [engine] max_lora_rank or weights"
+            )
+    elif isinstance(engine, VllmConfig) and (engine.max_lora_rank or 0) < lora.rank:
+        yield f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
+    elif isinstance(engine, HttpConfig) and not engine.wants_adapters:
+        yield '[learner.lora] needs [engine] weights = "adapters"'
+
+
+def _responses_fit_the_context(
+    engine: EngineConfig, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
+) -> Iterator[str]:
+    # workers check it again with what their engine reports
+    yield from context_problems(getattr(engine, "max_model_len", None), tasks, producer, worker)
+
+
+def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
+    tokens = policy.max_token_staleness
+    for name, task in training(tasks).items():
+        groups = task.max_staleness
+        if tokens is not None and groups is not None and tokens > groups:
+            yield (
+                f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
+                f"max_staleness = {groups}: a group expires with its oldest token"
+            )
+
+
+def _temperatures_agree(
+    tasks: TaskSections, learner: LearnerConfig, trainer: TrainerSection
+) -> Iterator[str]:
+    # the trainer must compute the distribution that rollouts are sampled from
+    if trainer.loop is not None:
+        return
+    for name, task in training(tasks).items():
+        sampled = task.sample.temperature
+        if sampled != learner.temperature:
+            yield (
+                f"task {name} is sampled with temperature {sampled:g}, [learner] temperature "
+                f"is {learner.temperature:g}: both must be the same"
+            )
+
+
+def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Iterator[str]:
+    if learner.allow_truncated_sampling:
+        return
+    for name, task in training(tasks).items():
+        if cuts := task.sample.to_params().cuts():
+            yield (
+                f"task {name} is sampled with {cuts}: the engine's logprobs are then of another "
+                "distribution than the trainer's, which covers all tokens, and the ratios between "
+                "the two are wrong; sample without it, or set "
+                "[learner] allow_truncated_sampling = true"
+            )
+
+
+def _groups_can_be_compared(tasks: TaskSections, trainer: TrainerSection) -> Iterator[str]:
+    if trainer.loop is not None or trainer.advantages not in WITHIN_A_GROUP:
+        return
+    for name, task in training(tasks).items():
+        if task.prompt_repeat_k == 1:
+            yield (
+                f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = {trainer.advantages} "
+                "compares the rollouts of a prompt, so every advantage would be 0; set "
+                "prompt_repeat_k to at least 2, or advantages to reinforce_pp or gae"
+            )
+
+
+def _critic_is_used(critic: CriticConfig, trainer: TrainerSection) -> Iterator[str]:
+    if critic != CriticConfig() and trainer.loop is None and not trainer.is_gae:
+        yield (
+            f"[critic] is read with [trainer] advantages = gae only, not with {trainer.advantages}"
+        )
+
+
+def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[str]:
+    if learner.updates_per_batch > plan.batch_size:
+        yield (
+            f"[learner] updates_per_batch = {learner.updates_per_batch} divides the groups of a "
+            f"batch, and [plan] batch_size is {plan.batch_size}: some updates would have none"
+        )
+
+
+def _ranks_have_gpus(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
+    gpus = launch.trainer_gpus or []
+    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+    if ranks > 1 and gpus and len(set(gpus)) != ranks:
+        yield (
+            f"[launch] trainer_gpus = {gpus} is not one GPU for each of {ranks} trainer_ranks; "
+            "remove trainer_ranks, and there is one process for each GPU"
+        )
+    if trainer.loop is None and ranks == 1 and len(gpus) > 1:
+        yield (
+            f"[launch] trainer_gpus = {gpus}: trainer_ranks = 1 is one process, which uses one "
+            "GPU, so the others would be idle; remove trainer_ranks"
+        )
+    if ranks > 1 and ":" in trainer.device:
+        yield (
+            f"[trainer] device = {trainer.device} is one GPU, and the trainer has {ranks} ranks; "
+            'set device = "auto": each rank then has a GPU of its own'
+        )
+
+
+def _optimizer_fits_the_ranks(
+    learner: LearnerConfig, launch: LaunchSection, trainer: TrainerSection
+) -> Iterator[str]:
+    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+    if learner.optimizer == "adamw_8bit" and ranks > 1 and trainer.loop is None:
+        yield (
+            f"[learner] optimizer = adamw_8bit cannot update the sharded weights of {ranks} ranks; "
+            "set optimizer = adamw, whose state is divided over the ranks, or trainer_ranks = 1"
+        )
+
+
+def _transport_carries_changes(policy: PolicySection) -> Iterator[str]:
+    if policy.weights_whole_every > 1 and policy.weights_transport in ("gloo", "nccl"):
+        yield (
+            f"[policy] weights_transport = {policy.weights_transport} sends whole versions: leave "
+            "out weights_whole_every, or use folder or redis"
+        )
+
+
+def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> Iterator[str]:
+    steps = evaluation.every_steps
+    interval = policy.sync_weights_interval
+    if steps is not None and steps % interval:
+        yield (
+            f"[evaluation] every_steps = {steps} must be a multiple of "
+            f"[policy] sync_weights_interval = {interval}"
+        )
+
+
+def _evaluation_is_one_batch(tasks: TaskSections, evaluation: EvaluationSection) -> Iterator[str]:
+    for name, task in tasks.items():
+        dataset = task.dataset
+        if (
+            task.eval_of is None
+            or evaluation.groups
+            or not isinstance(dataset, ReasoningGymDataset)
+        ):
+            continue
+        if dataset.held_out_size > MOST_PROBLEMS:
+            yield too_many_problems(name, dataset.held_out_size)
+
+
+def too_many_problems(task: str, problems: int) -> str:
+    """Return that an evaluation cannot have that many problems, and what to do."""
+    return (
+        f"task {task} has {problems} problems, and an evaluation has at most {MOST_PROBLEMS}: "
+        f"set [evaluation] groups = {MOST_PROBLEMS}, or reserve fewer"
+    )
+
+
+_CHECKS: tuple[Check, ...] = (
+    _evaluations_have_a_task,
+    _revisions_have_a_repository,
+    _images_are_possible,
+    memory_problem,
+    _pauses_free_the_device,
+    _cache_has_a_fixed_size,
+    _engine_loads_what_is_published,
+    _responses_fit_the_context,
+    _tokens_are_younger_than_groups,
+    _temperatures_agree,
+    _distributions_are_whole,
+    _groups_can_be_compared,
+    _critic_is_used,
+    _updates_have_groups,
+    _ranks_have_gpus,
+    _optimizer_fits_the_ranks,
+    _evaluation_fits,
+    _transport_carries_changes,
+    _evaluation_is_one_batch,
+)

@@ -1,0 +1,96 @@
+"""The repositories of the Hub that a config names: each fixed to a commit, its files here.
+
+The first start of a run decides the commits that its config leaves open, and notes them in the
+run's folder. The run's record of what it draws from has them for all other machines, and refuses
+any other commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import ConfigError
+from buffer.model.origin import Origin
+from producer_workers.config.dataset import HuggingFaceDataset
+from producer_workers.config.task import TaskSection
+from producer_workers.hub import Repository, model_repository
+from rolloutmq.config.config import Config
+
+NOTE = "hub.json"
+"""File in the run's folder: the commit of each repository whose revision the config leaves open."""
+
+
+def fetch(config: Config, origin: Origin | None = None, *, with_data: bool = True) -> Config:
+    """Return `config` with commits as its revisions, and download what is not in the cache.
+
+    `origin`: the record of the run, where it is known; else the folder's note decides. `with_data`:
+    also download data sets, which workers do not read. Raises HubError.
+    """
+    wanted = set(_repositories(config))
+    note = config.run.folder / NOTE
+    noted = _read(note) if wanted else {}
+    known = noted | (origin.commits if origin else {})
+    pinned: dict[Repository, Repository] = {}
+    for each in sorted(wanted):
+        pinned[each] = each._replace(revision=each.revision or known.get(each.name))
+        if each.kind == "model" or with_data:
+            commit = pinned[each].download().name
+            pinned[each] = each._replace(revision=commit)
+    opened = {each.name: pin.revision for each, pin in pinned.items() if each.revision is None}
+    if origin is None and opened.keys() - noted.keys():
+        _write(note, opened | noted)
+    return _pin(config, pinned) if wanted else config
+
+
+def names_any(config: Config) -> bool:
+    """Return whether `config` names a repository, whose files may have to be downloaded."""
+    return any(True for _ in _repositories(config))
+
+
+def _repositories(config: Config) -> Iterator[Repository]:
+    sections = [task.dataset for task in config.tasks.values()]
+    named = [model_repository(config.policy)]
+    named += [each.repository for each in sections if isinstance(each, HuggingFaceDataset)]
+    yield from (each for each in named if each)
+
+
+def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
+    policy = config.policy
+    if repository := model_repository(policy):
+        revision = pinned[repository].revision
+        policy = policy.model_copy(update={"revision": revision})
+    tasks = {name: _pin_task(task, pinned) for name, task in config.tasks.items()}
+    return config.model_copy(update={"policy": policy, "tasks": tasks})
+
+
+def _pin_task(task: TaskSection, pinned: Mapping[Repository, Repository]) -> TaskSection:
+    dataset = task.dataset
+    if not isinstance(dataset, HuggingFaceDataset) or dataset.repository is None:
+        return task
+    update = {"revision": pinned[dataset.repository].revision}
+    return task.model_copy(update={"dataset": dataset.model_copy(update=update)})
+
+
+def _read(note: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = orjson.loads(note.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(
+            f"{note} is not JSON",
+            hint="remove it, and set the revisions that the run records (the next start names "
+            "them)",
+        ) from error
+    return found
+
+
+def _write(note: Path, found: Mapping[str, str | None]) -> None:
+    note.parent.mkdir(parents=True, exist_ok=True)
+    # renamed when it is whole: a process that dies here must not leave half a note
+    part = note.with_suffix(".tmp")
+    part.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
+    part.rename(note)

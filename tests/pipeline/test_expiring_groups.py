@@ -1,0 +1,104 @@
+"""A worker ends groups that can serve no train step any more: running, frozen, or judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from buffer.config.assignments import parse_settings
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
+from buffer.model.manifest import Manifest
+from buffer.rollouts.rollout import PolicyVersion, Status
+from tests.buffer.scene import rollout
+from tests.pipeline.yard import LINEAGE, LONG, SLOW_S, TASK, Yard
+
+
+def train(yard: Yard, step: int) -> None:
+    """Take one group of the newest version."""
+    yard.run.buffer.put(TASK, [[rollout(Status.COMPLETED, PolicyVersion(LINEAGE, step - 1))]])
+    assert isinstance(yard.run.ledger.take(yard.trainer, step, {TASK: 1}), Manifest)
+
+
+@pytest.mark.parametrize("partial_rollout", [False, True])
+@pytest.mark.parametrize("mode", [Mode.RUN, Mode.KEEP])
+def test_expiring_groups_end_in_the_engine_and_others_start(
+    yard: Yard, mode: Mode, partial_rollout: bool
+) -> None:
+    yard.enqueue(2, LONG)
+
+    async def scenario() -> None:
+        worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
+        async with yard.working(worker) as engine:
+            await yard.until_generating(engine, 4)
+            if mode is Mode.KEEP:
+                await yard.receipts(yard.control(mode))
+            train(yard, 1)
+            await yard.until_places(dropped=2, taken=1)
+            assert engine.unfinished() == 0
+            yard.control(Mode.RUN)
+            weights = yard.publish(1)
+            await yard.until(lambda: engine.version() == weights)
+            yard.enqueue(1)  # under the old weights it would be expiring, too
+            await yard.until_places(dropped=2, taken=1, completed=1)
+
+    asyncio.run(scenario())
+    counts = yard.run.read_progress().tasks[TASK]
+    assert (counts.ended_early, counts.expirations) == (2, 2)
+    assert 0 < counts.discarded_tokens < 4 * LONG[0]
+    assert counts.unmade_tokens == 4 * LONG[0] - counts.discarded_tokens
+    yard.check()
+
+
+def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
+    yard.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    (gid,) = yard.enqueue(1)
+    calls = Counter[str]()
+
+    async def judge(**_: object) -> float:
+        calls["asked"] += 1
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            calls["cancelled"] += 1
+            raise
+        return 1.0
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=judge)):
+            await yard.until(lambda: calls["asked"] == 2)
+            train(yard, 1)
+            await yard.until_places(expired=1, taken=1)
+
+    asyncio.run(scenario())
+    assert calls["cancelled"] == 2
+    counts = yard.run.read_progress().tasks[TASK]
+    assert (counts.ended_early, counts.discarded_tokens, counts.unmade_tokens) == (1, 20, 0)
+    assert yard.run.record(gid)["payload"] == "init"
+    yard.check()
+
+
+def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) -> None:
+    """This worker has sampled it under the new weights only."""
+    yard.run.set(parse_settings(LiveSettings, ["max_staleness=1"]))
+    yard.enqueue(1, LONG)
+
+    async def scenario() -> None:
+        worker = yard.worker(token_s=SLOW_S, partial_rollout=True)
+        async with yard.working(worker) as engine:
+            await yard.until_generating(engine, 2)
+            yard.control(Mode.ABORT)
+            await yard.until_places(aborted=1)
+            train(yard, 1)
+            yard.publish(1)
+            yard.control(Mode.RUN)
+            yard.reissue()
+            await yard.until_generating(engine, 2)
+            train(yard, 2)
+            await yard.until_places(dropped=1, taken=2)
+            assert engine.unfinished() == 0
+
+    asyncio.run(scenario())
+    yard.check()

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from buffer.config.assignments import parse_settings
+from buffer.config.run_settings import PolicySection, RedisSection
+from buffer.control.live_settings import LiveSettings
+from buffer.errors import ConfigError
+from buffer.model.limits import RunLimits
+from buffer.redis.connection.url import mask_url
+from buffer.rollouts.sampling import SampleParams
+from producer_workers.config.dataset import JsonlDataset
+from producer_workers.config.task import SampleParamsSection
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import load_config
+
+GOOD = """
+[run]
+name = "demo"
+
+[tasks.math]
+judge = "reasoning_gym"
+prompt_repeat_k = 4
+[tasks.math.sample]
+max_tokens = 64
+[tasks.math.dataset]
+kind = "reasoning_gym"
+name = "chain_sum"
+held_out_size = 500
+"""
+HELD_OUT = '[tasks.math_eval]\neval_of = "math"\n'
+
+
+def load(folder: Path, text: str, *overrides: str) -> Config:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def problems(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    assert str(folder / "run.toml") in str(caught.value) or "--set" in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="group_time_limit_s: cannot change while a run continues: each worker reads",
+    ):
+        parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
+
+
+def test_config_has_the_documented_defaults_when_only_the_needed_is_given(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert (config.lease.lease_ms, config.lease.worker_timeout_ms) == (10_000, 30_000)
+    assert config.policy.stale_threshold == 1
+    assert config.strategy.tail_batch_trigger_size == -1
+    assert config.run.folder == Path("runs/demo")
+    assert config.policy.weights_folder(config.run) == Path("runs/demo/weights")
+
+
+def test_every_field_of_every_section_is_described() -> None:
+    schema = Config.model_json_schema()
+    bare = [
+        f"{name}.{field}"
+        for name, section in schema["$defs"].items()
+        for field, facts in section.get("properties", {}).items()
+        if "description" not in facts
+    ]
+    assert bare == []
+
+
+def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
+    told = problems(tmp_path, GOOD + '[lease]\nlease_ms = "10"\n[policy]\nmax_staleness = -1\n')
+    assert "2 problems" in told
+    assert 'lease.lease_ms = "10": expected a valid integer' in told
+    assert "policy.max_staleness = -1: expected greater than or equal to 0" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[run]\nname = 'x'\nsede = 1\n", "run.sede: unknown key; did you mean `seed`?"),
+        ("[run]\nname = 'x'\nlease_ms = 1\n", "run.lease_ms: unknown key; it belongs in [lease]"),
+        ("[run]\nname = 'x'\n[polcy]\n", "polcy: unknown key; did you mean `policy`?"),
+        (
+            "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
+            "tasks.a.dataset.pth: unknown key; did you mean `path`?",
+        ),
+        (
+            "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
+            'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
+            "or replace the section: --set 'engine={kind=\"simulated\"}'",
+        ),
+        ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
+        (
+            "[tasks.a.dataset]\nkind = 'csv'\n",
+            "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',",
+        ),
+        ("[tasks.a.dataset]\npath = 'x'\n", "tasks.a.dataset.kind: missing"),
+        (
+            "[tasks.a]\njudge = 'reasoning_gim'\n",
+            'tasks.a.judge = "reasoning_gim": expected reasoning_gym,',
+        ),
+        ("[tasks.'a b']\n", 'tasks."a b"'),
+        ("[run]\nname = '../x'\n", 'run.name = "../x": expected letters'),
+        ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
+        ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
+        (
+            "[policy]\nmax_token_staleness = 1\n",
+            "policy.max_token_staleness = 1: expected at most max_staleness = 0",
+        ),
+        ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
+        ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
+        ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_be_right(tmp_path: Path, text: str, told: str) -> None:
+    assert told in problems(tmp_path, text)
+
+
+def test_a_syntax_error_shows_the_line(tmp_path: Path) -> None:
+    told = problems(tmp_path, '[run]\nname "demo"\n')
+    assert "not valid TOML" in told
+    assert 'line 2: name "demo"' in told
+
+
+def test_a_missing_file_and_a_binary_file_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "binary.toml")
+
+
+def test_passwords_are_masked_wherever_a_value_is_shown(tmp_path: Path) -> None:
+    assert "hunter2" not in problems(tmp_path, GOOD + '[redis]\nurl = "http://me:hunter2@host"\n')
+    assert "hunter2" not in problems(tmp_path, "[redis]\nurl redis://me:hunter2@host\n")
+    assert "hunter2" not in problems(
+        tmp_path, GOOD, "redis.url.x=redis://me:hunter2@h", "redis.url=1"
+    )
+    assert "hunter2" not in repr(RedisSection(url="redis://me:hunter2@host"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "masked"),
+    [
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://:pw@h:6379/0", "redis://:***@h:6379/0"),
+        ("at rediss://u:p@ss:w/rd@h:6379, sorry", "at rediss://u:***@h:6379, sorry"),
+        ("unix:///run/r.sock?password=pw&db=1", "unix:///run/r.sock?password=***&db=1"),
+    ],
+)
+def test_mask_url_hides_every_password_and_nothing_else(shown: str, masked: str) -> None:
+    assert mask_url(shown) == masked
+
+
+def test_set_overrides_the_file_with_toml_values_and_bare_words(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        GOOD,
+        "lease.lease_ms=60_000",
+        "policy.pause_mode=abort",
+        'tasks."math".sample.stops=["\\n"]',
+        "tasks.math.weight=2",
+        "tasks.math.judge=my_judges.sums:score",
+        "redis.url=unix:///tmp/x?db=1",
+    )
+    assert config.lease.lease_ms == 60_000
+    assert config.lease.worker_timeout_ms == 180_000
+    assert config.policy.pause_mode == "abort"
+    assert config.tasks["math"].sample.stops == ["\n"]
+    assert config.tasks["math"].weight == 2.0
+    assert config.tasks["math"].judge == "my_judges.sums:score"
+    assert config.redis.url == "unix:///tmp/x?db=1"
+
+
+@pytest.mark.parametrize(
+    "override", ["lease", "=3", "a b=3", "run.name.first=3", "run.seed=1\nname=2\n=", "[x]=3"]
+)
+def test_set_of_nonsense_is_a_config_error(tmp_path: Path, override: str) -> None:
+    problems(tmp_path, GOOD, override)
+
+
+def test_an_eval_task_inherits_from_its_training_task_and_is_greedy(tmp_path: Path) -> None:
+    task = load(tmp_path, GOOD + HELD_OUT).tasks["math_eval"]
+    training = load(tmp_path, GOOD).tasks["math"]
+    assert (task.prompt_repeat_k, task.sample.temperature, task.weight) == (1, 0.0, 0.0)
+    assert (task.lane, task.split) == ("eval", "held_out")
+    assert (task.dataset, task.judge) == (training.dataset, training.judge)
+    assert task.sample.max_tokens == training.sample.max_tokens == 64
+
+
+def test_an_eval_task_may_bring_a_data_set_of_its_own(tmp_path: Path) -> None:
+    own = load(
+        tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n'
+    ).tasks["math_eval"]
+    assert own.dataset == JsonlDataset(kind="jsonl", path=Path("x.jsonl"))
+
+
+def test_an_eval_task_of_no_training_task_is_refused(tmp_path: Path) -> None:
+    assert "not a training task; known: math" in problems(
+        tmp_path, GOOD + '[tasks.e]\neval_of = "maths"\n'
+    )
+    assert "not a training task" in problems(
+        tmp_path, GOOD + HELD_OUT + '[tasks.e]\neval_of = "math_eval"\n'
+    )
+
+
+def test_a_mistake_is_told_once_although_an_eval_task_inherits_it(tmp_path: Path) -> None:
+    told = problems(tmp_path, GOOD.replace("chain_sum", 'chain_sum"\nsiez = 3 #') + HELD_OUT)
+    assert "1 problem\n" in told
+
+
+def test_splits_that_leave_nothing_to_train_on_are_refused(tmp_path: Path) -> None:
+    assert "leave no problem" in problems(tmp_path, GOOD, "tasks.math.dataset.size=500")
+
+
+def test_the_url_comes_from_the_flag_then_the_environment_then_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://environment")
+    assert RedisSection(url="redis://config").resolve_url("redis://flag") == "redis://flag"
+    assert RedisSection(url="redis://config").resolve_url() == "redis://environment"
+    monkeypatch.delenv("REDIS_URL")
+    assert RedisSection(url="redis://config").resolve_url() == "redis://config"
+    assert RedisSection().resolve_url() is None
+
+
+def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    limits = load_config(path).limits()
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
+        "staleness",
+        0,
+        False,
+    )
+    changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
+    limits = load_config(path, changes).limits()
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
+        "my.module:score",
+        3,
+        True,
+    )
+    assert RunLimits.from_meta(dict(batched(limits.to_meta()))) == limits
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            "policy.order=shortest",
+            "expected staleness, fifo, freshest, length_fair or package.module:function",
+        ),
+        ("policy.order=my-module:score", "expected staleness"),
+        ("retention.policy=last", "needs batches = N"),
+        ("retention.batches=2", "only used by policy"),
+    ],
+)
+def test_orders_and_retentions_that_make_no_sense_are_refused(
+    tmp_path: Path, change: str, told: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        load_config(path, [change])
+
+
+def batched(pairs: list[str]) -> list[tuple[str, str]]:
+    return list(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "cut", ["top_p=0.9", "top_k=5", "min_tokens=1", 'structured={choice=["a","b"]}']
+)
+def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
+    tmp_path: Path, cut: str
+) -> None:
+    told = problems(tmp_path, GOOD, f"tasks.math.sample.{cut}")
+    assert f"task math is sampled with {cut.partition('=')[0]}: the engine's logprobs" in told
+    load(tmp_path, GOOD, f"tasks.math.sample.{cut}", "learner.allow_truncated_sampling=true")
+    load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("learner.old_policy=rollout", "learner.loss.importance_veto=1e-4"), "always 1"),
+        (("learner.loss.dual_clip=3.0",), "the ratio that it bounds is always 1"),
+        (("learner.loss.max_tokens=64",), "limits no response"),
+        (("learner.schedule=cosine",), "needs decay_steps"),
+        (("critic.lam=0.95",), "is read with [trainer] advantages = gae only"),
+    ],
+)
+def test_settings_of_the_loss_that_cannot_act_are_refused(
+    tmp_path: Path, changes: tuple[str, ...], message: str
+) -> None:
+    assert message in problems(tmp_path, GOOD, *changes)
+
+
+def test_template_arguments_may_not_change_what_a_prompt_is(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, GOOD + HELD_OUT, "tasks.math.chat_template_kwargs={enable_thinking=false}"
+    )
+    assert config.tasks["math_eval"].chat_template_kwargs == {"enable_thinking": False}
+    told = problems(tmp_path, GOOD, "tasks.math.chat_template_kwargs={tokenize=false}")
+    assert "tokenize cannot be set" in told
+
+
+def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
+    context = ("engine.kind=vllm", "engine.max_model_len=128")
+    assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")
+    told = problems(tmp_path, GOOD, *context, "producer.max_prompt_tokens=65")
+    assert "128 tokens (max_model_len), which is too small for sample.max_tokens = 64 and" in told
+    told = problems(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=128")
+    assert "too small for sample.max_tokens = 128: lower" in told
+    # an agent's requests share max_tokens, and a default that nobody set is not a demand
+    load(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=999", "worker.agent_loop=gateway")
+    load(tmp_path, GOOD.replace("max_tokens = 64", ""), *context)
+
+
+def test_stale_threshold_counts_train_steps() -> None:
+    assert PolicySection(max_staleness=0, sync_weights_interval=4).stale_threshold == 4
+    assert PolicySection(max_staleness=1, sync_weights_interval=4).stale_threshold == 8
+    assert PolicySection(max_staleness=1, sync_weights_interval=4).token_threshold is None
+    assert (
+        PolicySection(
+            max_staleness=2, max_token_staleness=1, sync_weights_interval=4
+        ).token_threshold
+        == 8
+    )
+
+
+def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
+    text = GOOD + HELD_OUT + "[tasks.math.strategy]\nover_sample_threshold = 0.5\n"
+    sets = ("policy.max_staleness=1", "policy.sync_weights_interval=2", "evaluation.every_steps=2")
+    limits = load(tmp_path, text, *sets).limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
+    limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
+    assert limits.horizon_of(1) == 8
+    found = problems(
+        tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
+    )
+    assert "[tasks.math] max_staleness = 0" in found
+
+
+def test_every_field_of_sample_params_has_a_key() -> None:
+    assert set(SampleParamsSection.model_fields) == set(SampleParams.model_fields)
+    given = SampleParamsSection(frequency_penalty=0.5, repetition_penalty=1.2).to_params()
+    assert (given.frequency_penalty, given.repetition_penalty) == (0.5, 1.2)
+    for wrong in ({"presence_penalty": 3}, {"repetition_penalty": 0}):
+        with pytest.raises(ValidationError):
+            SampleParamsSection(**wrong)
+
+
+def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path: Path) -> None:
+    abort = "policy.pause_mode=abort"
+    stale = "tasks.math.max_staleness=2"
+    (warning,) = load(tmp_path, GOOD, abort, stale).warnings()
+    assert "task math has max_staleness = 2" in warning
+    assert load(tmp_path, GOOD, abort).warnings() == []
+    assert load(tmp_path, GOOD, stale).warnings() == []
+    assert (
+        load(tmp_path, GOOD, abort, stale, "strategy.enable_partial_rollout=true").warnings() == []
+    )

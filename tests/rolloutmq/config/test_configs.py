@@ -1,0 +1,146 @@
+"""Every example in configs/ is right to the last key, and configs/README.md names every file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.errors import ConfigError
+from buffer.model.dotted_path import load_object
+from producer_workers.config.engine import VllmConfig
+from producer_workers.config.task import JUDGES
+from producer_workers.hub import model_repository
+from producer_workers.judges.load import load_judge, make_judge
+from rolloutmq.config.load import load_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FILES = sorted(CONFIGS.glob("*.toml"))
+FREE = (("config",), ("chat_template_kwargs",), ("agent_loop_options",))
+"""Sections whose keys are a package's or a template's."""
+PRESETS = [path for path in FILES if path.name.startswith("qwen3")]
+
+
+def test_all_examples_are_here() -> None:
+    assert {path.name for path in FILES} >= {
+        "demo.toml",
+        "gpu_check.toml",
+        "lora.toml",
+        "qwen3_0.6b_gsm8k.toml",
+        "qwen3_1.7b_gsm8k.toml",
+        "qwen3_1.7b_tools.toml",
+        "qwen3_4b_math.toml",
+        "qwen3_8b_math.toml",
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_example_loads_with_its_judges(path: Path) -> None:
+    for task in load_config(path).tasks.values():
+        make_judge(task.judge, load_judge)
+
+
+@pytest.mark.parametrize("name", ["demo", "lora", "qwen3_1.7b_tools"])
+def test_every_misspelt_key_of_an_example_is_an_error_with_the_right_key(name: str) -> None:
+    path = CONFIGS / f"{name}.toml"
+    for dotted in _keys(tomllib.loads(path.read_text(encoding="utf-8"))):
+        *section, key = dotted
+        wrong = ".".join([*section, f"{key}x"]) + "=1"
+        problem = _problem(path, wrong)
+        assert problem, f"{wrong} is accepted"
+        if "fields" not in section:  # names of another data set
+            assert f"did you mean `{key}`?" in problem
+
+
+def _keys(tree: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys(value, *above, key)
+        elif above[-1:] not in FREE:
+            yield *above, key
+
+
+def _problem(path: Path, override: str) -> str:
+    try:
+        load_config(path, [override])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_a_preset_says_what_it_needs(path: Path) -> None:
+    config = load_config(path)
+    launch = config.launch
+    trainer, workers = launch.trainer_gpus or [], launch.worker_gpus or []
+    said = dict(re.findall(r"^# (GPUs|Redis|Time|Install): (.*)$", path.read_text("utf-8"), re.M))
+    assert sorted([*trainer, *workers]) == list(range(int(said["GPUs"].split()[0])))
+    assert launch.ranks(has_own_loop=False) == len(trainer)
+    assert isinstance(config.engine, VllmConfig)
+    assert launch.workers * config.engine.shards == len(workers)
+    size, unit, *_ = said["Redis"].split()
+    assert (
+        config.memory_problem(int(float(size) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit] * 1.05))
+        == ""
+    )
+    assert "not measured" in said["Time"]
+    assert model_repository(config.policy)
+    assert ("math" in said["Install"]) == any(
+        "math_verify" in task.judges for task in config.tasks.values()
+    )
+    for task in config.tasks.values():
+        longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
+        assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_the_evaluation_of_a_preset_is_greedy_and_asks_other_problems(path: Path) -> None:
+    config = load_config(path)
+    (test,) = (task for task in config.tasks.values() if task.eval_of)
+    train = config.tasks[test.eval_of or ""]
+    assert train.dataset != test.dataset
+    assert (test.sample.temperature, test.prompt_repeat_k, test.shuffle) == (0.0, 1, False)
+    assert test.judge == train.judge
+    for name, task in config.tasks.items():
+        if task.eval_of:
+            assert config.evaluation_size(name) == config.evaluation.groups
+
+
+def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:
+    warm = "tasks.chain_sum.sample.temperature=0.7"
+    path = CONFIGS / "demo.toml"
+    assert "task chain_sum is sampled with temperature 0.7" in _problem(path, warm)
+    load_config(path, [warm, "learner.temperature=0.7"])
+    load_config(path, [warm, "trainer.loop=mine:train"])
+
+
+def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text('{"question": "1"}\n\n{"question": "2"}', encoding="utf-8")
+    where = f'tasks.held_out.dataset={{kind="jsonl", path="{file}"}}'
+    path = CONFIGS / "demo.toml"
+    assert load_config(path, [where]).evaluation_size("held_out") == 2
+    asked = load_config(path, [where, "evaluation.groups=7"])
+    assert asked.evaluation_size("held_out") == 7
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"test\.jsonl"):
+        load_config(path, [where]).evaluation_size("held_out")
+    assert load_config(CONFIGS / "demo.toml").evaluation_size("held_out") == 500
+
+
+def test_judges_that_a_config_may_name_are_those_that_exist() -> None:
+    assert all(callable(load_object(judge.path, kind="judge")) for judge in JUDGES.values())
+
+
+def test_readme_names_every_file() -> None:
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    names = [
+        path.relative_to(CONFIGS).as_posix()
+        for path in CONFIGS.rglob("*")
+        if path.suffix in (".toml", ".jsonl")
+    ]
+    assert all(f"`{name}`" in text for name in names), names
