@@ -159,7 +159,7 @@ class ReplayBuffer(Pools):
                 **described(group, ref, self._limits, self.order_function),
             },
             keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
-            group.made_by(self._limits.token_lag(task) != ""),
+            group.made_by(self._limits.token_lead(task) != ""),
             durable=True,
         )
         pin_listed(self._store, keys)

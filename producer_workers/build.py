@@ -20,7 +20,6 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
-from producer_workers.config.engine import VllmConfig
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
@@ -36,7 +35,7 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.engines.model_folder import eos_ids
-from producer_workers.image_reader import ImageReader
+from producer_workers.images import ImageReader
 from producer_workers.judges.function_judge import call_here, function_rules
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -140,8 +139,8 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     """Return the engine of this worker, started, with the weights that the run began with."""
     section = config.engine
-    if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
-        section = section.model_copy(update={"report_load": True})
+    if config.worker.concurrency == "auto":
+        section = section.reporting_load()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])

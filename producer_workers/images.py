@@ -1,21 +1,30 @@
-"""Check and decode image bytes from untrusted sources.
+"""Check and decode image bytes, read the images of a payload, and find their tokens in its prompt.
 
-Invariant: no pixel is decoded before format, bytes and size were checked, and what is stored is
-what every reader sees: `Image.open(file).convert("RGB")`, on both sides, in any library.
+Invariant: no pixel of an untrusted source is decoded before format, bytes and size were checked.
+Stored bytes show every reader the same: `Image.open(file).convert("RGB")`, in any library.
+
+Each image is a run of the model's image token in the prompt. Models that write more than such a run
+(rows, tiles) are refused where they are met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from buffer.errors import ConfigError, MediaError
 from buffer.model.byte_size import format_size
 from buffer.model.extras import install_command
+from buffer.redis.media_folder import SCHEME, MediaFolder
+from buffer.rollouts.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 
 if TYPE_CHECKING:
@@ -45,13 +54,16 @@ def check_image(source: bytes | Path, limits: ImagesSection) -> None:
 
 def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
     """Decode a file or its bytes; of several frames, the first. Raises MediaError."""
-    data = source if isinstance(source, bytes) else _read(source, limits)
+    with _file(source, limits) as file:
+        data = file.read(limits.max_bytes + 1)
     with _opened(data, limits) as image:
         image.load()
         suffix = str(image.format).lower()
         if image.getexif().get(ORIENTATION, 1) != 1:
+            from PIL import ImageOps
+
             # Stored upright: otherwise its orientation would depend on the reader.
-            image = _upright(image)
+            image = ImageOps.exif_transpose(image)
             suffix = "png"
             data = png_of(image)
         return ImageFile(data, suffix, image.convert("RGB"))
@@ -62,13 +74,6 @@ def png_of(image: Image) -> bytes:
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
-
-
-def _upright(image: Image) -> Image:
-    from PIL import ImageOps
-
-    turned: Image = ImageOps.exif_transpose(image)
-    return turned
 
 
 @contextmanager
@@ -105,11 +110,6 @@ def _file(source: bytes | Path, limits: ImagesSection) -> IO[bytes]:
         raise MediaError(f"it cannot be read: {error.strerror}") from error
 
 
-def _read(source: Path, limits: ImagesSection) -> bytes:
-    with _file(source, limits) as file:
-        return file.read(limits.max_bytes + 1)
-
-
 def _check_bytes(count: int, limits: ImagesSection) -> None:
     if count > limits.max_bytes:
         raise MediaError(
@@ -123,3 +123,68 @@ def _pillow() -> Any:
     except ImportError as error:
         raise ConfigError("images need Pillow", hint=install_command("images")) from error
     return PIL.Image
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    """An image as RGB. `digest` differs between any two files."""
+
+    pixels: Image
+    digest: str
+
+
+class ImageReader:
+    """Reads images within the limits from `media`, the folder of a run (None: it has none)."""
+
+    def __init__(self, media: MediaFolder | None, limits: ImagesSection) -> None:
+        self._media = media
+        self._limits = limits
+
+    def read(self, ref: MediaRef) -> ReadImage:
+        """Return one image.
+
+        Raises MediaError, also for a URI elsewhere, since the author of the payload chose it.
+        """
+        if ref.kind != "image":
+            raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are supported")
+        if self._media is None or not ref.uri.startswith(SCHEME):
+            hint = "the producer puts images into [run] media"
+            raise MediaError(
+                f"{ref.uri[:200]!r} is not a file of the run, and nothing else is read", hint=hint
+            )
+        data = self._media.read(ref.uri, self._limits.max_bytes)
+        try:
+            pixels = load_image(data, self._limits).pixels
+        except MediaError as error:
+            raise MediaError(f"{ref.uri}: {error.message}") from error
+        return ReadImage(pixels, blake2b(data, digest_size=16).hexdigest())
+
+
+def find_runs(
+    prompt_ids: NDArray[np.int32], image_token: int, tokens: Sequence[int]
+) -> list[slice]:
+    """Return the runs of tokens of the images with these numbers of tokens, in order.
+
+    Raises ValueError where they do not fit.
+    """
+    positions = np.flatnonzero(prompt_ids == image_token)
+    runs = []
+    done = 0
+    for number, count in enumerate(tokens):
+        run = positions[done : done + count]
+        if not 0 < len(run) == count or run[-1] - run[0] != count - 1:
+            raise ValueError(
+                f"the prompt has no {count} tokens {image_token} in a row for image {number}"
+            )
+        runs.append(slice(int(run[0]), int(run[-1]) + 1))
+        done += count
+    return runs
+
+
+def collapse(prompt_ids: NDArray[np.int32], runs: Sequence[slice]) -> list[int]:
+    """Return the prompt with one image token for each run, as a model's processor expects it."""
+    kept = np.ones(len(prompt_ids), bool)
+    for run in runs:
+        kept[run.start + 1 : run.stop] = False
+    collapsed: list[int] = prompt_ids[kept].tolist()
+    return collapsed

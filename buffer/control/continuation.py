@@ -220,7 +220,7 @@ def _refuse(name: str, reasons: list[str]) -> None:
 
 def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
     tasks = [task for task in before.tasks if not after.tasks[task].is_gone]
-    if any(before.token_lag(task) != after.token_lag(task) for task in tasks):
+    if any(before.token_lead(task) != after.token_lead(task) for task in tasks):
         yield (
             "the difference of [policy] max_staleness and max_token_staleness is another one: the "
             "pools are ordered by it"

@@ -239,13 +239,13 @@ class Fleet:
         )
         return int(revoked), int(left)
 
-    def admit(self, worker: str) -> int:
+    def unbar(self, worker: str) -> int:
         """Let a barred worker claim again; return how many bad groups it had submitted.
 
         0: it was not barred.
         """
         _, bad_groups = self._store.call(
-            "admit", self._keys.slots(), {"worker": valid_name("worker", worker)}
+            "unbar_worker", self._keys.slots(), {"worker": valid_name("worker", worker)}
         )
         return int(bad_groups)
 
@@ -284,8 +284,8 @@ class Fleet:
         pipe = client.pipeline(transaction=False)
         for worker in ids:
             pipe.hgetall(keys.worker(worker))
-            pipe.hlen(keys.holds(worker))
-        pipe.hmget(keys.suspects, ids)
+            pipe.hlen(keys.leased(worker))
+        pipe.hmget(keys.bad_submissions, ids)
         *replies, suspicions = pipe.execute()
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)

@@ -98,7 +98,7 @@ class LiveSettings(Section, LiveLimits):
             )
         for name, task in self.tasks.items():
             self._apply_to_task(changed, name, task)
-        if any(changed.token_lag(task) != limits.token_lag(task) for task in limits.tasks):
+        if any(changed.token_lead(task) != limits.token_lead(task) for task in limits.tasks):
             raise ConfigError(
                 "max_staleness cannot change in a run that has a max_token_staleness",
                 hint="the pools are ordered by the difference of the two: start another run",

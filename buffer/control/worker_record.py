@@ -139,7 +139,7 @@ def read_record(
     """Return the record of a worker.
 
     `written` is its hash, `holds` the number of its groups, and `suspicion` its entry in
-    `suspects` ("since_ms bad barred_ms").
+    `bad_submissions` ("since_ms bad barred_ms").
     """
     texts = {
         name.decode(errors="replace"): value.decode(errors="replace")
@@ -162,7 +162,7 @@ def read_record(
 
 
 def _suspicion(entry: bytes) -> tuple[int, int, int]:
-    """Return the numbers of an entry of `suspects`; what is none counts as not written."""
+    """Return the numbers of an entry of `bad_submissions`; what is none counts as not written."""
     found = re.fullmatch(rb"(\d+) (\d+) (\d+)", entry)
     return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 

@@ -156,8 +156,8 @@ class JobQueue:
                 "cursor": cursor,
                 "target": "" if target is None else target,
                 "threshold": limits.threshold(task),
-                "mark": limits.low_bytes if lane == "fresh" else limits.high_bytes,
-                "most": limits.of(task).max_in_flight or "",
+                "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
+                "max_in_flight": limits.of(task).max_in_flight or "",
             },
             keys.in_slot(payloads),
             [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
@@ -196,17 +196,17 @@ class JobQueue:
                 "threshold": self._limits.threshold(task),
                 "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
                 "at_least": at_least,
-                "tail": tail_step or "",
+                "tail_step": tail_step or "",
                 "limit": limit,
-                "mark": self._limits.high_bytes,
-                "most": self._limits.of(task).max_in_flight or "",
+                "byte_limit": self._limits.high_bytes,
+                "max_in_flight": self._limits.of(task).max_in_flight or "",
             },
         )
         return reissued(unfenced(reply, "producer"))
 
-    def forgive(self, task: str) -> None:
+    def resume_task(self, task: str) -> None:
         """Start groups of a stopped task again, and count its failures from 0."""
-        self._store.call("forgive", self._keys.slots(task=task), {"task": task})
+        self._store.call("resume_task", self._keys.slots(task=task), {"task": task})
 
     # -- for workers ---------------------------------------------------------
 
@@ -281,8 +281,8 @@ class JobQueue:
                 "kind": kind,
                 "reason": letter,
                 "max_tries": self._limits.max_tries,
-                "tail": self._limits.tail_tries(task) or "",
-                "lag": self._limits.token_lag(task),
+                "tail_batch_max_tries": self._limits.tail_tries(task) or "",
+                "token_lead": self._limits.token_lead(task),
                 "threshold": self._limits.threshold(task),
                 "retryable": int(self._limits.retries_expired(task)),
                 "discarded": ended.tokens if ended else 0,

@@ -171,7 +171,7 @@ class Pools:
         lowest = max(int(cut or 0), step - int(threshold))
         named = [fork.decode().rpartition(":") for fork in forks]
         pairs = [(lineage, int(step)) for lineage, _, step in named]
-        return AgeLimit(lowest, self._limits.token_lag(task), pairs)
+        return AgeLimit(lowest, self._limits.token_lead(task), pairs)
 
     def read(self, ref: PayloadRef) -> RolloutGroup:
         """Return the group of a payload. Raises PayloadMissing or WireError."""

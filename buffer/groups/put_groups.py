@@ -76,7 +76,7 @@ def described(
         "crc": ref.crc,
         "reward": f"{reward:.6g}",
         "order": order_argument(group, limits, function),
-        "lag": limits.token_lag(group.task),
+        "token_lead": limits.token_lead(group.task),
         "chunks": ref.chunks,
     }
 
@@ -182,12 +182,12 @@ class GroupPut:
                 "first": IMPORTED_FROM,
                 "threshold": self._limits.threshold(task),
                 "retryable": int(retryable),
-                "mark": self._limits.high_bytes,
+                "byte_limit": self._limits.high_bytes,
                 **described(group, ref, self._limits, self._order_function),
                 "prompt": len(prompt),
             },
             keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
-            group.made_by(self._limits.token_lag(task) != ""),
+            group.made_by(self._limits.token_lead(task) != ""),
             durable=True,
         )
         pin_listed(self._store, keys)

@@ -138,13 +138,13 @@ class Submission:
             shared.keys,
             self._arguments(result, ref) | shared.arguments,
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(shared.arguments["lag"] != ""),
+            group.made_by(shared.arguments["token_lead"] != ""),
         )
 
     def _of_task(self, task: str, worker: str) -> _OfTask:
         arguments = {
             "task": task,
-            "lag": self._limits.token_lag(task),
+            "token_lead": self._limits.token_lead(task),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
         }
         shared = _OfTask(self._keys.slots(task=task, worker=worker), arguments)

@@ -287,11 +287,11 @@ class Account:
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
         )
         known = {worker.decode(errors="replace") for members in listed for worker in members}
-        workers = sorted(filter(NAME.fullmatch, known | found.of_kind("holds").keys()))
+        workers = sorted(filter(NAME.fullmatch, known | found.of_kind("leased").keys()))
         calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
-        replies = self._store.call_many("check_holds", calls)
+        replies = self._store.call_many("check_leased", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
-            yield from (Damage(fault, keys.holds(worker)) for fault in faults)
+            yield from (Damage(fault, keys.leased(worker)) for fault in faults)
         for worker in sorted(known - set(workers)):
             text = f"{worker!r} in {keys.leases} or {keys.workers} is no worker"
             yield Damage(text, keys.leases)

@@ -154,7 +154,7 @@ class CheckpointRecovery:
 
     def _dissolve_one(self, step: int) -> None:
         limits = self._limits
-        lags = [part for task in limits.training_tasks for part in (task, limits.token_lag(task))]
+        lags = [part for task in limits.training_tasks for part in (task, limits.token_lead(task))]
         self._call("dissolve_batch", {"step": step}, lags, step=step)
         self._done.dissolved += 1
 

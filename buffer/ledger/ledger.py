@@ -206,7 +206,7 @@ class BatchLedger:
                 "gid": entry.gid,
                 "token": entry.payload.token,
                 "reason": orjson.dumps(text).decode(),
-                "most": BAD_GROUPS if is_workers_fault else 0,
+                "max_bad": BAD_GROUPS if is_workers_fault else 0,
                 "window_ms": BAD_WINDOW_MS,
             },
         )

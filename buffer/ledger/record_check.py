@@ -107,7 +107,7 @@ class RecordCheck:
             case "dead":
                 return ("ZSCORE", keys.dead, gid)
             case "running":
-                return ("HGET", keys.holds(record["owner"]), gid)
+                return ("HGET", keys.leased(record["owner"]), gid)
         ledger, _, step = record["batch"].partition(":")
         return ("LLEN", keys.batch(ledger, int(step)))
 
@@ -151,7 +151,7 @@ class RecordCheck:
             return score == float("inf")
         # a rollout may be older than its group by the lag, and after a fork the group may count so
         version = int(record["version"])
-        return version - int(self._limits.token_lag(task) or 0) <= score <= version
+        return version - int(self._limits.token_lead(task) or 0) <= score <= version
 
     def _of_arrivals(self, task: str) -> Iterator[Damage]:
         """Yield a count of arrivals below a number that a group has: it would be given again."""

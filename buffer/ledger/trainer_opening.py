@@ -162,7 +162,7 @@ class TrainerOpening:
         keys = self._keys
         tasks = self._limits.training_tasks
         # an age index has no lag: the tokens of what waits or runs are not judged one by one
-        lags = [self._limits.token_lag(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
+        lags = [self._limits.token_lead(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
         done = False
         while not done:
             reply = self._store.call(

@@ -2,7 +2,7 @@
 -- audit: record what an auditor found in one batch, and bar the workers whose logprobs do not agree.
 -- include: clock, events, numbers
 -- KEYS audits   HASH
--- KEYS suspects HASH     "since_ms bad barred_ms" by worker
+-- KEYS bad_submissions HASH     "since_ms bad barred_ms" by worker
 -- KEYS events   STREAM
 -- ARGV before   ''|name  position that the auditor read: "step.taken_ms" of the newest audited batch; '' = there is none
 -- ARGV after    name     position of this batch
@@ -21,13 +21,13 @@ if missed > 0 then redis.call('HINCRBY', audits, 'missed', int(missed)) end
 for _, finding, worker, gid, detail in each_unit do
   redis.call('HINCRBY', audits, finding .. ':' .. worker, 1)
   if finding == 'differs' then
-    local since, bad, barred_ms = string.match(redis.call('HGET', suspects, worker) or '', '^(%d+) (%d+) (%d+)$')
+    local since, bad, barred_ms = string.match(redis.call('HGET', bad_submissions, worker) or '', '^(%d+) (%d+) (%d+)$')
     if not bad then since, bad, barred_ms = now, 0, '0' end
     if barred_ms == '0' then
       barred_ms = now
       log_event(events, 'worker_barred', 'worker', worker, 'groups', int(num(bad) + 1))
     end
-    redis.call('HSET', suspects, worker, since .. ' ' .. int(num(bad) + 1) .. ' ' .. barred_ms)
+    redis.call('HSET', bad_submissions, worker, since .. ' ' .. int(num(bad) + 1) .. ' ' .. barred_ms)
     redis.call('HSET', audits, 'failed:' .. worker, gid .. ': ' .. detail)
     log_event(events, 'audit_failed', 'worker', worker, 'gid', gid, 'detail', detail)
   end

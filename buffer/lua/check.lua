@@ -2,7 +2,7 @@
 -- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
 -- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
--- KEYS holders     prefix  of what workers hold (HASH)
+-- KEYS leased_by     prefix  of what workers hold (HASH)
 -- KEYS dead        ZSET
 -- KEYS archived    STRING  bitmap
 -- KEYS filtered    STRING  bitmap
@@ -30,7 +30,7 @@ for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
   if there and there[2][2] == gid then found('waiting') end
 end
 local owner, token = held[11], held[12]
-if owner and token and redis.call('HGET', holders .. owner, gid) == token and redis.call('ZSCORE', leases, owner) then found('running') end
+if owner and token and redis.call('HGET', leased_by .. owner, gid) == token and redis.call('ZSCORE', leases, owner) then found('running') end
 for _, pool in ipairs({completed, aborted, expired}) do
   if held[3] and redis.call('ZSCORE', pool, held[3] .. ':' .. gid) then found('pool') end
 end

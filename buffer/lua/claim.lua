@@ -1,16 +1,16 @@
 #!lua
 -- claim: give waiting groups to a worker, under the token of this call. The worker's lease begins with the first group
 -- that it holds; only heartbeats renew it.
--- include: clock, control_state, events, holds, memory_marks, numbers
+-- include: clock, control_state, events, leased, memory_marks, numbers
 -- KEYS control       HASH*
 -- KEYS leases        ZSET
 -- KEYS worker_record HASH*    record of the worker
--- KEYS holds         HASH*    what the worker holds
+-- KEYS leased         HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS events        STREAM*
 -- KEYS bytes         HASH*
 -- KEYS ledger        HASH*    of the trainer
--- KEYS suspects      HASH*    "since_ms bad barred_ms" by worker
+-- KEYS bad_submissions      HASH*    "since_ms bad barred_ms" by worker
 -- KEYS jobs, progress  STREAM*, HASH* x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration
@@ -46,7 +46,7 @@ if known[2] == token then
 end
 if reply[4] == '' then reply[1] = 'PAUSED' return reply end
 if reply[5] ~= weights then reply[1] = 'STALE' return reply end
-local bad, barred_ms = string.match(redis.call('HGET', suspects, worker) or '', '^%d+ (%d+) (%d+)$')
+local bad, barred_ms = string.match(redis.call('HGET', bad_submissions, worker) or '', '^%d+ (%d+) (%d+)$')
 if bad and barred_ms ~= '0' then
   reply[1] = 'BARRED'
   reply[#reply + 1] = bad
@@ -60,13 +60,13 @@ local stored = has_marks and held_bytes(bytes) or 0
 for n, jobs, progress, lane in each_unit do
   if #claimed >= limit then break end
   if string.find(open, ' ' .. lane .. ' ', 1, true) then
-    local mark = lane == 'fresh' and low_bytes or high_bytes
-    local is_above = mark > 0 and stored >= mark
+    local byte_limit = lane == 'fresh' and low_bytes or high_bytes
+    local is_above = byte_limit > 0 and stored >= byte_limit
     local entries = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_above and 1 or limit - #claimed)
     if #entries == 0 or redis.call('HEXISTS', progress, 'stopped') == 1 then
       entries = {}
-    elseif is_above and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
-      entries, refused = {}, mark
+    elseif is_above and (#claimed > 0 or is_refused(bytes, byte_limit, leases, ledger)) then
+      entries, refused = {}, byte_limit
     end
     local ids = {}
     for _, entry in ipairs(entries) do
@@ -100,8 +100,8 @@ for i, one in ipairs(claimed) do
   gids[i], tokens[2 * i - 1], tokens[2 * i] = one.gid, one.gid, token
   digest = digest + mark_of(one.gid, token)
 end
-local before = num(redis.call('HGET', holds, 'digest'))
-redis.call('HSET', holds, 'digest', int(before + digest), unpack(tokens))
+local before = num(redis.call('HGET', leased, 'digest'))
+redis.call('HSET', leased, 'digest', int(before + digest), unpack(tokens))
 if before == 0 then redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker) end
 for n, jobs, progress in each_unit do
   if given[n] then

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- control: change the mode of a run. Trainer (around weight updates) and operator have a mode each: the operator's pause
 -- survives the trainer's continue. If both pause, the stricter mode applies, with the lanes that both leave open.
--- include: bells, clock, control_changes, control_state, events, operations, role_silence
+-- include: clock, control_changes, control_state, events, operations, role_silence, wake_ups
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST
@@ -27,6 +27,6 @@ if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then
 end
 local epoch, effective = settle_mode(control)
 -- no wake-up for workers, who receive the hint: 64 more claims would delay the producer, for which they wait
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)
 return {'OK', unpack(control_state(control))}

@@ -11,7 +11,7 @@
 -- KEYS lineages LIST
 -- ARGV nonce token   of the trainer
 -- ARGV step  1..     T: the last one taken
--- ARGV task, lag  name, ''|0.. x0..256  of each training task: steps by which single tokens expire earlier than groups;
+-- ARGV task, token_lead  name, ''|0.. x0..256  of each training task: steps by which single tokens expire earlier than groups;
 --                     '' = they do not
 -- replies OK taken | FENCED | GAP taken | ARCHIVED freed (now, or soon)
 -- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (every fork since the batch was taken
@@ -36,8 +36,8 @@ local function living(lineage, version)
   return int(math.min(tonumber(version), after[lineage] or lowest))
 end
 
-local entries, groups_of, lags = {}, {}, {}
-for _, task, lag in each_unit do lags[task] = lag end
+local entries, groups_of, token_leads = {}, {}, {}
+for _, task, token_lead in each_unit do token_leads[task] = token_lead end
 for i, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do
   local gid = string.match(line, '^(%S+)')
   local task, record = string.match(gid, '^(.*)%-%d+$'), groups .. gid
@@ -56,7 +56,7 @@ for _, entry in ipairs(entries) do
   redis.call('HDEL', record, 'batch')
   redis.call('HSET', record, 'stage', 'pool', 'status', 'completed', 'version', version)
   if last ~= '' then redis.call('HSET', record, 'last', last) end
-  redis.call('ZADD', pools .. task .. ':completed', pool_score(version, last, lags[task]), entry.member)
+  redis.call('ZADD', pools .. task .. ':completed', pool_score(version, last, token_leads[task]), entry.member)
 end
 for task, number in pairs(groups_of) do
   for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', accounts .. task, counter, -number) end

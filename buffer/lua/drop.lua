@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
--- include: bells, byte_count, ended, events, leave, numbers
+-- include: byte_count, ended, events, numbers, remove_from_stage, wake_ups
 -- KEYS record        HASH    record of the group
 -- KEYS progress      HASH    of the task
 -- KEYS jobs_eval     STREAM
@@ -10,7 +10,7 @@
 -- KEYS aborted       ZSET    pool of the task
 -- KEYS expired       ZSET    pool of the task
 -- KEYS leases        ZSET
--- KEYS holders       prefix  of what workers hold (HASH)
+-- KEYS leased_by       prefix  of what workers hold (HASH)
 -- KEYS dead          ZSET
 -- KEYS dead_letters  prefix  of the reasons (STRING)
 -- KEYS archived      STRING  bitmap
@@ -38,17 +38,17 @@ end
 local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
-if runs then redis.call('HLEN', holders .. held.owner) end
+if runs then redis.call('HLEN', leased_by .. held.owner) end
 
-local before = leave({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
+local before = remove_from_stage({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
   completed = completed, aborted = aborted, expired = expired, order_index = order_index, age_index = age_index,
-  leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, gid, held)
+  leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}, gid, held)
 redis.call('SADD', garbage, gid .. ' init 1')
 if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
 count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))
 redis.call('SETBIT', dropped, draw, 1)
 redis.call('HINCRBY', progress, 'dropped', 1)
 redis.call('UNLINK', record)
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 log_event(events, 'dropped', 'gid', gid, 'from', before)
 return {'OK', before}

@@ -1,7 +1,7 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
--- include: bells, byte_count, cursors, ended, events, memory_marks, numbers, open_lanes, room, waiting
+-- include: byte_count, cursors, ended, events, memory_marks, numbers, open_lanes, room, waiting, wake_ups
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
 -- KEYS ledger       HASH*    of the trainer
@@ -28,11 +28,11 @@
 -- ARGV cursor    0..33_554_432  that the caller expects
 -- ARGV target    ''|0..         total of groups that the task may have started or used; '' = the one in progress
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
--- ARGV mark      0..            payload bytes of the run from which no group is started; 0 = no bound
--- ARGV most      ''|1..         largest number of groups of the task in flight; '' = no bound
+-- ARGV byte_limit      0..            payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV max_in_flight      ''|1..         largest number of groups of the task in flight; '' = no bound
 -- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used: count it
 --                   as dropped; bytes of its INIT payload, if that key is not given
--- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held mark | STOPPED | NO_PAYLOAD gid
+-- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held byte_limit | STOPPED | NO_PAYLOAD gid
 -- keeps I1, I3 (compare-and-set in the step that enqueues), I12 (new prompts only below the low mark), I13 (operation)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
@@ -43,12 +43,12 @@ if start ~= cursor then return {'CURSOR', int(start)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
 local jobs, waiting, held = lane == 'eval' and jobs_eval or jobs_fresh, 0, held_bytes(bytes)
 for _, stream in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do waiting = waiting + redis.call('XLEN', stream) end
-if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledger)) then
-  return {'FULL', int(held), int(mark)}
+if is_full(bytes, byte_limit) and (waiting > 0 or is_refused(bytes, byte_limit, leases, ledger)) then
+  return {'FULL', int(held), int(byte_limit)}
 end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, most)
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
 local gids, records, sizes = {}, {}, {}
 for n, samples, size in each_unit do
   gids[n] = string.format('%s-%010d', task, start + n - 1)
@@ -68,7 +68,7 @@ end
 redis.call('HSET', cursors, task, int(start))
 local enqueued, unusable, skipped, came = 0, 0, 0, 0
 for n, samples in each_unit do
-  if enqueued >= free or (enqueued > 0 and mark > 0 and held + came >= mark) then break end
+  if enqueued >= free or (enqueued > 0 and byte_limit > 0 and held + came >= byte_limit) then break end
   local draw, record = start + n - 1, records[n]
   if known > 0 and (ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
     skipped = skipped + 1
@@ -93,7 +93,7 @@ move_cursor(cursors, progress, task, start + drawn)
 redis.call('HSET', progress, 'target', int(target), 'enqueue_op', operation, 'enqueue_count', enqueued)
 count_bytes(bytes, came, 0)
 if enqueued > 0 then
-  ring(bell_workers, enqueued)
+  wake(bell_workers, enqueued)
   log_event(events, 'enqueued', 'task', task, 'groups', enqueued, 'cursor', int(start + drawn))
 end
 return {'OK', enqueued, int(start + drawn)}

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- expire_waiting: move groups out of the queue whose tokens became too old while they waited. Those of the index that run
 -- are ended by their workers (heartbeat.lua). Costs O(log N + those that are too old).
--- include: bells, events, expiry, numbers, steps
+-- include: events, expiry, numbers, steps, wake_ups
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS jobs_resume   STREAM   the only lane of groups with tokens that age
@@ -39,7 +39,7 @@ end
 if #waiting > 0 then
   redis.call('HINCRBY', progress, 'ended_early', #waiting)
   redis.call('HINCRBY', progress, 'discarded_tokens', int(tokens))
-  ring(bell_producer, 1)
+  wake(bell_producer, 1)
   log_event(events, 'expired', 'groups', #waiting, 'step', int(step), 'retry', retryable and 1 or 0)
 end
 return {'OK', #waiting, #gids - #waiting}

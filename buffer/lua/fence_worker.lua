@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- fence_worker: revoke what a silent worker holds, so that no process waits for it. The caller repeats it until
 -- nothing is left.
--- include: events, holds, lost
+-- include: events, leased, take_back
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS holders       prefix  of what workers hold (HASH)
+-- KEYS leased_by       prefix  of what workers hold (HASH)
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
 -- KEYS dead          ZSET
@@ -22,14 +22,14 @@
 -- keeps I1, I2, I10 (no process waits for a dead worker), I13 (a repeated call finds nothing)
 
 local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
-  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
+  leases = leases, leased_by = leased_by, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
 -- all keys with a prefix are read first: a wrong type stops the script before it writes
 local found = {}
-for _, held in ipairs(held_groups(holders .. worker)) do
+for _, held in ipairs(held_groups(leased_by .. worker)) do
   if #found < limit then found[#found + 1] = found_group(under, worker, held[1], held[2]) end
 end
-local waiting, buried = lose(under, found, max_tries, 'worker fenced')
+local waiting, died = take_back(under, found, max_tries, 'worker fenced')
 redis.call('ZREM', workers, worker)
 redis.call('UNLINK', worker_record)
-log_event(events, 'worker_fenced', 'worker', worker, 'groups', waiting + buried)
-return {'OK', waiting + buried, held_count(holders .. worker)}
+log_event(events, 'worker_fenced', 'worker', worker, 'groups', waiting + died)
+return {'OK', waiting + died, held_count(leased_by .. worker)}

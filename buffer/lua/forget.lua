@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- forget: free payloads and manifests of archived batches beyond the retention. Any process may call it.
--- include: bells, byte_count, events, numbers
+-- include: byte_count, events, numbers, wake_ups
 -- KEYS ledger        HASH
 -- KEYS batches       prefix  of the manifests (LIST)
 -- KEYS garbage       SET
@@ -49,8 +49,8 @@ end
 if went > 0 then
   count_bytes(bytes, 0, went)
   -- producers and workers that were refused for lack of memory wait for this
-  ring(bell_producer, 1)
-  ring(bell_workers, 8)
+  wake(bell_producer, 1)
+  wake(bell_workers, 8)
 end
 if exported > num(steps[3]) then redis.call('HSET', ledger, 'exported', int(exported)) end
 if forgotten > before then

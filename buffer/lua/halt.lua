@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- halt: record that the producer starts no more groups of a task, and why, so that no process waits in vain; or that
 -- it starts them again.
--- include: bells, events, numbers, operations
+-- include: events, numbers, operations, wake_ups
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
 -- KEYS bell_trainer LIST*    of the trainer
@@ -20,6 +20,6 @@ if not begin_operation(progress, 'halt_ops', operation) then return {'OK'} end
 local before = redis.call('HMGET', progress, 'halt', 'halt_step', 'halt_reason')
 if (before[1] or '') == kind and (kind == '' or before[2] == int(step) and before[3] == reason) then return {'OK'} end
 redis.call('HSET', progress, 'halt', kind, 'halt_step', int(step), 'halt_reason', reason)
-ring(bell_trainer, 1)
+wake(bell_trainer, 1)
 log_event(events, 'halt', 'task', task, 'kind', kind, 'step', int(step), 'reason', string.sub(reason, 1, 60))
 return {'OK'}

@@ -3,13 +3,13 @@
 -- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
--- include: clock, control_state, grace, holds, numbers, receipts, staleness, steps
+-- include: clock, control_state, leased, numbers, receipts, staleness, steps
 -- KEYS control       HASH*
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH*  record of the worker
--- KEYS holds         HASH*  what the worker holds
+-- KEYS leased         HASH*  what the worker holds
 -- KEYS ages          prefix  of the age indexes (ZSET)
 -- KEYS ledger        HASH*   of the trainer
 -- KEYS lineages      LIST*
@@ -33,7 +33,7 @@
 -- ARGV judging        0..            held groups that only wait for their judge
 -- ARGV replaced       0..            processes of its user's functions that hung, crashed or had no memory
 -- ARGV held           0..            groups that it holds
--- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/holds.lua)
+-- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/leased.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
 --                     has its oldest token, with the stale threshold of the task: once for each held group of which that
 --                     was not reported yet, and with empty gid and token once for all others. Groups that do not age, or
@@ -48,8 +48,8 @@ if not known[1] then return {'UNKNOWN'} end
 if known[1] ~= nonce then return {'REPLACED'} end
 
 local reply, now, aged, living, step = control_state(control), now_ms(), {}, {}, nil
-local count = held_count(holds)
-local is_agreed = count == held and num(redis.call('HGET', holds, 'digest')) == digest
+local count = held_count(leased)
+local is_agreed = count == held and num(redis.call('HGET', leased, 'digest')) == digest
 table.insert(reply, 1, 'OK')
 if not is_agreed then reply[1] = 'DIFFERS' end
 for n, gid, token, lineage, version, threshold in each_unit do
@@ -57,7 +57,7 @@ for n, gid, token, lineage, version, threshold in each_unit do
   local weights = lineage .. ':' .. int(version)
   living[weights] = living[weights] or living_version(lineages, lineage, int(version))
   if tonumber(living[weights]) < step - threshold then reply[#reply + 1] = n end
-  if gid ~= '' and redis.call('HGET', holds, gid) == token then
+  if gid ~= '' and redis.call('HGET', leased, gid) == token then
     local age_index = ages .. string.match(gid, '^(.*)%-%d+$')
     if not aged[age_index] then
       -- read first: a wrong type stops the script before it writes

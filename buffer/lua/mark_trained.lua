@@ -2,7 +2,7 @@
 -- mark_trained: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
 -- server, wherever they reappeared. Or, for a trainer that goes back below what is freed, let them be drawn again.
 -- One bounded slice of one task.
--- include: byte_count, clock, cursors, ended, events, leave, numbers
+-- include: byte_count, clock, cursors, ended, events, numbers, remove_from_stage
 -- KEYS control      HASH
 -- KEYS groups       prefix  of the group records (HASH)
 -- KEYS queues       prefix  of the queues (STREAM)
@@ -12,7 +12,7 @@
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS ends         prefix  of the bitmaps (STRING)
 -- KEYS leases       ZSET
--- KEYS holders      prefix  of what workers hold (HASH)
+-- KEYS leased_by      prefix  of what workers hold (HASH)
 -- KEYS dead         ZSET
 -- KEYS dead_letters prefix  of the reasons (STRING)
 -- KEYS garbage      SET
@@ -30,7 +30,7 @@
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
-  leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
+  leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
 for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do
   bitmaps[stage] = ends .. task .. ':' .. stage
@@ -45,7 +45,7 @@ for _, draw, stage in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
-  if held and held.owner then redis.call('HLEN', holders .. held.owner) end
+  if held and held.owner then redis.call('HLEN', leased_by .. held.owner) end
   if not held and not now and draw >= first then
     if draw ~= next_added then return {'DRAW', int(next_added)} end
     next_added = next_added + 1
@@ -73,7 +73,7 @@ for _, one in ipairs(draws) do
     end
   elseif held or now ~= stage then
     if held then
-      leave(keys, one.gid, held)
+      remove_from_stage(keys, one.gid, held)
       redis.call('SADD', garbage, one.gid .. ' init 1')
       if held.payload ~= 'init' then redis.call('SADD', garbage, one.gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
       count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))

@@ -1,6 +1,6 @@
 #!lua flags=no-writes
 -- peek: return the first groups of a pool in the order of their use, none of them too old. Takes nothing.
--- include: manifests, numbers, ready, steps
+-- include: manifests, next_in_order, numbers, steps
 -- KEYS ledger      HASH
 -- KEYS pool        ZSET
 -- KEYS order_index ZSET  of the completed groups of the task, if the policy needs one
@@ -15,7 +15,7 @@
 
 local cut = '-inf'
 if threshold then cut = int(next_step(ledger) - threshold) end
-local members, problem = next_ready(policy, pool, order_index, progress, cut, limit, true)
+local members, problem = next_in_order(policy, pool, order_index, progress, cut, limit, true)
 if problem == 'blocked' then return {'BLOCKED'} end
 if problem == 'unordered' then return {'UNORDERED'} end
 local reply = {'OK'}

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- publish_weights: record the newest weights of a run. Workers without them may not claim. Or announce the next weights,
 -- which workers fetch while they sample with the newest.
--- include: bells, clock, control_changes, control_state, events, numbers
+-- include: clock, control_changes, control_state, events, numbers, wake_ups
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST
@@ -29,7 +29,7 @@ if is_newer_than('weights') and is_newer_than(name) then
   publish_hint(control)
   if stage == 'newest' then
     redis.call('HSET', control, 'weights_ms', int(now_ms()))
-    ring(bell_producer, 1)
+    wake(bell_producer, 1)
     log_event(events, 'weights', 'weights', weights)
   end
 end

@@ -1,7 +1,7 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: bells, byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness, steps
+-- include: byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness, steps, wake_ups
 -- KEYS progress      HASH    of the task
 -- KEYS ledger        HASH    of the trainer
 -- KEYS completed     ZSET    pool of the task
@@ -36,12 +36,12 @@
 -- ARGV crc       hex                        CRC-32 of all bytes, hex
 -- ARGV reward    number                     sum of all scores
 -- ARGV order     ''|arrival|bucket|number   position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV lag       ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
--- ARGV mark      0..                        payload bytes of the run from which no group is accepted; 0 = no bound
+-- ARGV token_lead       ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV byte_limit      0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
 -- ARGV prompt    0..1_048_576               bytes of the prompt
 -- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
--- replies OK status (completed | aborted | expired | dropped) | DRAW next | NO_DRAWS cursor | FULL held mark | MISSING size_found
+-- replies OK status (completed | aborted | expired | dropped) | DRAW next | NO_DRAWS cursor | FULL held byte_limit | MISSING size_found
 -- keeps I1 (put and imported count with enqueued), I3 (takes no draw of the data set), I8, I12, I13 (operation and place), I14 (renames a key, reads nothing)
 
 local payload_prompt, payload_init = unpack(payloads)
@@ -54,12 +54,12 @@ if num(last) >= place then return {'OK', was} end
 if num(done[2]) >= first then return {'NO_DRAWS', done[2]} end
 local next_free = first + num(done[3]) + num(done[4])
 if draw ~= next_free then return {'DRAW', int(next_free)} end
-if is_full(bytes, mark) then return {'FULL', int(held_bytes(bytes)), int(mark)} end
+if is_full(bytes, byte_limit) then return {'FULL', int(held_bytes(bytes)), int(byte_limit)} end
 local found = seen_bytes(payloads, 2, chunks, size)
 if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields, newest = age_of(lineages, each_unit, lag)
+local version, lineage, score, fields, newest = age_of(lineages, each_unit, token_lead)
 local cut = next_step(ledger) - threshold
 if score ~= '+inf' and tonumber(score) < cut then status = 'expired' end
 -- as in refresh.lua: members that are not too old keep their tokens
@@ -103,6 +103,6 @@ if #fields > 0 then redis.call('HSET', groups .. gid, unpack(fields)) end
 local pools = {completed = completed, aborted = aborted, expired = expired}
 redis.call('ZADD', pools[status], score, arrival .. ':' .. gid)
 if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
-ring(status == 'completed' and bell_trainer or bell_producer, 1)
+wake(status == 'completed' and bell_trainer or bell_producer, 1)
 log_event(events, counter, 'gid', gid, 'status', status, 'version', version)
 return {'OK', status}

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- quarantine: replace an unusable group of a taken, uncommitted batch with the next ready one of its task; if there
 -- is none, its position stays open (refill.lua). The group becomes a dead letter and counts against its worker: one with
--- too many within the window is barred, and claims nothing until an operator admits it.
--- include: bells, clock, events, manifests, numbers, ready
+-- too many within the window is barred, and claims nothing until an operator unbars it.
+-- include: clock, dead_letter, events, manifests, next_in_order, numbers, wake_ups
 -- KEYS control        HASH
 -- KEYS ledger         HASH
 -- KEYS batch          LIST    the manifest of this step
@@ -15,13 +15,13 @@
 -- KEYS bell_producer  LIST    of the producer
 -- KEYS events         STREAM
 -- KEYS order_index    ZSET    of the completed groups of the task, if the policy needs one
--- KEYS suspects       HASH    "since_ms bad barred_ms" by worker
+-- KEYS bad_submissions       HASH    "since_ms bad barred_ms" by worker
 -- ARGV nonce     token          of the trainer
 -- ARGV step      0..            T
 -- ARGV gid       gid
 -- ARGV token     token          of the payload in the manifest
 -- ARGV reason    text..16384    a JSON string
--- ARGV most      0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
+-- ARGV max_bad      0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
 -- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task | DAMAGED record (it is gone: nothing was done)
@@ -44,7 +44,7 @@ if not place then
 end
 local cut = cut_of(header, string.match(gid, '^(.*)%-%d+$'))
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local found, problem = next_ready(policy, completed, order_index, progress, cut, 1)
+local found, problem = next_in_order(policy, completed, order_index, progress, cut, 1)
 local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner', 'batch')
 local task, owner = held[1], held[2] or ''
 if problem == 'blocked' then return {'BLOCKED', task} end
@@ -57,7 +57,7 @@ local line = member and manifest_line(groups, substitute)
 if member and not line then return {'DAMAGED', groups .. substitute} end
 if member then
   redis.call('LSET', batch, place, line)
-  take_out(completed, order_index, progress, {member})
+  remove_taken(completed, order_index, progress, {member})
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
@@ -73,23 +73,21 @@ end
 redis.call('LSET', batch, 0, header)
 
 redis.call('HDEL', groups .. gid, 'batch')
-redis.call('HSET', groups .. gid, 'stage', 'dead', 'status', 'failed', 'token', '')
-redis.call('ZADD', dead, int(now_ms()), gid)
-redis.call('SET', dead_letters .. gid, '{"reason":' .. reason .. ',"worker":"' .. owner .. '","step":' .. int(step) .. '}')
-redis.call('HINCRBY', progress, 'dead', 1)
+to_dead_letter({groups = groups, dead = dead, dead_letters = dead_letters, progress = progress}, gid,
+  letter_of(reason, owner, step))
 redis.call('HINCRBY', progress, 'quarantined', 1)
 if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end
-if owner ~= '' and most > 0 then
+if owner ~= '' and max_bad > 0 then
   local now = now_ms()
-  local since, bad, barred_ms = string.match(redis.call('HGET', suspects, owner) or '', '^(%d+) (%d+) (%d+)$')
+  local since, bad, barred_ms = string.match(redis.call('HGET', bad_submissions, owner) or '', '^(%d+) (%d+) (%d+)$')
   if not since or (barred_ms == '0' and now - num(since) > window_ms) then since, bad, barred_ms = int(now), 0, '0' end
   bad = num(bad) + 1
-  if barred_ms == '0' and bad >= most then
+  if barred_ms == '0' and bad >= max_bad then
     barred_ms = int(now)
     log_event(events, 'worker_barred', 'worker', owner, 'groups', bad)
   end
-  redis.call('HSET', suspects, owner, since .. ' ' .. int(bad) .. ' ' .. barred_ms)
+  redis.call('HSET', bad_submissions, owner, since .. ' ' .. int(bad) .. ' ' .. barred_ms)
 end
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 log_event(events, 'quarantined', 'gid', gid, 'step', int(step), 'substitute', substitute, 'worker', owner)
 return {'OK', revision + 1, substitute}

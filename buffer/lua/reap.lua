@@ -2,11 +2,11 @@
 -- reap: end the registrations of silent workers that hold groups, take the groups back, and forget workers that are long
 -- gone. Any process may call it. A registration ends before its first group is taken, so that it cannot be renewed; what
 -- one call leaves of it, the next one takes.
--- include: clock, events, grace, holds, lost, numbers
+-- include: clock, events, leased, numbers, take_back
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
 -- KEYS groups         prefix  of the group records (HASH)
--- KEYS holders        prefix  of what workers hold (HASH)
+-- KEYS leased_by        prefix  of what workers hold (HASH)
 -- KEYS workers        ZSET
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- KEYS dead           ZSET
@@ -26,18 +26,18 @@
 
 local now, found = now_ms(), {}
 local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
-  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
+  leases = leases, leased_by = leased_by, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
 -- all keys with a prefix are read first: a wrong type stops the script before it writes
 local silent = redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)
 for _, worker in ipairs(silent) do
   redis.call('HLEN', worker_records .. worker)
-  for _, held in ipairs(held_groups(holders .. worker)) do
+  for _, held in ipairs(held_groups(leased_by .. worker)) do
     if #found < limit then found[#found + 1] = found_group(under, worker, held[1], held[2]) end
   end
   if #found == limit then break end
 end
 local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)
-for _, worker in ipairs(gone) do redis.call('HLEN', holders .. worker) end
+for _, worker in ipairs(gone) do redis.call('HLEN', leased_by .. worker) end
 
 local grace = tick(clock, now, lease_ms)
 redis.call('HSET', clock, 'seen_ms', int(now), 'swept_ms', int(now))
@@ -48,22 +48,22 @@ end
 if now < grace then return {'GRACE', int(grace - now)} end
 
 for _, one in ipairs(found) do redis.call('HDEL', worker_records .. one.worker, 'nonce', 'claim', 'claimed') end
-local reaped, buried = lose(under, found, max_tries, 'lease ran out')
+local reaped, died = take_back(under, found, max_tries, 'lease ran out')
 for _, worker in ipairs(silent) do
   -- with a digest that does not fit, the last group did not end the lease
-  if held_count(holders .. worker) == 0 then
-    redis.call('UNLINK', holders .. worker)
+  if held_count(leased_by .. worker) == 0 then
+    redis.call('UNLINK', leased_by .. worker)
     redis.call('ZREM', leases, worker)
   end
 end
 local forgotten = 0
 for _, worker in ipairs(gone) do
-  -- a worker that still holds groups is forgotten once its lease has run out
-  if held_count(holders .. worker) == 0 then
+  -- a worker that still leased groups is forgotten once its lease has run out
+  if held_count(leased_by .. worker) == 0 then
     redis.call('ZREM', workers, worker)
     redis.call('UNLINK', worker_records .. worker)
     log_event(events, 'worker_lost', 'worker', worker)
     forgotten = forgotten + 1
   end
 end
-return {'OK', reaped, buried, forgotten}
+return {'OK', reaped, died, forgotten}

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- receipt: record that a worker has carried out a control epoch. It comes earlier and costs less than a heartbeat.
--- include: control_state, holds, numbers, receipts
+-- include: control_state, leased, numbers, receipts
 -- KEYS control       HASH*
 -- KEYS worker_record HASH*  record of the worker
--- KEYS holds         HASH*  what the worker holds
+-- KEYS leased         HASH*  what the worker holds
 -- KEYS bell_receipts LIST*  of processes that wait for receipts
 -- ARGV nonce token  of its registration
 -- ARGV ack   0..    control epoch that it has carried out
@@ -14,5 +14,5 @@ local known = redis.call('HMGET', worker_record, 'nonce', 'ack')
 if not known[1] then return {'UNKNOWN'} end
 if known[1] ~= nonce then return {'REPLACED'} end
 local state = control_state(control)
-take_receipt(worker_record, num(known[2]), held_count(holds), bell_receipts, state[1], state[2], ack)
+take_receipt(worker_record, num(known[2]), held_count(leased), bell_receipts, state[1], state[2], ack)
 return {'OK', unpack(state)}

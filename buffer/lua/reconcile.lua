@@ -2,11 +2,11 @@
 -- reconcile: agree with a worker on what it holds, after a heartbeat found that the two differ; and renew its lease.
 -- What the worker does not name, it does not know: it restarted, or the reply to a claim was lost. That is taken back,
 -- but not before a claim under way must have arrived.
--- include: clock, grace, holds, lost, numbers
+-- include: clock, leased, numbers, take_back
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS holders       prefix  of what workers hold (HASH)
+-- KEYS leased_by       prefix  of what workers hold (HASH)
 -- KEYS worker_record HASH*   record of the worker
 -- KEYS dead          ZSET
 -- KEYS dead_letters  prefix  of the reasons (STRING)
@@ -30,12 +30,12 @@ local known = redis.call('HGET', worker_record, 'nonce')
 if not known then return {'UNKNOWN'} end
 if known ~= nonce then return {'REPLACED'} end
 
-local reply, now, holds = {'OK'}, now_ms(), holders .. worker
+local reply, now, leased = {'OK'}, now_ms(), leased_by .. worker
 local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,
-  leases = leases, holders = holders, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
+  leases = leases, leased_by = leased_by, events = events, bell_workers = bell_workers, bell_producer = bell_producer}
 local known_groups, held, digest, found = {}, {}, 0, {}
 for _, gid, token in each_unit do known_groups[gid .. ' ' .. token] = true end
-for _, one in ipairs(held_groups(holds)) do
+for _, one in ipairs(held_groups(leased)) do
   local gid, token = one[1], one[2]
   held[gid .. ' ' .. token] = true
   digest = digest + mark_of(gid, token)
@@ -52,11 +52,11 @@ end
 -- after an outage, claims may have been under way for as long as it took
 if now < tick(clock, now, lease_ms) then found = {} end
 if digest > 0 then
-  redis.call('HSET', holds, 'digest', int(digest))
+  redis.call('HSET', leased, 'digest', int(digest))
   redis.call('ZADD', leases, int(now + lease_ms), worker)
 else
-  redis.call('UNLINK', holds)
+  redis.call('UNLINK', leased)
   redis.call('ZREM', leases, worker)
 end
-lose(under, found, max_tries, 'its worker does not know it')
+take_back(under, found, max_tries, 'its worker does not know it')
 return reply

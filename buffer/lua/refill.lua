@@ -2,7 +2,7 @@
 -- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task. While
 -- some stay open, ledger and progress name the step and the number of groups: the producer starts them, and all scripts
 -- keep groups that this step can use (include/steps.lua).
--- include: bells, events, manifests, numbers, ready
+-- include: events, manifests, next_in_order, numbers, wake_ups
 -- KEYS control     HASH
 -- KEYS ledger      HASH
 -- KEYS batch       LIST    the manifest of this step
@@ -33,7 +33,7 @@ for note in string.gmatch(noted or '', '[^,]+') do
 end
 if #open == 0 then return {'OK', 0, 0} end
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local members, problem = next_ready(policy, completed, order_index, progress, cut_of(header, task), #open)
+local members, problem = next_in_order(policy, completed, order_index, progress, cut_of(header, task), #open)
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
 
@@ -45,7 +45,7 @@ local function await(count)
     redis.call('HDEL', ledger, 'awaits')
   end
   redis.call('HSET', progress, 'awaited', int(count), 'awaited_step', int(step))
-  ring(bell_producer, 1)
+  wake(bell_producer, 1)
 end
 
 if #members == 0 then
@@ -66,7 +66,7 @@ for _, member in ipairs(members) do
   redis.call('HSET', groups .. string.match(member, ':(.*)$'), 'stage', 'taken', 'batch', name)
 end
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
-take_out(completed, order_index, progress, members)
+remove_taken(completed, order_index, progress, members)
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
 await(#open - #members)
 log_event(events, 'refilled', 'step', int(step), 'groups', #members)

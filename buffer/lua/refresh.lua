@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- refresh: move groups that the next train step may not use out of a pool. Costs O(log N + moved).
--- include: bells, byte_count, events, numbers, pool_records, steps
+-- include: byte_count, events, numbers, pool_records, steps, wake_ups
 -- KEYS ledger        HASH*
 -- KEYS pool          ZSET*    completed or aborted
 -- KEYS expired       ZSET     pool of the task
@@ -51,7 +51,7 @@ if #members > 0 then
   count_bytes(bytes, 0, went)
   redis.call('HINCRBY', progress, 'expirations', #members)
   if not retryable then redis.call('HINCRBY', progress, 'dropped', #members) end
-  ring(bell_producer, 1)
+  wake(bell_producer, 1)
   log_event(events, 'expired', 'groups', #members, 'step', int(step), 'retry', retryable and 1 or 0)
 end
 return {'OK', #members}

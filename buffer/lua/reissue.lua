@@ -1,6 +1,6 @@
 #!lua
 -- reissue: return aborted or expired groups to the queue, as many as there is room for, before new prompts.
--- include: ages, bells, events, memory_marks, numbers, open_lanes, pool_records, room, waiting
+-- include: ages, events, memory_marks, numbers, open_lanes, pool_records, room, waiting, wake_ups
 -- KEYS control      HASH
 -- KEYS progress     HASH    of the task
 -- KEYS ledger       HASH    of the trainer
@@ -20,11 +20,11 @@
 -- ARGV threshold ''|0..       stale threshold in steps; '' = groups of this task do not age
 -- ARGV lane      resume|eval  lane in which the groups wait
 -- ARGV at_least  0..          do nothing while the pool holds fewer (tail batch)
--- ARGV tail      ''|1..       last train step of the tail batch that these groups begin; '' = they begin none
+-- ARGV tail_step      ''|1..       last train step of the tail batch that these groups begin; '' = they begin none
 -- ARGV limit     1..500       largest number of groups
--- ARGV mark      0..          payload bytes of the run from which no group is started; 0 = no bound
--- ARGV most      ''|1..       largest number of groups of the task in flight; '' = no bound
--- replies OK reissued left | FENCED | CLOSED mode | FULL held mark | STOPPED
+-- ARGV byte_limit      0..          payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV max_in_flight      ''|1..       largest number of groups of the task in flight; '' = no bound
+-- replies OK reissued left | FENCED | CLOSED mode | FULL held byte_limit | STOPPED
 -- keeps I1, I12 (started groups up to the high mark); bounded by the room, so that a repeated call cannot overshoot (I13)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
@@ -32,9 +32,9 @@ target = target or num(redis.call('HGET', progress, 'target'))
 local held = redis.call('ZCARD', pool)
 if held == 0 or held < at_least then return {'OK', 0, held} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
-if is_refused(bytes, mark, leases, ledger) then return {'FULL', int(held_bytes(bytes)), int(mark)} end
+if is_refused(bytes, byte_limit, leases, ledger) then return {'FULL', int(held_bytes(bytes)), int(byte_limit)} end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, most)
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
 local count = math.min(free, limit, held)
 if count <= 0 then return {'OK', 0, held} end
 
@@ -44,11 +44,11 @@ count = #members
 if count == 0 then return {'OK', 0, held} end
 redis.call('ZREM', pool, unpack(members))
 -- with the groups: a producer that dies now, or another one, continues the same batch
-if tail then redis.call('HSET', progress, 'tail_step', int(tail)) end
+if tail_step then redis.call('HSET', progress, 'tail_step', int(tail_step)) end
 for i, gid in ipairs(gids) do
   to_waiting(jobs, groups .. gid, gid, lane, records[i][1])
   keep_age(age_index, gid, records[i][1], records[i][2])
 end
-ring(bell_workers, count)
+wake(bell_workers, count)
 log_event(events, 'reissued', 'groups', count)
 return {'OK', count, held - count}

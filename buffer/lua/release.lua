@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, bells, brakes, events, expiry, holds, numbers, retries, staleness, steps, waiting
+-- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
--- KEYS holds         HASH    what the worker holds
+-- KEYS leased         HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
 -- KEYS progress      HASH    of the task
 -- KEYS jobs_resume   STREAM
@@ -29,8 +29,8 @@
 --                                            is used up | the same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
 -- ARGV reason    text..16384                   JSON, kept as the dead letter
--- ARGV lag       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
--- ARGV tail      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
+-- ARGV token_lead       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV tail_batch_max_tries      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
 --                                            in the pool of expired groups; '' = none does
 -- ARGV threshold ''|0..                        stale threshold in steps; '' = groups of this task do not age
 -- ARGV retryable 0|1                           1 = an expired group starts again from its prompt; 0 = it is dropped
@@ -65,7 +65,7 @@ if kind == 'expired' then
   kind = 'aborted'
 end
 
-let_go(leases, holds, worker, gid, token)
+let_go(leases, leased, worker, gid, token)
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place
@@ -76,7 +76,7 @@ if kind == 'failed' or kind == 'lost' then
       stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
     end
   end
-  place = retry_or_bury({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
+  place = retry_or_dead_letter({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
 else
   redis.call('HINCRBY', record, 'tries', -1)
@@ -97,10 +97,10 @@ else
     -- a trainer may have forked while the group was in no pool (I8)
     if version ~= '' then version = living_version(lineages, held[7], version) end
     if last ~= '' then last = living_version(lineages, held[9], last) end
-    local is_tail = tail and aborts >= tail and held[4] == 'init'
+    local is_tail = tail_batch_max_tries and aborts >= tail_batch_max_tries and held[4] == 'init'
     redis.call('HSET', record, 'stage', 'pool', 'status', is_tail and 'expired' or 'aborted', 'token', '',
       'arrival', arrival, 'version', version)
-    redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, lag), arrival .. ':' .. gid)
+    redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
   else
     place = 'waiting'
     local lane, jobs = 'resume', jobs_resume
@@ -109,6 +109,6 @@ else
     keep_age(age_index, gid, held[4], held[5])
   end
 end
-ring(place == 'waiting' and bell_workers or bell_producer, 1)
+wake(place == 'waiting' and bell_workers or bell_producer, 1)
 log_event(events, 'released', 'gid', gid, 'kind', kind, 'place', place)
 return {'OK', place}

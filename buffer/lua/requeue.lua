@@ -1,7 +1,7 @@
 #!lua
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
 -- It starts from its prompt, since its tokens may be the cause of its failure; an aborted group keeps its tokens.
--- include: ages, bells, byte_count, ended, events, leave_by_hand, numbers, waiting
+-- include: ages, byte_count, ended, events, numbers, remove_dead_or_pooled, waiting, wake_ups
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS jobs         STREAM  of the lane in which it waits
@@ -37,7 +37,7 @@ if held[1] == 'waiting' or held[8] == operation then return {'OK', held[1]} end
 if held[1] == 'running' then return {'RUNNING', held[3]} end
 if held[1] == 'taken' then return {'TAKEN', held[4]} end
 
-local before = leave_by_hand({record = record, progress = progress, completed = completed, aborted = aborted,
+local before = remove_dead_or_pooled({record = record, progress = progress, completed = completed, aborted = aborted,
   expired = expired, order_index = order_index, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
 local payload = held[5]
 if before ~= 'aborted' then
@@ -52,6 +52,6 @@ end
 redis.call('HSET', record, 'tries', 0, 'requeued', operation)
 to_waiting(jobs, record, gid, lane, payload)
 keep_age(age_index, gid, payload, held[11])
-ring(bell_workers, 1)
+wake(bell_workers, 1)
 log_event(events, 'requeued', 'gid', gid, 'from', before)
 return {'OK', before}

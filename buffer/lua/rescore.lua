@@ -8,7 +8,7 @@
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S
 -- ARGV limit 1..500  largest number of groups to move
--- ARGV lag   ''|0.. xKEYS  of each pool: steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead   ''|0.. xKEYS  of each pool: steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK moved done | FENCED
 -- keeps I8; a repeated call changes nothing (I13)
 
@@ -16,12 +16,12 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local undone = redis.call('HGET', control, 'recovering')
 step = math.min(step, tonumber(undone or step))
 
--- scores are at most `lag` lower than versions; after a fork, a group whose tokens have no age of their own may count as
+-- scores are at most `token_lead` lower than versions; after a fork, a group whose tokens have no age of their own may count as
 -- that much older, which is safe
 local moved, found = 0, {}
-for n, pool, lag in each_unit do
+for n, pool, token_lead in each_unit do
   if moved >= limit then break end
-  local top = int(step - (lag or 0))
+  local top = int(step - (token_lead or 0))
   -- '(+inf' excludes groups without a version
   local members = redis.call('ZRANGEBYSCORE', pool, '(' .. top, '(+inf', 'LIMIT', 0, limit - moved)
   local gids, records = records_of(groups, members, 'version')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- restore_batch: after a loss, restore a batch that the server forgot from the manifest in the trainer's checkpoint.
 -- Its bytes are still there: its groups return to it from wherever they reappeared.
--- include: byte_count, clock, events, leave, numbers
+-- include: byte_count, clock, events, numbers, remove_from_stage
 -- KEYS control      HASH
 -- KEYS ledger       HASH
 -- KEYS batch        LIST    the manifest of this step
@@ -12,7 +12,7 @@
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS leases       ZSET
--- KEYS holders      prefix  of what workers hold (HASH)
+-- KEYS leased_by      prefix  of what workers hold (HASH)
 -- KEYS dead         ZSET
 -- KEYS dead_letters prefix  of the reasons (STRING)
 -- KEYS garbage      SET
@@ -30,12 +30,12 @@ local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
 local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
-  leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}
+  leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local held = held_fields(groups .. gid)
   if not held or held.stage == 'taken' then return {'GONE', gid} end
-  if held.owner then redis.call('HLEN', holders .. held.owner) end
+  if held.owner then redis.call('HLEN', leased_by .. held.owner) end
   local task = string.match(gid, '^(.*)%-%d+$')
   tasks[task] = tasks[task] or task_keys(under, task)
   found[#found + 1] = {line = line, gid = gid, token = token, size = num(size), held = held, keys = tasks[task],
@@ -46,7 +46,7 @@ redis.call('UNLINK', batch)
 local name, lines, groups_of = string.match(batch, ':batch:(.*)$'), {header}, {}
 for _, entry in ipairs(found) do
   local gid, keys, held, record = entry.gid, entry.keys, entry.held, groups .. entry.gid
-  leave(keys, gid, held)
+  remove_from_stage(keys, gid, held)
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
     -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)

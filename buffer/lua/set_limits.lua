@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: bells, events, numbers
+-- include: events, numbers, wake_ups
 -- KEYS meta          HASH
 -- KEYS control       HASH
 -- KEYS events        STREAM
@@ -27,5 +27,5 @@ for _, field, value in each_unit do
   end
 end
 redis.call('HSET', meta, 'limits_version', version + 1, 'limits_op', operation)
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 return {'OK', version + 1}

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- set_target: raise the target of a task for which the trainer sets it (an evaluation).
--- include: bells, cursors, numbers
+-- include: cursors, numbers, wake_ups
 -- KEYS control       HASH
 -- KEYS progress      HASH  of the task
 -- KEYS bell_producer LIST  of the producer
@@ -19,5 +19,5 @@ if target > num(before[1]) then
 else
   target = num(before[1])
 end
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 return {'OK', int(target)}

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
--- include: bells, brakes, byte_count, clock, events, holds, numbers, order_index, payloads, staleness
+-- include: byte_count, clock, events, leased, numbers, order_index, payloads, staleness, task_failures, wake_ups
 -- KEYS leases        ZSET
--- KEYS holds         HASH     what the worker holds
+-- KEYS leased         HASH     what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS progress      HASH*    of the task
 -- KEYS completed     ZSET*    pool of the task
@@ -30,7 +30,7 @@
 -- ARGV reward_count 0..4096                     number of these scores
 -- ARGV unparsed     ''|0..4096                  of these rollouts, those without an answer that a judge could read
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV lag          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV task         name
 -- ARGV ms           0..                         time from the group's claims to its result, without that in between
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
@@ -55,7 +55,7 @@ if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end
 local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields = age_of(lineages, each_unit, lag)
+local version, lineage, score, fields = age_of(lineages, each_unit, token_lead)
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms',
   'unparsed')
@@ -70,7 +70,7 @@ if status == 'filtered' then redis.call('STRLEN', filtered) end
 if status == 'filtered' or payload ~= 'init' then redis.call('SCARD', garbage) end
 
 redis.call('ZREM', age_index, gid)
-let_go(leases, holds, held[11], gid, token)
+let_go(leases, leased, held[11], gid, token)
 -- all counters in one call: the cost is that of the call, not of the number of fields
 local arrival = string.format('%010d', num(counts[6]) + 1)
 local changed = {'running', int(num(counts[1]) - 1), 'produced_samples', int(num(counts[2]) + samples),
@@ -114,6 +114,6 @@ else
   redis.call('ZADD', pool, score, arrival .. ':' .. gid)
   if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 end
-ring(status == 'completed' and bell_trainer or bell_producer, 1)
+wake(status == 'completed' and bell_trainer or bell_producer, 1)
 log_event(events, status, 'gid', gid, 'version', version, 'tokens', int(tokens))
 return {'OK', arrival}

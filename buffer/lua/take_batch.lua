@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
--- include: bells, clock, events, manifests, memory_marks, numbers, ready
+-- include: clock, events, manifests, memory_marks, next_in_order, numbers, wake_ups
 -- KEYS control       HASH*
 -- KEYS ledger        HASH*
 -- KEYS batch         LIST*    the manifest of this step
@@ -59,7 +59,7 @@ if is_short and strict then return reply end
 if ready_in_all == 0 then return {'EMPTY'} end
 local chosen = {}
 for n, completed, order_index, progress, task, count in each_unit do
-  local members, problem = next_ready(policy, completed, order_index, progress, cuts[n], count)
+  local members, problem = next_in_order(policy, completed, order_index, progress, cuts[n], count)
   if problem == 'blocked' then return {'BLOCKED', task} end
   if problem == 'unordered' then return {'UNORDERED', task} end
   chosen[n], cuts[n] = members, task .. '=' .. cuts[n]
@@ -86,10 +86,10 @@ redis.call('HSET', ledger, 'taken', int(step))
 redis.call('HDEL', ledger, 'awaits')  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
 for n, completed, order_index, progress in each_unit do
-  take_out(completed, order_index, progress, chosen[n])
+  remove_taken(completed, order_index, progress, chosen[n])
   redis.call('HINCRBY', progress, 'consumed', #chosen[n])
   redis.call('HINCRBY', progress, 'taken', #chosen[n])
 end
-ring(bell_producer, 1)
+wake(bell_producer, 1)
 log_event(events, 'taken', 'step', int(step), 'groups', int(ready_in_all))
 return {'OK', unpack(lines)}

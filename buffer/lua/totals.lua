@@ -1,8 +1,8 @@
 #!lua flags=no-writes
 -- totals: count the groups of every task in each structure, and read each counter, at one instant.
--- include: holds, numbers
+-- include: leased, numbers
 -- KEYS leases  ZSET
--- KEYS holders prefix  of what workers hold (HASH)
+-- KEYS leased_by prefix  of what workers hold (HASH)
 -- KEYS dead    ZSET
 -- KEYS bytes   HASH
 -- KEYS jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
@@ -10,7 +10,7 @@
 -- keeps I1 (one instant for all), I12
 
 local held = 0
-for _, worker in ipairs(redis.call('ZRANGE', leases, 0, -1)) do held = held + held_count(holders .. worker) end
+for _, worker in ipairs(redis.call('ZRANGE', leases, 0, -1)) do held = held + held_count(leased_by .. worker) end
 local reply = {'OK', held, redis.call('ZCARD', dead)}
 local counts = redis.call('HMGET', bytes, 'came', 'went')
 for k = 1, 2 do reply[#reply + 1] = int(num(counts[k])) end

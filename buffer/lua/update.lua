@@ -1,7 +1,7 @@
 #!lua
 -- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
 -- It keeps its arrival, and its position in an order that does not depend on its content.
--- include: bells, byte_count, ended, events, numbers, order_index, payloads, staleness
+-- include: byte_count, ended, events, numbers, order_index, payloads, staleness, wake_ups
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS completed    ZSET    pool of the task
@@ -29,7 +29,7 @@
 -- ARGV crc      hex                       CRC-32 of all bytes, hex
 -- ARGV reward   number                    sum of all scores
 -- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV lag      ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead      ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
 -- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
@@ -47,7 +47,7 @@ if held[3] ~= replaces then return {'CHANGED', held[3]} end
 local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields = age_of(lineages, each_unit, lag)
+local version, lineage, score, fields = age_of(lineages, each_unit, token_lead)
 pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
 if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
 -- the bytes of an expired group are those of its prompt, which is kept
@@ -65,6 +65,6 @@ if status ~= 'completed' then
 elseif tonumber(order) or not redis.call('ZSCORE', order_index, member) then
   put_in_order(order_index, progress, order, held[5], gid)
 end
-if status == 'completed' then ring(bell_trainer, 1) end
+if status == 'completed' then wake(bell_trainer, 1) end
 log_event(events, 'updated', 'gid', gid, 'status', status, 'version', version)
 return {'OK'}

@@ -61,7 +61,7 @@ class Job:
 def digest_of(jobs: Iterable[Job]) -> int:
     """Return the number by which a worker and the server compare what the worker holds.
 
-    `lua/include/holds.lua` computes the same.
+    `lua/include/leased.lua` computes the same.
     """
     return digest_of_pairs((job.gid, job.token) for job in jobs)
 

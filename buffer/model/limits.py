@@ -291,7 +291,7 @@ class RunLimits(LiveLimits):
         """Return the largest `threshold` of the training tasks."""
         return max(self._threshold(task) for task in self.training_tasks)
 
-    def token_lag(self, task: str) -> int | str:
+    def token_lead(self, task: str) -> int | str:
         """Return how many steps earlier than its group a token expires; "" without such a limit."""
         if self.token_threshold is None or self.tasks[task].eval_of is not None:
             return ""

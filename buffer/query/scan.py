@@ -169,7 +169,7 @@ class GroupScan:
                 ]
             case "running":
                 workers = self._sorted_set(keys.leases, EVERY)
-                return [(keys.holds(worker), {"owner": worker}) for worker in workers]
+                return [(keys.leased(worker), {"owner": worker}) for worker in workers]
             case "dead":
                 return [(keys.dead, {})]
         return [(ledger.name, {}) for ledger in self._ledgers]

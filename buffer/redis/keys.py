@@ -93,12 +93,12 @@ TABLE: Mapping[str, KeyRow] = {
     # workers
     "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)"),
     "worker:<id>": KeyRow("HASH", "engine, weights, state, acknowledged epoch, counters"),
-    "holds:<id>": KeyRow(
+    "leased:<id>": KeyRow(
         "HASH",
         "what the worker's registration holds: token by gid, and `digest` of them all "
-        "(`buffer/lua/include/holds.lua`); exists while it holds a group",
+        "(`buffer/lua/include/leased.lua`); exists while it holds a group",
     ),
-    "suspects": KeyRow(
+    "bad_submissions": KeyRow(
         "HASH",
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
@@ -189,7 +189,7 @@ class Keys:
         self.snapshot_lock = self.prefix + "snapshot_lock"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
-        self.suspects = self.prefix + "suspects"
+        self.bad_submissions = self.prefix + "bad_submissions"
         self.audits = self.prefix + "audits"
         self.cursors = self.prefix + "cursors"
         self.events = self.prefix + "events"
@@ -202,7 +202,7 @@ class Keys:
         self.orders = self.prefix + "order:"
         self.ages = self.prefix + "age:"
         self.ends = self.prefix + "ended:"
-        self.holders = self.prefix + "holds:"
+        self.leased_by = self.prefix + "leased:"
         self.worker_records = self.prefix + "worker:"
         self.dead_letters = self.prefix + "dead:"
         self.judge_queue = f"rmq-judge:{run}"
@@ -282,8 +282,8 @@ class Keys:
         """Return the key of the manifest of weights, or of one of their chunks, counted from 1."""
         return f"{self.weights}:{label}:{chunk}" if chunk else f"{self.weights}:{label}"
 
-    def holds(self, worker: str) -> str:
-        return self.holders + worker
+    def leased(self, worker: str) -> str:
+        return self.leased_by + worker
 
     def all_jobs(self, task: str) -> list[str]:
         return [self.jobs(task, lane) for lane in LANES]
@@ -351,7 +351,7 @@ def _ledger(facts: Facts) -> str:
 SLOTS: Mapping[str, FindKey] = {
     "record": lambda keys, facts: keys.group(facts["gid"]),
     "worker_record": lambda keys, facts: keys.worker(facts["worker"]),
-    "holds": lambda keys, facts: keys.holds(facts["worker"]),
+    "leased": lambda keys, facts: keys.leased(facts["worker"]),
     "progress": lambda keys, facts: keys.progress(facts["task"]),
     "jobs": lambda keys, facts: keys.jobs(facts["task"], facts["lane"]),
     **{f"jobs_{lane}": _jobs(lane) for lane in LANES},

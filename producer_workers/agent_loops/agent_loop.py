@@ -54,10 +54,7 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """Make an agent loop from a name of BUILT_IN, a class, or "module:Class".
-
-    Raises ConfigError.
-    """
+    """Make the loop of a name in BUILT_IN, a class, or "module:Class". Raises ConfigError."""
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
     factory: Any = spec
     if isinstance(spec, str):

@@ -65,20 +65,14 @@ class ChatDelta:
         return self._tail(safe, end_turn)
 
     def readable(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages without the fields that the chat template cannot read.
-
-        Clients add fields of their own to the model's turns, which the model never wrote.
-        """
+        """Return the messages without fields that the template cannot read, as clients add them."""
         names = self._names
         if names is None:
             return list(messages)
         return [{key: message[key] for key in message if key in names} for message in messages]
 
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages with the special tokens in their texts broken up.
-
-        A zero-width space goes behind the first letter.
-        """
+        """Return the messages with special tokens in texts broken up by a zero-width space."""
         return [
             {key: value if key == "role" else self._broken_up(value) for key, value in each.items()}
             for each in messages

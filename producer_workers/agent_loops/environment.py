@@ -97,10 +97,7 @@ ENVIRONMENT = EnvironmentBorder()
 
 
 class ContainedEnvironment:
-    """Asks an environment of a user: an object, or "module:factory" of one.
-
-    `limit_s` limits one answer. Raises ConfigError for a factory that cannot be loaded.
-    """
+    """Asks a user's environment: an object, or "module:factory". `limit_s` limits one answer."""
 
     def __init__(
         self, environment: Environment | str, limit_s: float, *, processes: int, memory_mb: int

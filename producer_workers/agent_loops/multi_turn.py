@@ -147,10 +147,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         return own_copy(await self._environment.answer(state, turn))
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
-        """Append an answer, unless it leaves no room for a token more. Return whether it did.
-
-        `max_tokens` and the engine's context limit the room.
-        """
+        """Append an answer, unless it leaves no room for a token more. Return whether it did."""
         was_ended = int(state.response_ids[-1]) in self._eos_ids
         tokens = await in_tokenizer_thread(
             self._delta.tokens, answer.messages, end_turn=not was_ended
@@ -180,10 +177,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
 
 class ToolAgentLoop(MultiTurnAgentLoop):
-    """Runs several turns with tools.
-
-    For `parser` see tool_parsers.py; `toolbox` are the options of `Toolbox`.
-    """
+    """Runs several turns with tools; `parser`: see tool_parsers.py, `toolbox`: see `Toolbox`."""
 
     def __init__(
         self,

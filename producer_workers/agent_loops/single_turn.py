@@ -69,17 +69,18 @@ class SingleTurnAgentLoop:
                 f"{gid} has tool_choice {choice!r}, which this agent loop cannot enforce",
                 hint="leave it out, or let an agent ask for it over the gateway",
             )
-        open_ones = [state for state in states if state.status is not Status.COMPLETED]
-        await run_all(self._attempt(state, engine, gid) for state in open_ones)
+        await run_all(
+            self._attempt(state, engine, gid)
+            for state in states
+            if state.status is not Status.COMPLETED
+        )
         if isinstance(self._judge, GroupJudge):
-            await self._judge_together(self._judge, states, open_ones)
+            await self._judge_together(self._judge, states)
         return states
 
-    async def _judge_together(
-        self, judge: GroupJudge, states: list[RolloutState], open_ones: list[RolloutState]
-    ) -> None:
+    async def _judge_together(self, judge: GroupJudge, states: list[RolloutState]) -> None:
         """Judge the group once all have ended; if one was interrupted, the others wait for it."""
-        ended = [state for state in open_ones if state.status is Status.INIT]
+        ended = [state for state in states if state.status is Status.INIT]
         if any(state.status in (Status.ABORTED, Status.FAILED) for state in states):
             for state in ended:
                 self._abort(state)
@@ -181,7 +182,7 @@ def _fail(state: RolloutState, reason: str) -> None:
 
 async def run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all; on the first error cancel the rest, wait until they have ended, and raise it."""
-    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    tasks = list(map(asyncio.ensure_future, rollouts))
     try:
         await asyncio.gather(*tasks)
     finally:

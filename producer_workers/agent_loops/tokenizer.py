@@ -43,10 +43,7 @@ class Tokenizer(Protocol):
 
 
 class TaskTokenizer:
-    """A tokenizer that writes chats with a task's template arguments and its system prompt.
-
-    A conversation with a system message of its own keeps that. Everything else is the tokenizer's.
-    """
+    """A tokenizer with a task's template arguments, and its system prompt for chats without one."""
 
     def __init__(
         self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], system_prompt: str | None
@@ -112,4 +109,4 @@ def encode_chat(
         add_generation_prompt=True,
         return_dict=False,
     )
-    return [int(token) for token in ids]
+    return list(map(int, ids))

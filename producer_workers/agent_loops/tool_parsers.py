@@ -106,10 +106,7 @@ def calls_in(text: str, parser: str) -> list[ToolCall]:
 
 
 def split_thought(text: str, parser: str) -> tuple[str, str]:
-    """Split a turn into its thought, with the mark that ends it, and its answer.
-
-    A mark within a call's JSON ends no thought.
-    """
+    """Split a turn into its thought, up to a mark outside of a call's JSON, and its answer."""
     position = 0
     while mark := _THOUGHT_ENDS.search(text, position):
         call_end = _end_of_call_around(text, position, mark.start(), parser)

@@ -24,10 +24,7 @@ from producer_workers.user_code.checked_result import check_reward
 
 
 class VerifiersEnvironment:
-    """Wraps `environment`, an object of verifiers.
-
-    Use it with judge = "environment": its rubric gives the reward.
-    """
+    """Wraps an environment of verifiers. With judge = "environment" its rubric pays."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

@@ -1,13 +1,17 @@
 """[engine]: the inference engine of a worker, one section per kind.
 
-Invariant: a value that is left out means "the default of this machine", and only `vllm_arguments`
-fills it in.
+A section is also the registry entry of its kind: it names what builds the engine, and tells checks
+and the launcher its GPUs, memory, times and packages, so that no other file branches on kinds.
+
+Invariant: a value that is left out means "the default of this machine", and only the engine fills
+it in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,8 +26,38 @@ OWNED_ARGUMENTS = frozenset(
 )
 
 
+class GpuMemory(NamedTuple):
+    """What an engine keeps on a GPU."""
+
+    value_bytes: int
+    """bytes of a number of the weights and of the cache"""
+    parts: int
+    """GPUs that share one copy of the model"""
+    cache_bytes: int | None
+    """size of the KV cache; None: the engine measures how much is free"""
+    share: float | None
+    """share of the GPU's memory that the engine takes; None: its default"""
+
+
+class Times(NamedTuple):
+    """How long responses are (None: unknown), and the seconds of their tokens."""
+
+    response_tokens: Distribution | None
+    first_token_s: Distribution
+    token_s: Distribution
+
+
 class EngineSettings(Section):
     """The settings that every engine has."""
+
+    built_by: ClassVar[str]
+    """module:name of its class or factory, called with (section, model folder, version)"""
+    package: ClassVar[str] = ""
+    """the package that the engine needs"""
+    has_model: ClassVar[bool] = True
+    """false: its tokens are made up"""
+    loads_model: ClassVar[bool] = True
+    """whether it reads the model's folder itself, and with it the length of its context"""
 
     restarts: Count = Field(3, ge=0)
     """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
@@ -39,6 +73,29 @@ class EngineSettings(Section):
         """Return whether the engine loads LoRA adapters in place of whole weights."""
         return False
 
+    def adapter_problem(self, rank: int) -> str:
+        """Return why the engine cannot load adapters of this rank; "" where it can."""
+        return ""
+
+    @property
+    def gpu_memory(self) -> GpuMemory | None:
+        """Return what the engine keeps on each GPU; None where that is not known."""
+        return None
+
+    @property
+    def times(self) -> Times | None:
+        """Return the times of its tokens, where the settings define them."""
+        return None
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """Return how many token ids the model must have, by the key that demands them."""
+        return {}
+
+    def reporting_load(self) -> Self:
+        """Return settings with which the engine reports its load, if it can."""
+        return self
+
 
 class VllmConfig(EngineSettings):
     """[engine] kind = "vllm": a vLLM engine.
@@ -46,6 +103,9 @@ class VllmConfig(EngineSettings):
     Defaults on a CPU build: float32, eager mode, 64 sequences and 1 GiB of KV cache. On CUDA: the
     model's dtype, compiled, 256 sequences and vLLM's own share of the GPU memory.
     """
+
+    built_by = "producer_workers.engines.vllm.engine:VllmEngine"
+    package = "vllm"
 
     kind: Literal["vllm"] = "vllm"
     """the kind of engine"""
@@ -114,12 +174,30 @@ class VllmConfig(EngineSettings):
         """Return whether the engine loads LoRA adapters."""
         return self.max_lora_rank is not None
 
+    def adapter_problem(self, rank: int) -> str:
+        if (self.max_lora_rank or 0) >= rank:
+            return ""
+        return f"[learner.lora] rank = {rank} needs [engine] max_lora_rank of at least that"
+
+    @property
+    def gpu_memory(self) -> GpuMemory:
+        width = 4 if self.dtype == "float32" else 2
+        parts = self.tensor_parallel_size * self.pipeline_parallel_size
+        return GpuMemory(width, parts, self.kv_cache_memory_bytes, self.gpu_memory_utilization)
+
+    def reporting_load(self) -> Self:
+        return self.model_copy(update={"report_load": True})
+
 
 class HttpConfig(EngineSettings):
     """[engine] kind = "http": a server of the OpenAI API that returns token ids.
 
     Each server needs a worker of its own.
     """
+
+    built_by = "producer_workers.engines.http.engine:HttpEngine"
+    package = "aiohttp"
+    loads_model = False
 
     kind: Literal["http"] = "http"
     """the kind of engine"""
@@ -153,12 +231,18 @@ class HttpConfig(EngineSettings):
         """Return whether the server loads LoRA adapters."""
         return self.weights == "adapters"
 
+    def adapter_problem(self, rank: int) -> str:
+        return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
+
 
 class TransformersConfig(EngineSettings):
     """[engine] kind = "transformers": a small model in the worker's own process.
 
     For machines on which vLLM does not run, and for comparisons with it.
     """
+
+    built_by = "producer_workers.engines.hf.engine:TransformersEngine"
+    package = "transformers"
 
     kind: Literal["transformers"] = "transformers"
     """the kind of engine"""
@@ -177,6 +261,10 @@ class SimulatedConfig(EngineSettings):
 
     For load tests and capacity planning.
     """
+
+    built_by = "producer_workers.engines.simulated:build"
+    has_model = False
+    loads_model = False
 
     kind: Literal["simulated"] = "simulated"
     """the kind of engine"""
@@ -207,10 +295,18 @@ class SimulatedConfig(EngineSettings):
     die_after: Count | None = Field(None, ge=0)
     """the engine dies at the request after this many; default: never"""
 
+    @property
+    def times(self) -> Times:
+        lengths = None if self.trace else self.response_tokens
+        return Times(lengths, self.first_token_s, self.token_s)
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        ends = 0 if self.eos_token_id is None else self.eos_token_id + 1
+        return {"vocab_size": self.vocab_size or 0, "eos_token_id": ends}
+
 
 EngineConfig = Annotated[
     VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")
 ]
-"""All kinds of engines. To add one, add its section here and make it in
-`producer_workers/engines/__init__.py`.
-"""
+"""All kinds of engines. To add one, write its section and add it here."""

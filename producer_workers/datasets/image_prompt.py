@@ -20,8 +20,7 @@ from buffer.redis.media_folder import MediaFolder
 from buffer.rollouts.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import Problem
-from producer_workers.image_reader import find_runs
-from producer_workers.images import ImageFile, load_image
+from producer_workers.images import ImageFile, find_runs, load_image
 
 
 @dataclass(frozen=True, slots=True)

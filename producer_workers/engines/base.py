@@ -24,7 +24,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.rollouts.sampling import SampleParams
 from buffer.weights.announcement import Announcement
-from producer_workers.image_reader import ImageReader
+from producer_workers.images import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "keep"]
@@ -84,10 +84,7 @@ class Engine(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling.
-
-        With "abort", running calls return what they have; with "keep", they wait for `resume`.
-        """
+        """Stop sampling: running calls return what they have, or ("keep") wait for `resume`."""
 
     async def resume(self) -> None:
         """Continue sampling. Does nothing where the engine is not paused."""
@@ -118,10 +115,7 @@ class Engine(Protocol):
 
 
 def context_length(engine: object) -> int | None:
-    """Return the largest number of tokens of prompt and response; None where it is not known.
-
-    An engine reports it as `max_model_len`, from its start on.
-    """
+    """Return the most tokens of prompt and response, `max_model_len`; None: not known."""
     return getattr(engine, "max_model_len", None)
 
 
@@ -136,10 +130,7 @@ def structures(engine: object) -> bool:
 
 @runtime_checkable
 class AbortsGroups(Protocol):
-    """An engine that can abort some requests and continue with the others.
-
-    Without it, nothing is aborted while a group is protected.
-    """
+    """An engine that can abort some requests; without it, protected groups prevent aborts."""
 
     async def abort_others(self, spared: Collection[str]) -> None:
         """Abort the requests of all groups but `spared`; they return what they have.
@@ -157,10 +148,7 @@ class ReceivesWeights(Protocol):
         """Return whether it can, with the configuration it was started with."""
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        """Load announced weights, as `Engine.load_weights` does.
-
-        A transfer that fails never touches the model.
-        """
+        """Load announced weights. A transfer that fails never touches the model."""
 
 
 @runtime_checkable
@@ -168,10 +156,7 @@ class PreparesWeights(Protocol):
     """An engine with a second buffer for weights. Without it, `load_weights` reads the folder."""
 
     async def prepare_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Read weights while the model samples, for the next `load_weights` of that version.
-
-        Replaces what was prepared before. Raises WeightsError.
-        """
+        """Read weights for the next `load_weights` of that version. Raises WeightsError."""
 
 
 class GroupImages(Protocol):
@@ -208,10 +193,7 @@ class ShowsImages(Protocol):
 
 @contextmanager
 def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]:
-    """Show `media` to the requests of group `gid` within the block.
-
-    Raises GenerationError where the engine cannot show images.
-    """
+    """Show `media` to the requests of group `gid` within the block. Raises GenerationError."""
     if not media:
         yield
         return

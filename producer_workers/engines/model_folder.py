@@ -59,10 +59,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Return name and shape of every tensor in the safetensors files of `folder`.
-
-    Raises WeightsError.
-    """
+    """Return name and shape of each tensor in the safetensors files. Raises WeightsError."""
     try:
         files = safetensors_files.weight_files(folder)
     except ModelError as error:
@@ -123,10 +120,7 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 class AdapterCheck:
-    """Checks LoRA adapters, as PEFT writes them, against the model in `model_dir`.
-
-    `most` is the engine's largest rank, if it has one. Reads headers only.
-    """
+    """Checks headers of LoRA adapters against a model; `most`: the largest rank, if any."""
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int | None = None) -> None:
         self._model_dir = model_dir

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
-from producer_workers.engines.model_folder import read_shapes
+from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class SimulatedEngine:
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config
         self.max_model_len = config.max_model_len
-        self._swaps: list[tuple[float, PolicyVersion]] = [(0.0, version)]
+        self._swaps: list[tuple[float, PolicyVersion]] = [(-inf, version)]
         self._trace: list[TracedRequest] = []
         self._running: set[_Run] = set()
         self._waiting: deque[_Run] = deque()
@@ -234,16 +235,15 @@ class SimulatedEngine:
         """End a request with its first `tokens`; new weights between two of them cut the spans."""
         if run.result.done():
             return
-        starts = [min(run.tokens_at(clock_s), tokens) for clock_s, _ in self._swaps]
-        spans = tuple(
-            VersionSpan(start, end - start, version.version, version.lineage)
-            for start, end, (_, version) in zip(
-                starts, [*starts[1:], tokens], self._swaps, strict=True
-            )
-            if end > start
-        )
+        spans: list[VersionSpan] = []
+        end = tokens
+        for clock_s, version in reversed(self._swaps):
+            start = min(run.tokens_at(clock_s), end)
+            if start < end:
+                spans.insert(0, VersionSpan(start, end - start, version.version, version.lineage))
+            end = start
         run.result.set_result(
-            Generation(run.token_ids[:tokens], run.logprobs[:tokens], spans, reason)
+            Generation(run.token_ids[:tokens], run.logprobs[:tokens], tuple(spans), reason)
         )
 
     def _all(self) -> list[_Run]:
@@ -253,10 +253,11 @@ class SimulatedEngine:
         clock_s = self._clock()
         for run in runs:
             self._end(run, run.tokens_at(clock_s), "abort")
-        # At once, so that no other aborted request starts in a freed slot.
-        gone = set(runs)
-        self._running -= gone
-        self._waiting = deque(run for run in self._waiting if run not in gone)
+        # All at once: else one that is aborted, too, would start in a freed slot.
+        self._running.difference_update(runs)
+        for run in runs:
+            if run in self._waiting:
+                self._waiting.remove(run)
 
     def _draw(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> _Run:
         config = self._config
@@ -297,11 +298,11 @@ class SimulatedEngine:
             "token_s": self._config.token_s,
         }
         traced = self._trace[int(rng.integers(len(self._trace)))] if self._trace else None
-        known = traced.model_dump(exclude_none=True) if traced else {}
-        return {
-            name: known[name] if name in known else distribution.draw(rng)
-            for name, distribution in pace.items()
-        }
+        drawn: dict[str, float] = traced.model_dump(exclude_none=True) if traced else {}
+        for name, distribution in pace.items():
+            if name not in drawn:
+                drawn[name] = distribution.draw(rng)
+        return drawn
 
     def _fail_as_configured(self, request_id: str) -> None:
         every = self._config.fail_every
@@ -322,6 +323,14 @@ class SimulatedEngine:
         for run in self._all():
             if not run.result.done():
                 run.result.set_exception(error)
+
+
+def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> SimulatedEngine:
+    """Build an engine with the token ids of the model in `model_dir`, unless `config` has some."""
+    end = min(eos_ids(model_dir), default=None)
+    of_model = {"vocab_size": vocabulary_size(model_dir), "eos_token_id": end}
+    given = config.model_dump(include=set(of_model), exclude_none=True)
+    return SimulatedEngine(config.model_copy(update=of_model | given), version)
 
 
 def read_trace(path: Path) -> list[TracedRequest]:

@@ -98,10 +98,7 @@ class Request(BaseModel):
         return fields
 
     def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
-        """Return the response with the id `name`.
-
-        `pieces` are the texts of its tokens, where logprobs are wanted.
-        """
+        """Return the response `name`; `pieces`: the texts of its tokens, for logprobs."""
         frame = self._frame(name, self.kind)
         return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
 

@@ -70,10 +70,7 @@ class SamplingOverrides:
 
 
 def structure_of(response_format: Any) -> StructuredOutput | None:
-    """Return OpenAI's `response_format` as a structure; None for plain text.
-
-    Raises ValueError for anything else.
-    """
+    """Return OpenAI's `response_format` as a structure, None for plain text; or ValueError."""
     match response_format:
         case None | {"type": "text"}:
             return None

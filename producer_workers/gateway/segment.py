@@ -72,10 +72,7 @@ class Segment:
     def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
     ) -> Segment:
-        """Return this context with the model's turn behind it.
-
-        `messages` are the conversation with that turn.
-        """
+        """Return this context and the model's turn, with which `messages` end."""
         start = len(self.ids)
         return replace(
             self,

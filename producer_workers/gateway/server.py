@@ -44,10 +44,7 @@ AnyRequest = ChatRequest | TextRequest
 
 
 class Endpoint:
-    """The endpoint of one group.
-
-    `failure` is what the engine died of, for the loop that waits for the agents.
-    """
+    """The endpoint of one group. `failure`: what the engine died of, for the waiting loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -156,10 +153,7 @@ class Endpoint:
 
 
 def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """Return the request in `body`, with U+FFFD for what is half a character.
-
-    Agents that cut a text after a number of UTF-16 units or bytes cut an emoji in two.
-    """
+    """Return the request in `body`; halves of characters, as of emojis cut in two, are U+FFFD."""
     try:
         return kind.model_validate_json(body)
     except ValidationError:

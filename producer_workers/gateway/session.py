@@ -224,10 +224,7 @@ class Session:
         return self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
 
     def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
-        """Return the same for a text or tokens without a chat template.
-
-        A segment is continued where the prompt begins with all of it.
-        """
+        """Return the same for a text or tokens, which continue a segment that they begin with."""
         if isinstance(prompt, str):
             fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
@@ -253,10 +250,7 @@ class Session:
     def _message(
         self, number: int, made: Generation, stops: Sequence[str], tools: Any
     ) -> tuple[dict[str, Any], str, list[ToolCall]]:
-        """Return the agent's message, the whole text, and the calls.
-
-        Without offered tools, calls are text.
-        """
+        """Return the agent's message, the whole text, and the calls of offered tools."""
         raw = self._text(made, skip_special_tokens=False)
         parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
         calls = [

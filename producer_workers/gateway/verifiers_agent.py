@@ -35,10 +35,7 @@ class EpisodeError(RolloutMQError):
 
 
 def verifiers_agent(environment: Any) -> Agent:
-    """Return the agent that plays `environment`, one of verifiers.
-
-    Raises ConfigError for any other object.
-    """
+    """Return the agent that plays `environment`, one of verifiers. Raises ConfigError."""
     if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
         return _EpisodePlayer(environment).play
     if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
@@ -78,10 +75,7 @@ def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
 
 
 class _EpisodePlayer:
-    """Plays environments since 0.4: they start their agents as programs and forward their requests.
-
-    An environment's own servers and shared tools run while any rollout does.
-    """
+    """Plays environments since 0.4, whose own servers and tools run while any rollout does."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from buffer.config.memory_budget import PROMPT_TOKENS
 from buffer.model.byte_size import format_size
 from consumer.config.learner import LearnerConfig
-from producer_workers.config.engine import VllmConfig
+from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
@@ -54,8 +54,8 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
         parts = trainer_parts(config, shape)
         trainer = parts.total
         yield _trainer(config, parts, gpu_bytes)
-    if isinstance(config.engine, VllmConfig):
-        engine = yield from _engine(config, config.engine, shape, gpu_bytes)
+    if kept := config.engine.gpu_memory:
+        engine = yield from _engine(config, kept, shape, gpu_bytes)
     together = trainer + engine
     if config.launch.colocated and gpu_bytes and together > FULL * gpu_bytes:
         yield Finding(
@@ -163,32 +163,18 @@ def _less(config: Config) -> str:
 # -- the engine -----------------------------------------------------------------------------------
 
 
-def cache_token_bytes(engine: VllmConfig, shape: Shape) -> int:
-    """Return the bytes of a token in the KV cache of one GPU."""
-    width = 4 if engine.dtype == "float32" else 2
-    return width * shape.kv_values // (engine.tensor_parallel_size * engine.pipeline_parallel_size)
-
-
-def weight_bytes(engine: VllmConfig, shape: Shape) -> int:
-    """Return the bytes of the weights on one GPU of an engine."""
-    width = 4 if engine.dtype == "float32" else 2
-    shards = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    return width * shape.parameters // shards
-
-
 def _engine(
-    config: Config, engine: VllmConfig, shape: Shape, gpu_bytes: int | None
+    config: Config, kept: GpuMemory, shape: Shape, gpu_bytes: int | None
 ) -> Generator[Finding, None, int]:
     """Yield the memory of an engine; return the bytes on one of its GPUs."""
-    weights = weight_bytes(engine, shape)
+    weights = kept.value_bytes * shape.parameters // kept.parts
     tokens = longest_sample(config)
-    sequence = tokens * cache_token_bytes(engine, shape)
+    sequence = tokens * (kept.value_bytes * shape.kv_values // kept.parts)
     what = f"engine: weights {format_size(weights)} on each device"
     one = f"{format_size(sequence)} for a sequence of {tokens:,} tokens"
-    cache = engine.kv_cache_memory_bytes
+    cache = kept.cache_bytes
     if cache is None and gpu_bytes:
-        share = engine.gpu_memory_utilization or UTILIZATION
-        cache = int(share * gpu_bytes) - weights - ENGINE_ROOM
+        cache = int((kept.share or UTILIZATION) * gpu_bytes) - weights - ENGINE_ROOM
     if cache is None:
         yield Finding("memory", "ok", f"{what}, KV cache {one}")
         return weights + ENGINE_ROOM

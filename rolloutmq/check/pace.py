@@ -12,7 +12,6 @@ from math import ceil, inf
 import numpy as np
 
 from producer_workers.config.distributions import Distribution, LogNormal
-from producer_workers.config.engine import SimulatedConfig, VllmConfig
 from producer_workers.config.task import TaskSection
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import drawn_lengths
@@ -89,8 +88,8 @@ def _largest(config: Config) -> TaskSection:
 
 
 def _response_tokens(config: Config) -> Distribution:
-    if isinstance(config.engine, SimulatedConfig) and config.engine.trace is None:
-        return config.engine.response_tokens
+    if config.engine.times and config.engine.times.response_tokens:
+        return config.engine.times.response_tokens
     return LogNormal(
         median=max(1.0, MEDIAN_SHARE * _largest(config).sample.max_tokens), sigma=SIGMA
     )
@@ -115,9 +114,9 @@ def _setting(
     held = config.worker.concurrency
     token_s = _token_s(config, shape, device, prompt)
     first_token_s = 2 * prompt * shape.active / device.flops
-    if isinstance(engine, SimulatedConfig):
-        token_s = max(1e-6, _mean(engine.token_s))
-        first_token_s = _mean(engine.first_token_s)
+    if times := engine.times:
+        token_s = max(1e-6, _mean(times.token_s))
+        first_token_s = _mean(times.first_token_s)
     return Setting(
         workers=config.launch.workers,
         sequences=slots,
@@ -145,8 +144,7 @@ def _token_s(config: Config, shape: Shape, device: Device, prompt: float) -> flo
     """Return the seconds of a token: a round reads all weights and the cache of each sequence."""
     tokens = prompt + MEDIAN_SHARE * _largest(config).sample.max_tokens
     read = 2 * (shape.active + BUSY * tokens * shape.kv_values)
-    shards = config.engine.shards if isinstance(config.engine, VllmConfig) else 1
-    return device.token_s + read / (device.bytes_per_s * shards)
+    return device.token_s + read / (device.bytes_per_s * config.engine.shards)
 
 
 def _step_s(config: Config, shape: Shape, device: Device, sample: float) -> float:
@@ -170,7 +168,7 @@ def _estimate(config: Config, outcome: Outcome) -> str:
 def _assumptions(config: Config, device: Device, lengths: Distribution, prompt: float) -> str:
     given = (
         "times of [engine]"
-        if isinstance(config.engine, SimulatedConfig)
+        if config.engine.times
         else f"{device.name} for each rank and engine shard"
     )
     response = _mean_tokens(config, lengths)

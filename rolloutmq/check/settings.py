@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from buffer.model.byte_size import format_size
-from producer_workers.config.engine import SimulatedConfig, VllmConfig
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
@@ -40,16 +39,15 @@ def machine_findings(config: Config, gpus: int, gpu_bytes: int | None) -> Iterat
 def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
     """Yield why prompts and responses do not fit into what the model reads."""
     asked = getattr(config.engine, "max_model_len", None)
-    is_vllm = isinstance(config.engine, VllmConfig)
-    if is_vllm and asked and shape.positions and asked > shape.positions:
+    if config.engine.loads_model and asked and shape.positions and asked > shape.positions:
         yield Finding(
             "model",
             "error",
             f"[engine] max_model_len = {asked:,} exceeds what the model reads, "
-            f"{shape.positions:,} tokens: vLLM refuses to start",
+            f"{shape.positions:,} tokens: the engine refuses to start",
             f"lower it to {shape.positions}, or use a model with a longer context",
         )
-    if asked is None and config.engine.kind in ("vllm", "transformers"):
+    if asked is None and config.engine.loads_model:
         # where the config names the limit, it was compared when the file was read
         problem = config.context_problem(context_tokens(config), config.tasks)
         if problem:
@@ -58,17 +56,14 @@ def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
 
 
 def _vocabulary_findings(config: Config, shape: Shape) -> Iterator[Finding]:
-    """Yield why a trainer would refuse the tokens of a simulated engine."""
-    engine = config.engine
-    if not isinstance(engine, SimulatedConfig):
-        return
-    for key, least in (("vocab_size", 0), ("eos_token_id", 1)):
-        value = getattr(engine, key) or 0
-        if value + least > shape.vocabulary:
+    """Yield why a trainer would refuse the tokens of an engine."""
+    for key, ids in config.engine.token_ids.items():
+        if ids > shape.vocabulary:
+            has = f"the model has {shape.vocabulary:,} token ids"
             yield Finding(
                 "model",
                 "error",
-                f"[engine] {key} = {value:,}, and the model has {shape.vocabulary:,} token ids: "
+                f"[engine] {key} = {getattr(config.engine, key):,}, and {has}: "
                 "the trainer would refuse every group",
                 f"leave {key} out: the default is the model's",
             )

@@ -102,7 +102,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
             f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}"
         )
     failures = int(run.progress(task).get("failures_in_row", 0))
-    run.jobs.forgive(task)
+    run.jobs.resume_task(task)
     if as_json:
         emit({"task": task, "failures": failures})
     else:
@@ -110,7 +110,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
 
 
 def _admit(run: Run, worker: str, as_json: bool) -> None:
-    bad = run.fleet.admit(worker)
+    bad = run.fleet.unbar(worker)
     if as_json:
         emit({"worker": worker, "bad_groups": bad})
     elif bad:

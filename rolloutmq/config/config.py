@@ -102,7 +102,7 @@ class Config(Section):
     @property
     def has_model(self) -> bool:
         """Return whether the engine samples from a model, and not from random numbers."""
-        return self.engine.kind != "simulated"
+        return self.engine.has_model
 
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""

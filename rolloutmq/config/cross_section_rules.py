@@ -21,7 +21,7 @@ from buffer.rollouts.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
 from producer_workers.config.dataset import ReasoningGymDataset
-from producer_workers.config.engine import EngineConfig, HttpConfig, VllmConfig
+from producer_workers.config.engine import EngineConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.worker import ProducerSection, WorkerSection
@@ -161,7 +161,7 @@ def _pauses_free_the_device(
 
 def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
     # vLLM ends with an error where free memory changes while it measures how much a cache may have
-    is_measured = isinstance(engine, VllmConfig) and engine.kv_cache_memory_bytes is None
+    is_measured = engine.gpu_memory is not None and engine.gpu_memory.cache_bytes is None
     if trainer.flow == "colocated" and is_measured:
         yield (
             "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
@@ -180,10 +180,8 @@ def _engine_loads_what_is_published(
                 "[engine] loads adapters, but none are published: add [learner.lora], or leave "
                 "out [engine] max_lora_rank or weights"
             )
-    elif isinstance(engine, VllmConfig) and (engine.max_lora_rank or 0) < lora.rank:
-        yield f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
-    elif isinstance(engine, HttpConfig) and not engine.wants_adapters:
-        yield '[learner.lora] needs [engine] weights = "adapters"'
+    elif problem := engine.adapter_problem(lora.rank):
+        yield problem
 
 
 def _responses_fit_the_context(

@@ -180,7 +180,7 @@ class Launcher:
         """Start tasks again that were stopped: who starts the run again has fixed the cause."""
         for task in run.limits.tasks:
             if run.task_stops.of(task).is_stopped:
-                run.jobs.forgive(task)
+                run.jobs.resume_task(task)
                 self._console.print(f"task     {task} was stopped, and is tried again")
 
     def _start(self, run: Run) -> None:

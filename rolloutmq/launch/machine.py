@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.extras import EXTRAS, install_command
-from producer_workers.config.engine import HttpConfig, VllmConfig
 from rolloutmq.config.config import Config
 from rolloutmq.launch.placement import Placement, count_gpus, place
 
@@ -37,11 +36,11 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
     learner = config.learner
     if config.trainer.loop is None:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
-    if isinstance(config.engine, VllmConfig):
-        yield "[engine] kind = vllm", "vllm"
+    if config.engine.package:
+        yield f"[engine] kind = {config.engine.kind}", config.engine.package
     loops = {task.agent_loop or config.worker.agent_loop for task in config.tasks.values()}
-    if isinstance(config.engine, HttpConfig) or "gateway" in loops:
-        yield "an engine or agents by HTTP", "aiohttp"
+    if "gateway" in loops:
+        yield "agent_loop = gateway", "aiohttp"
     if learner.lora:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":

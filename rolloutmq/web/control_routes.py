@@ -110,12 +110,12 @@ class ControlRoutes:
             raise ConfigError(
                 f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}"
             )
-        self._run.jobs.forgive(task)
+        self._run.jobs.resume_task(task)
         return answer({"task": task})
 
     def _admit(self, request: Request) -> Response:
         self._access.to_act(request)
-        return answer({"bad_groups": self._run.fleet.admit(request.path_params["worker"])})
+        return answer({"bad_groups": self._run.fleet.unbar(request.path_params["worker"])})
 
     def _requeue(self, request: Request) -> Response:
         self._access.to_act(request)

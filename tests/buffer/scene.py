@@ -192,7 +192,7 @@ class Scene:
         """Let a worker lose some of its groups: it has not known them for longer than a lease."""
         for gid in gids:
             self.raw.hset(self.keys.group(gid), "claimed_ms", 1)
-        held = self.raw.hgetall(self.keys.holds(worker)).items()
+        held = self.raw.hgetall(self.keys.leased(worker)).items()
         left = [
             Job(gid.decode(), token.decode(), "", 1, PayloadRef(gid.decode(), "init", 1, 0, ""))
             for gid, token in held
@@ -202,7 +202,9 @@ class Scene:
 
     def held(self, worker: str = "w0") -> list[str]:
         """The gids that a worker holds, in the order in which it claimed them."""
-        return [gid.decode() for gid in self.raw.hkeys(self.keys.holds(worker)) if gid != b"digest"]
+        return [
+            gid.decode() for gid in self.raw.hkeys(self.keys.leased(worker)) if gid != b"digest"
+        ]
 
     def pause(self, mode: Mode = Mode.ABORT, lanes: str = "") -> int:
         return self.run.control.set_mode("operator", mode, lanes=lanes).epoch

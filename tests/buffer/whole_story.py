@@ -89,7 +89,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.release("w0", job, "aborted")
     run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "no rows"))
     run.task_stops.publish(scene.producer, "code", TaskStop("enough", 3, "half"))
-    run.jobs.forgive("math")
+    run.jobs.resume_task("math")
     run.control.report_curriculum(scene.producer, 1, "no data")
     run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
@@ -176,7 +176,7 @@ def put_right_by_hand(scene: Scene) -> None:
     (late,) = scene.ready(0, task="code")
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
-    assert scene.run.fleet.admit("w0") == 2
+    assert scene.run.fleet.unbar("w0") == 2
     findings = [Finding("agrees", "w0", late, "little"), Finding("differs", "w1", late, "much")]
     assert scene.run.audits.record(audits.Position(), audits.Position(1, 1), findings, missed=1)
     for gid, before in (

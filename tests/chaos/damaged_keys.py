@@ -15,7 +15,7 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "unpinned", "hold", "suspects", "audits", "age:<task>"),
+    *("report", "unpinned", "hold", "bad_submissions", "audits", "age:<task>"),
     *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that the run of a trial has no keys of, or seldom: they are only given another type."""
@@ -53,7 +53,7 @@ def waiting(client: Any) -> str:
 
 def running(client: Any) -> str:
     """Return the gid of a group that a worker generates."""
-    held = [gid for key in client.scan_iter(f"{PREFIX}holds:*") for gid in client.hkeys(key)]
+    held = [gid for key in client.scan_iter(f"{PREFIX}leased:*") for gid in client.hkeys(key)]
     return next((gid.decode() for gid in held if gid != b"digest"), "")
 
 
@@ -105,7 +105,7 @@ def _letter(client: Any) -> str:
 
 
 def _holds(client: Any) -> str:
-    keys = sorted(client.scan_iter(f"{PREFIX}holds:*"))
+    keys = sorted(client.scan_iter(f"{PREFIX}leased:*"))
     return keys[0].decode().removeprefix(PREFIX) if keys else ""
 
 
@@ -126,7 +126,7 @@ TARGETS = (
     _named("ledger:<name>", "ledger:eval", "unused"),
     Target("batch:<name>:<step>", newest_batch),
     _named("worker:<id>", "worker:worker-0"),
-    Target("holds:<id>", _holds),
+    Target("leased:<id>", _holds),
     Target("dead:<gid>", _letter),
     _named("weights:<lineage>:<version>", "weights:l0:1"),
     *(Target("group:<gid>", _record(stage), stage) for stage in STAGES),

@@ -38,7 +38,7 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
             bits = raw.get(f"{start}ended:{task}:{end}") or b""
             found(end, [f"{task}-{draw:010d}".encode() for draw in _ones(bits)])
     for worker in raw.zrange(f"{start}leases", 0, -1):
-        held = raw.hkeys(f"{start}holds:{worker.decode()}")
+        held = raw.hkeys(f"{start}leased:{worker.decode()}")
         found("running", [gid for gid in held if gid != b"digest"])
     found("dead", raw.zrange(f"{start}dead", 0, -1))
     ledger = {

@@ -20,8 +20,8 @@ from buffer.redis.scripts import Script, assemble, sources
 
 MUTATIONS = {
     # I1
-    "reaped-and-gone": ("include/lost",
-                        "      local place = retry_or_bury(one.keys, one.gid, max_tries, letter)\n",
+    "reaped-and-gone": ("include/take_back",
+                        "      local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)\n",
                         "      local place = 'waiting'\n"),
     "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, unpack(given[n]))\n", ""),
     "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
@@ -30,7 +30,7 @@ MUTATIONS = {
     # I3
     "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, start + drawn)\n", ""),
     # I4, I5
-    "batch-stays-in-pool": ("include/ready", "  redis.call('ZREM', pool, unpack(members))\n", ""),
+    "batch-stays-in-pool": ("include/next_in_order", "  redis.call('ZREM', pool, unpack(members))\n", ""),
     "batch-is-no-record": (
         "take_batch",
         "if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end\n",

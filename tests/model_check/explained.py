@@ -40,7 +40,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I8 | take_batch | redis.call('HDEL', ledger, 'awaits') | {'stale_threshold': 1}",
     ),
     "needs another order policy: tests/buffer/groups/test_order.py": (
-        "I8 | include/ready | (version == 'inf' or tonumber(version) >= oldest) | true | {'order': 'fifo'}",
+        "I8 | include/next_in_order | (version == 'inf' or tonumber(version) >= oldest) | true | {'order': 'fifo'}",
     ),
     "needs an unusable group, and beside it one that is too old, three steps after the beginning: story nothing_too_stale_is_taken": (
         "I8 | quarantine | cut_of(header, string.match(gid, '^(.*)%-%d+$')) | '-inf'",
@@ -58,7 +58,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
         "I10 | claim | if reply[4] == '' then reply[1] = 'PAUSED' return reply end",
     ),
     "only the deadline of a clock that was set back while no one reaped: story nobody_loses_a_lease_to_an_outage": (
-        "I11 | include/grace | if now < last or now - last > lease_ms / 2 then | if now - last > lease_ms / 2 then",
+        "I11 | include/clock | if now < last or now - last > lease_ms / 2 then | if now - last > lease_ms / 2 then",
     ),
     'needs an unusable group of a worker that is still registered; history "open positions are filled" is too deep for it: story poison_counts_against_its_worker': (
         "I11 | quarantine | if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end",

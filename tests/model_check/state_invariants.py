@@ -53,9 +53,9 @@ def stream(image: Image, lane: bytes) -> list[tuple[bytes, bytes]]:
 def held(image: Image) -> dict[bytes, dict[bytes, bytes]]:
     """Return gid -> token by worker."""
     holders = {
-        key.removeprefix(P + b"holds:"): value[1]
+        key.removeprefix(P + b"leased:"): value[1]
         for key, value in image.items()
-        if key.startswith(P + b"holds:")
+        if key.startswith(P + b"leased:")
     }
     return {
         worker: {gid: token for gid, token in fields.items() if gid != b"digest"}
@@ -127,7 +127,7 @@ def _one_owner(image: Image) -> None:
             int(hashlib.sha1(gid + b" " + token).hexdigest()[:10], 16)
             for gid, token in fields.items()
         )
-        digest = int(plain(image, b"holds:" + worker, {})[b"digest"])
+        digest = int(plain(image, b"leased:" + worker, {})[b"digest"])
         assert digest == marks, (
             f"I2: the digest of {worker!r} is {digest}, that of its groups {marks}"
         )

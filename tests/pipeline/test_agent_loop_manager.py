@@ -94,7 +94,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         site.rows["math"].broken = None
         site.rounds()
         assert site.ready()["math"] == 0
-        site.run.jobs.forgive("math")
+        site.run.jobs.resume_task("math")
         site.rounds()
         assert site.ready()["math"] == 5
     assert not site.run.task_stops.of("math").kind

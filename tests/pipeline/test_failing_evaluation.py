@@ -52,7 +52,7 @@ def test_an_evaluation_of_which_most_fails_ends_and_is_continued(tmp_path: Path)
         assert "twice the problems" in reason
         assert "lacks 2 groups: 8 are dead letters" in reason
         assert "KeyError: 'solution'" in reason
-        scene.run.jobs.forgive("quiz")
+        scene.run.jobs.resume_task("quiz")
         assert fail_most(scene, producer) == 6
     assert scene.run.buffer.count("quiz") == 6
     scene.check()

@@ -257,7 +257,7 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
     sample = 'sample = { structured = { choice = ["yes", "no"] } }\n'
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "r"\ndir = "{tmp_path}"\n[engine]\nkind = "transformers"\n'
-        + "[learner]\naccept_cut_distribution = true\n"
+        + "[learner]\nallow_truncated_sampling = true\n"
         + task.format("plain")
         + task.format("asked").replace("dataset", sample + "dataset")
     )

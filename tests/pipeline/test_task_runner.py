@@ -122,7 +122,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     ) as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq resume --task sums" in str(caught.value.hint)
-    yard.run.jobs.forgive(TASK)
+    yard.run.jobs.resume_task(TASK)
     with pytest.raises(TimeoutError):
         consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)
     yard.check()

@@ -1,5 +1,5 @@
--- retries: retry_keys and retry_or_bury, for a group whose try was used up (I11).
--- include: ages, clock, numbers, waiting
+-- retries: retry_keys and retry_or_dead_letter, for a group whose try was used up (I11).
+-- include: ages, dead_letter, numbers, waiting
 
 -- The keys of the task of a record: its streams and account have prefixes. All are read: a wrong type stops the script
 -- here, before it writes anything.
@@ -13,7 +13,7 @@ local function retry_keys(task, groups, queues, accounts, ages, dead, dead_lette
 end
 
 -- Return a group that used up a try to the queue; after max_tries, make it a dead letter (I11).
-local function retry_or_bury(keys, gid, max_tries, reason)
+local function retry_or_dead_letter(keys, gid, max_tries, letter)
   local record = keys.groups .. gid
   local fields = redis.call('HMGET', record, 'tries', 'lane', 'payload', 'version')
   if num(fields[1]) < max_tries then
@@ -23,10 +23,7 @@ local function retry_or_bury(keys, gid, max_tries, reason)
     keep_age(keys.age_index, gid, fields[3], fields[4])
     return 'waiting'
   end
-  redis.call('HSET', record, 'stage', 'dead', 'status', 'failed', 'token', '')
   redis.call('ZREM', keys.age_index, gid)
-  redis.call('ZADD', keys.dead, int(now_ms()), gid)
-  redis.call('SET', keys.dead_letters .. gid, reason)
-  redis.call('HINCRBY', keys.progress, 'dead', 1)
+  to_dead_letter(keys, gid, letter)
   return 'dead'
 end

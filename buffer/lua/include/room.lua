@@ -2,9 +2,9 @@
 -- include: ages, numbers, steps
 
 -- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
--- most `most` of the last two. Those of them that can serve no train step any more are not counted: others are started in
+-- most `max_in_flight` of the last two. Those of them that can serve no train step any more are not counted: others are started in
 -- their stead. Computed in the script that starts them, so that it cannot overshoot.
-local function room(progress, jobs, completed, age_index, ledger, target, threshold, most)
+local function room(progress, jobs, completed, age_index, ledger, target, threshold, max_in_flight)
   local counts = redis.call('HMGET', progress, 'consumed', 'running')
   local in_flight = num(counts[2])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
@@ -14,5 +14,5 @@ local function room(progress, jobs, completed, age_index, ledger, target, thresh
     expiring = expiring_groups(age_index, cut)
   end
   local free = target - num(counts[1]) - (in_flight - expiring) - redis.call('ZCOUNT', completed, cut, '+inf')
-  return most and math.min(free, most - in_flight) or free
+  return max_in_flight and math.min(free, max_in_flight - in_flight) or free
 end

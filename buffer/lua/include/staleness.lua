@@ -12,18 +12,18 @@ local function living_version(lineages, lineage, version)
   return version
 end
 
--- The score of a group in a pool: its version; or, with token staleness (`lag` steps stricter), the version of a group
+-- The score of a group in a pool: its version; or, with token staleness (`token_lead` steps stricter), the version of a group
 -- that expires together with the first rollout of this one that has no tokens left to train.
-local function pool_score(version, last, lag)
+local function pool_score(version, last, token_lead)
   if not version or version == '' then return '+inf' end
-  if not lag or not last or last == '' then return version end
-  return int(math.min(tonumber(version), tonumber(last) - lag))
+  if not token_lead or not last or last == '' then return version end
+  return int(math.min(tonumber(version), tonumber(last) - token_lead))
 end
 
 -- Compute the age of a group from the units (oldest | last | newest, lineage, version) of the arguments; only living
 -- versions count. Return its version and lineage, its score, the fields that only some groups have, and the version of the
 -- member that expires last, at most; nil where all members are as old as the group.
-local function age_of(lineages, each_unit, lag)
+local function age_of(lineages, each_unit, token_lead)
   local found, newest = {oldest = {'', ''}, last = {'', ''}}, nil
   for _, what, lineage, version in each_unit do
     local least, living = found[what], living_version(lineages, lineage, int(version))
@@ -35,7 +35,7 @@ local function age_of(lineages, each_unit, lag)
   end
   local oldest, last = found.oldest, found.last
   local fields = {}
-  if lag then fields = {'last', last[1], 'last_lineage', last[2]} end
+  if token_lead then fields = {'last', last[1], 'last_lineage', last[2]} end
   if newest then fields[#fields + 1], fields[#fields + 2] = 'newest', int(newest) end
-  return oldest[1], oldest[2], pool_score(oldest[1], last[1], lag), fields, newest
+  return oldest[1], oldest[2], pool_score(oldest[1], last[1], token_lead), fields, newest
 end

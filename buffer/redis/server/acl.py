@@ -57,7 +57,7 @@ _GROUPS = (
     "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*", "age:*",
     "payload:*", "unpinned", "garbage", "bytes",
     "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
-    "workers", "worker:*", "holds:*", "events", "clock",
+    "workers", "worker:*", "leased:*", "events", "clock",
 )  # fmt: skip
 """Keys that change while groups are generated; workers and janitors write them."""
 

@@ -141,14 +141,12 @@ class TransformersEngine:
         async with self._lock:
             self._paused = True
             if mode == "abort":
-                self._abort(list(self._requests.values()))
+                self._abort()
 
     async def abort_others(self, spared: Collection[str]) -> None:
         self.check_health()
         async with self._lock:
-            self._abort(
-                [request for request in self._requests.values() if request.group not in spared]
-            )
+            self._abort(spared)
 
     async def resume(self) -> None:
         self.check_health()
@@ -206,7 +204,7 @@ class TransformersEngine:
     async def shutdown(self) -> None:
         async with self._lock:
             self._dead = self._dead or "shut down"
-            self._abort(list(self._requests.values()))
+            self._abort()
             if self._driver:
                 self._driver.cancel()
         self._model = None
@@ -267,11 +265,12 @@ class TransformersEngine:
         text = self._tokenizer.decode(request.token_ids)
         return any(stop in text for stop in params.stops)
 
-    def _abort(self, requests: list[_Request]) -> None:
-        for request in requests:
-            request.finish("abort")
-            request.settle()
-            self._requests.pop(id(request), None)
+    def _abort(self, spared: Collection[str] = ()) -> None:
+        for request in list(self._requests.values()):
+            if request.group not in spared:
+                request.finish("abort")
+                request.settle()
+                self._requests.pop(id(request), None)
 
     # -- weights
 

@@ -24,10 +24,7 @@ class TransformersAdapter(AdapterCheck):
     _names = count()  # PEFT knows adapters by name and drops none by itself
 
     def put_into(self, model: Any, folder: Path) -> None:
-        """Replace the model's adapter with the one in `folder`, while nothing runs.
-
-        `check` must have passed the folder. Raises WeightsError and changes nothing.
-        """
+        """Replace the model's adapter with the checked one in `folder`, or raise WeightsError."""
         peft = _import_peft()
         try:
             config = peft.PeftConfig.from_pretrained(folder)

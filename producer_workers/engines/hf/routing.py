@@ -20,10 +20,7 @@ from producer_workers.engines.base import EngineError
 
 
 class RoutingRecorder:
-    """Hooks on the gates of `model`.
-
-    Raises EngineError where it has none, or they do not report what they choose.
-    """
+    """Hooks on the gates of `model`. Raises EngineError without gates that report choices."""
 
     def __init__(self, model: Any) -> None:
         self._layers = layers_of(model)

@@ -24,10 +24,7 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """Sample one token after `prompt` and `response`.
-
-    logits: float[V]. `stop_ids` are excluded before `min_tokens` other tokens.
-    """
+    """Sample one token from float[V]; not of `stop_ids` before `min_tokens` others."""
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
         logits[list(stop_ids)] = -torch.inf
@@ -43,10 +40,7 @@ def sample(
 def _penalize(
     logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]
 ) -> Tensor:
-    """Apply the penalties.
-
-    Repetition counts tokens of the prompt, too; presence and frequency only those of the response.
-    """
+    """Apply the penalties. Repetition counts the prompt, too; presence and frequency do not."""
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt, *response}), device=logits.device)

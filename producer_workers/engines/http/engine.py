@@ -1,9 +1,8 @@
 """Use a server of the OpenAI API that returns token ids, such as `vllm serve`, as engine.
 
-Invariant: no part of a response spans two versions. Each part is sampled under the weights that the
-server has then, and an update first ends all parts: running ones get what they have from the
-server, and a connection that sends nothing is closed. Then the request continues behind its tokens.
-So no version label per token is needed.
+Invariant: no part of a response spans two versions, so no version label per token is needed. An
+update first ends all parts: running ones get what they have from the server, and a connection that
+sends nothing is closed. Then each request continues behind its tokens.
 
 One worker uses a server, since it is paused and updated as a whole. What the server must offer is
 checked at the start.
@@ -41,7 +40,7 @@ from producer_workers.engines.http.server import (
     check_logprobs,
     gather_quietly,
 )
-from producer_workers.engines.http.weights import make_weights
+from producer_workers.engines.http.weights import ServerAdapters, ServerWeights
 from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.vllm.api import REASONS, sampling_arguments, structure_arguments
 
@@ -70,10 +69,7 @@ class HttpRequest(GrowingResponse):
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of a completion request for the rest of the response.
-
-        Every field is given, since servers have defaults of their own.
-        """
+        """Return all sampling fields for the rest of the response: servers have own defaults."""
         params = self._params.after(len(self.token_ids))
         fields = {**sampling_arguments(params), "min_p": 0.0}
         if params.structured:
@@ -81,10 +77,7 @@ class HttpRequest(GrowingResponse):
         return fields
 
     def end_part(self) -> None:
-        """Drop the tokens where a structured response ended early.
-
-        A structure cannot be continued in its middle, so the next part begins anew.
-        """
+        """Drop the tokens of an interrupted structured response: no structure can be continued."""
         if self._params.structured and not self.finish_reason:
             self.forget()
 
@@ -111,7 +104,8 @@ class HttpEngine:
         self._version = version
         self._server = CompletionServer(config.url, config.model, config.api_key)
         self._updates = config.weights != "static"
-        self._weights = make_weights(self._server, config, model_dir)
+        kind = ServerAdapters if config.weights == "adapters" else ServerWeights
+        self._weights = kind(self._server, config, model_dir)
         self.structures_output = False
         self.max_model_len: int | None = None
         self._requests: set[HttpRequest] = set()

@@ -38,8 +38,6 @@ MIN_DISTANCE = 1e-3
 class ServerGone(ModelError):
     """The server is unreachable, or reports that its engine is dead."""
 
-    status = 0
-
 
 class ServerRefusal(ModelError):
     """The server answered with an error."""
@@ -76,21 +74,16 @@ class CompletionServer:
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
         )
-        rows = await self._models()
-        served = list(rows)
-        self.model = self.model or (served[0] if served else None)
+        served = await self.models()
+        self.model = self.model or next(iter(served), None)
         if self.model not in served:
             raise EngineError(
                 f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}"
             )
-        self.max_model_len = rows[str(self.model)].get("max_model_len")
+        self.max_model_len = served[str(self.model)].get("max_model_len")
 
-    async def names(self) -> list[str]:
-        """Return the names of what it serves: models, then adapters."""
-        return list(await self._models())
-
-    async def _models(self) -> dict[str, dict[str, Any]]:
-        """Return the server's description of its models and adapters, by name."""
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """Return the server's description of its models, then its adapters, by name."""
         rows = (await self._call("GET", "/v1/models", HEALTH_S))["data"]
         return {str(row["id"]): row for row in rows}
 
@@ -123,8 +116,9 @@ class CompletionServer:
                 headers={"Content-Type": "application/json"},
             ) as response:
                 if response.status != 200:
+                    reason = (await response.read())[:500].decode(errors="replace")
                     raise GenerationError(
-                        f"{self.url} refused a request: {await _message(response)}"
+                        f"{self.url} refused a request: {response.status} {reason}"
                     )
                 async for line in response.content:
                     if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
@@ -211,11 +205,7 @@ class CompletionServer:
     async def _send(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> bytes:
-        """Return the body of the answer.
-
-        Raises ServerRefusal where the server answers with an error, ServerGone where it does not
-        answer, or with 503.
-        """
+        """Return the body of the answer. Raises ServerRefusal, or ServerGone (also for 503)."""
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data else {}
         limit = aiohttp.ClientTimeout(total=timeout_s)
@@ -226,11 +216,13 @@ class CompletionServer:
                 text = await response.read()
                 if response.status == 200:
                     return text
-                kind = ServerGone if response.status == 503 else ServerRefusal
                 reason = text[:300].decode(errors="replace")
-                error = kind(f"{self.url}{path} answered {response.status}: {reason}")
-                error.status = response.status
-                raise error
+                message = f"{self.url}{path} answered {response.status}: {reason}"
+                if response.status == 503:
+                    raise ServerGone(message)
+                refusal = ServerRefusal(message)
+                refusal.status = response.status
+                raise refusal
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ServerGone(
                 f"{self.url}{path} does not answer: {error!r}", hint="check that the server runs"
@@ -241,11 +233,6 @@ class CompletionServer:
         if self._session is None or self._session.closed:
             raise ServerGone(f"no connection to {self.url} is open")
         return self._session
-
-
-async def _message(response: aiohttp.ClientResponse) -> str:
-    text = (await response.read())[:500].decode(errors="replace")
-    return f"{response.status} {text}"
 
 
 def _piece(line: Mapping[str, Any]) -> Piece | None:

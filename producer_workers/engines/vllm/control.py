@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from buffer.weights.announcement import Announcement
@@ -26,15 +26,9 @@ FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.05
 """Seconds between two polls of the shards, doubled each time; a poll costs one message each."""
 
-Call = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of the worker extension by name in all shards and returns their results."""
-
 
 class VllmControl:
-    """Calls into one `llm`, each with a deadline.
-
-    `limit_s` is the deadline of pause, resume and the like, in seconds.
-    """
+    """Calls into one `llm`, with a deadline of `limit_s` seconds for pause, resume and the like."""
 
     def __init__(self, api: VllmApi, llm: Any, limit_s: float) -> None:
         self._api = api
@@ -59,10 +53,7 @@ class VllmControl:
         return EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
 
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
-        """Return the answer to a control call.
-
-        Raises EngineDeadError where there is none, and the errors of vLLM.
-        """
+        """Return the answer to a control call. Raises EngineDeadError, and the errors of vLLM."""
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -74,15 +65,11 @@ class VllmControl:
                     raise self.declare_dead(f"vLLM's engine process ended during: {what}")
                 if not task.done() and clock() > deadline:
                     raise self.declare_dead(f"no answer in {limit_s:g} s to: {what}")
-            return self._answer(task, what)
-        finally:
-            task.cancel()
-
-    def _answer(self, task: asyncio.Future[T], what: str) -> T:
-        try:
             return task.result()
         except self._api.engine_dead as error:
             raise self.declare_dead(f"vLLM's engine process ended during: {what}") from error
+        finally:
+            task.cancel()
 
     async def freeze(self, *, clear_cache: bool) -> None:
         """Freeze every request between two forward passes.
@@ -109,6 +96,41 @@ class VllmControl:
         # `collective_rpc` returns the answers of the first replica alone.
         calls = core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
+
+    async def receive(self, announced: Announcement, limit_s: float) -> None:
+        """Receive announced weights in every shard within `limit_s`, or discard all of it.
+
+        Raises WeightsError. The model runs meanwhile.
+        """
+        receiver = announced.to_json().decode()
+        await self.ask_shards("rolloutmq_receive_weights", receiver, limit_s, limit_s=limit_s)
+        wait_s = FIRST_POLL_S
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await self._has_received(announced.label, limit_s):
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, LAST_POLL_S)
+        except (TimeoutError, WeightsError) as error:
+            await self.ask_shards("rolloutmq_forget_received", limit_s=limit_s)
+            if isinstance(error, WeightsError):
+                raise
+            message = f"the weights {announced.label} did not arrive within {limit_s:g} s"
+            raise WeightsError(message) from error
+
+    async def _has_received(self, label: str, limit_s: float) -> bool:
+        answers = await self.ask_shards("rolloutmq_has_received", limit_s=limit_s)
+        for process, answer in enumerate(answers):
+            if answer not in ("yes", "not yet"):
+                problem = f"did not reach process {process} of the engine: {answer}"
+                raise WeightsError(f"the weights {label} {problem}")
+        return set(answers) == {"yes"}
+
+    async def load_received(self, limit_s: float) -> None:
+        """Load the received weights in all shards at once, between two forward passes."""
+        try:
+            await self.ask_shards("rolloutmq_load_received", limit_s=limit_s)
+        finally:
+            await self.ask_shards("rolloutmq_forget_received", limit_s=limit_s)
 
     def watch(self, busy: asyncio.Lock, every_s: float, limit_s: float) -> None:
         """Check regularly that all shards answer; declare the engine dead where one does not.
@@ -155,52 +177,8 @@ class VllmControl:
         self._llm.output_processor.propagate_error(self._api.engine_dead())
 
 
-async def receive_weights(call: Call, announced: Announcement, limit_s: float) -> None:
-    """Receive announced weights in every shard, while the model runs.
-
-    Raises WeightsError and discards everything unless all shards have all of it in `limit_s`
-    seconds.
-    """
-    await call("rolloutmq_receive_weights", announced.to_json().decode(), limit_s)
-    try:
-        async with asyncio.timeout(limit_s):
-            await _wait_for_all(call, announced.label)
-    except TimeoutError as error:
-        await call("rolloutmq_forget_received")
-        message = f"the weights {announced.label} did not arrive within {limit_s:g} s"
-        raise WeightsError(message) from error
-    except WeightsError:
-        await call("rolloutmq_forget_received")
-        raise
-
-
-async def load_received(call: Call) -> None:
-    """Load the received weights in all shards at once, between two forward passes."""
-    try:
-        await call("rolloutmq_load_received")
-    finally:
-        await call("rolloutmq_forget_received")
-
-
-async def _wait_for_all(call: Call, label: str) -> None:
-    wait_s = FIRST_POLL_S
-    while True:
-        answers = await call("rolloutmq_has_received")
-        if set(answers) == {"yes"}:
-            return
-        for process, answer in enumerate(answers):
-            if answer not in ("yes", "not yet"):
-                problem = f"did not reach process {process} of the engine: {answer}"
-                raise WeightsError(f"the weights {label} {problem}")
-        await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, LAST_POLL_S)
-
-
 class VllmStatistics:
-    """The last load that each data-parallel replica reported.
-
-    vLLM calls it like one of its own loggers. It relies only on the few names used here.
-    """
+    """The last load of each replica. vLLM calls it like one of its own loggers."""
 
     def __init__(self) -> None:
         self._replicas: dict[int, EngineLoad] = {}

@@ -50,12 +50,7 @@ from producer_workers.engines.vllm.api import (
     sampling_arguments,
     structure_arguments,
 )
-from producer_workers.engines.vllm.control import (
-    VllmControl,
-    VllmStatistics,
-    load_received,
-    receive_weights,
-)
+from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
 from producer_workers.engines.vllm.images import VllmImages
 from producer_workers.engines.vllm.lora import VllmAdapter
 
@@ -201,19 +196,20 @@ class VllmEngine:
         return self._adapter is None
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        self._running()
+        control = self._running()
+        limit_s = self._config.load_timeout_s
         # A later update that fails restores these weights from their folder.
         path = Path(announced.folder)
         check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
         try:
-            await receive_weights(self._call_workers, announced, self._config.load_timeout_s)
+            await control.receive(announced, limit_s)
         except (EngineDeadError, WeightsError):
             raise
         except Exception as error:
             raise WeightsError(
                 f"vLLM could not receive the weights {announced.label}: {error}"
             ) from error
-        await self._switch(path, version, lambda: load_received(self._call_workers))
+        await self._switch(path, version, lambda: control.load_received(limit_s))
 
     async def _switch(
         self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]
@@ -222,10 +218,6 @@ class VllmEngine:
         # weights.
         self._updating = asyncio.create_task(self._update(path, version, load))
         await asyncio.shield(self._updating)
-
-    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension in every process of the engine."""
-        return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
 
     async def sleep(self) -> None:
         """Move the weights to the host's memory, and drop the KV cache: level 1, CUDA only."""
@@ -328,8 +320,10 @@ class VllmEngine:
     async def _load(self, path: Path) -> None:
         """Load the weights in `path` in every shard, or raise."""
         folder = str(path.resolve())
-        call = ("rolloutmq_load_weights", folder)
-        await self._call_workers(*(self._adapter.loading(folder) if self._adapter else call))
+        call: tuple[Any, ...] = ("rolloutmq_load_weights", folder)
+        if self._adapter:
+            call = self._adapter.loading(folder)
+        await self._running().ask_shards(*call, limit_s=self._config.load_timeout_s)
 
     async def _name_weights(self, version: PolicyVersion) -> None:
         """Make vLLM label every token with `version` from here on, in every replica."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from buffer.rollouts.rollout import MediaRef
 from producer_workers.engines.base import GenerationError
 from producer_workers.engines.model_folder import read_config
-from producer_workers.image_reader import ImageReader, collapse, find_runs
+from producer_workers.images import ImageReader, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")
 """Names of the placeholder's id in config.json."""
@@ -55,10 +55,7 @@ class VllmImages:
     async def prompt(
         self, llm: Any, request_id: str, prompt_ids: NDArray[np.int32]
     ) -> dict[str, Any] | None:
-        """Return vLLM's input of a request; None where it shows nothing.
-
-        Raises GenerationError, MediaError.
-        """
+        """Return vLLM's input of a request that shows images, or None. May raise MediaError."""
         gid = request_id.partition("/")[0]
         media = self._shown.get(gid)
         if not media:

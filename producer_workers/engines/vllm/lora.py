@@ -26,11 +26,7 @@ ZEROED = "q_proj"
 
 
 class VllmAdapter(AdapterCheck):
-    """The adapters of one engine.
-
-    `shapes` are those of its model, `most` is the largest rank. Raises EngineError where the model
-    has no `q_proj`.
-    """
+    """The adapters of one engine, up to rank `most`. Raises EngineError without a `q_proj`."""
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int) -> None:
         super().__init__(model_dir, shapes, most)

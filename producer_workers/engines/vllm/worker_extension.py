@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Methods that vLLM's worker gains.
-
-    Their names carry the project's: vLLM refuses names that it has itself.
-    """
+    """Methods that vLLM's worker gains; `rolloutmq_` keeps them apart from its own."""
 
     model_runner: Any
     parallel_config: Any

@@ -235,7 +235,7 @@ def test_fence_revokes_everything_in_one_step(scene: Scene) -> None:
     assert scene.raw.zcard(scene.keys.leases) == 0
     assert len(scene.stream("resume")) == 2
     assert scene.stream("eval", "quiz") == [jobs[0].gid]
-    assert scene.raw.exists(scene.keys.worker("w0"), scene.keys.holds("w0")) == 0
+    assert scene.raw.exists(scene.keys.worker("w0"), scene.keys.leased("w0")) == 0
     with pytest.raises(Fenced):
         scene.submit(jobs[1])
     assert not scene.beat(jobs).known
@@ -328,12 +328,12 @@ def test_reap_takes_back_groups_of_tasks_that_its_caller_does_not_know(scene: Sc
 def test_reap_is_not_stopped_by_leases_without_a_record(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    scene.raw.delete(scene.keys.holds("w0"))
+    scene.raw.delete(scene.keys.leased("w0"))
     held = {"math-0000000007": "t", "math-0000000008": "t", job.gid: job.token}
-    scene.raw.hset(scene.keys.holds("w0"), mapping={**held, "digest": 7})
+    scene.raw.hset(scene.keys.leased("w0"), mapping={**held, "digest": 7})
     scene.expire_leases()
     assert [scene.run.jobs.reap(limit=1).groups for _ in range(3)] == [0, 0, 1]
-    assert scene.raw.exists(scene.keys.leases, scene.keys.holds("w0")) == 0
+    assert scene.raw.exists(scene.keys.leases, scene.keys.leased("w0")) == 0
     scene.check()
 
 

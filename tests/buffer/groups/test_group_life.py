@@ -51,7 +51,7 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
 
     scene.submit(job)
     assert raw.zcard(keys.leases) == 0
-    assert raw.exists(keys.holds("w0")) == 0
+    assert raw.exists(keys.leased("w0")) == 0
     assert scene.pool("completed") == [(GID, 0.0)]
     assert raw.ttl(keys.payload(GID, job.token)) == -1
     counters = scene.counters()

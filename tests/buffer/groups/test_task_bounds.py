@@ -64,7 +64,7 @@ def test_a_task_is_stopped_after_failures_in_a_row_and_forgiven_by_hand(
     assert scene.enqueue(2, task="code").count == 2
     # what waits keeps its tries until the cause is fixed
     assert [job.task for job in scene.claim(4)] == ["code", "code"]
-    scene.run.jobs.forgive("math")
+    scene.run.jobs.resume_task("math")
     assert failures(scene) == (0, False)
     assert scene.enqueue(1).count == 1
     assert [job.task for job in scene.claim(4)] == ["math"] * 3
@@ -85,7 +85,7 @@ def test_filtered_groups_stop_a_task_only_where_that_is_asked_for(make_scene: Ma
         scene.submit(job, filtered=True)
     assert scene.run.task_stops.of("math").reason == "62 groups in a row were filtered"
     scene.submit(good)
-    scene.run.jobs.forgive("math")
+    scene.run.jobs.resume_task("math")
     assert failures(scene) == (0, False)
     scene.check()
 
@@ -115,21 +115,21 @@ def test_by_default_a_task_ends_after_one_batch_or_three(make_scene: MakeScene) 
     for count, job in enumerate(scene.claim(10), start=1):
         fail(scene, job)
         assert failures(scene) == (count, count == 10)
-    scene.run.jobs.forgive("math")
+    scene.run.jobs.resume_task("math")
     scene.ready(0)
     scene.enqueue(30)
     for count, job in enumerate(scene.claim(30), start=1):
         fail(scene, job)
         assert failures(scene) == (count, count == 30)
     # the share shrinks, but no batch is so small that a single bad row ends it
-    scene.run.jobs.forgive("math")
+    scene.run.jobs.resume_task("math")
     change = {"math": LiveTaskSettings(weight=0.1), "code": LiveTaskSettings(weight=9)}
     scene.run.set(LiveSettings(tasks=change))
     scene.enqueue(24)
     for count, job in enumerate(scene.claim(24), start=1):
         fail(scene, job)
         assert failures(scene) == (count, count == 24)
-    scene.run.jobs.forgive("math")
+    scene.run.jobs.resume_task("math")
     scene.run.set(LiveSettings(tasks={"math": LiveTaskSettings(max_consecutive_failures=0)}))
     scene.enqueue(90)
     for job in scene.claim(90):

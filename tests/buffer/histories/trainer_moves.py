@@ -130,7 +130,7 @@ class TrainerMoves(World):
         assert ledger.quarantine(nonce, step, entry, "bad") == self.batches[step]
         assert self.totals() == before
         for worker in WORKERS:  # a model of its own: invariants/running.py
-            self.scene.run.fleet.admit(worker)
+            self.scene.run.fleet.unbar(worker)
 
     def refill(self, which: int) -> None:
         """What is ready comes into the places that bad groups left, and stays there."""

@@ -94,7 +94,7 @@ class World(Model):
         keys = self.scene.keys
         raw.zrange(keys.dead, 0, -1).zrange(keys.leases, 0, -1)
         for worker in WORKERS:
-            raw.hkeys(keys.holds(worker))
+            raw.hkeys(keys.leased(worker))
         for task in TASKS:
             for lane in LANES:
                 raw.xrange(keys.jobs(task, lane))

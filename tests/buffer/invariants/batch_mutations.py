@@ -157,7 +157,7 @@ BATCHES = [
     ),
     Mutation(
         "I8",
-        "include/ready",
+        "include/next_in_order",
         "(version == 'inf' or tonumber(version) >= oldest)",
         batches.nothing_too_stale_is_taken,
         new="true",

@@ -9,7 +9,7 @@ ONE_PLACE = [
     Mutation(
         "I1",
         "submit",
-        "let_go(leases, holds, held[11], gid, token)\n",
+        "let_go(leases, leased, held[11], gid, token)\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
@@ -26,13 +26,13 @@ ONE_PLACE = [
     ),
     Mutation(
         "I1",
-        "include/lost",
-        "    let_go(under.leases, under.holders .. one.worker, one.worker, one.gid, one.token)\n",
+        "include/take_back",
+        "    let_go(under.leases, under.leased_by .. one.worker, one.worker, one.gid, one.token)\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
         "I1",
-        "include/lost",
+        "include/take_back",
         "      redis.call('HINCRBY', one.keys.progress, 'running', -1)\n",
         one_place.every_move_keeps_the_account,
     ),
@@ -62,13 +62,13 @@ ONE_PLACE = [
     ),
     Mutation(
         "I1",
-        "quarantine",
-        "redis.call('HINCRBY', progress, 'dead', 1)\n",
+        "include/dead_letter",
+        "  redis.call('HINCRBY', keys.progress, 'dead', 1)\n",
         one_place.by_hand_keeps_the_account,
     ),
     Mutation(
         "I1",
-        "include/leave_by_hand",
+        "include/remove_dead_or_pooled",
         "    redis.call('ZREM', keys.dead, gid)\n",
         one_place.by_hand_keeps_the_account,
     ),
@@ -94,7 +94,7 @@ ONE_PLACE = [
     Mutation(
         "I2",
         "heartbeat",
-        "local is_agreed = count == held and num(redis.call('HGET', holds, 'digest')) == digest\n",
+        "local is_agreed = count == held and num(redis.call('HGET', leased, 'digest')) == digest\n",
         one_place.what_a_worker_does_not_know_is_taken_back,
         new="local is_agreed = count == held\n",
     ),
@@ -119,8 +119,8 @@ ONE_PLACE = [
     ),
     Mutation(
         "I2",
-        "include/holds",
-        "  if redis.call('HDEL', holds, gid) == 0 then return end\n",
+        "include/leased",
+        "  if redis.call('HDEL', leased, gid) == 0 then return end\n",
         one_place.every_move_keeps_the_account,
     ),
     Mutation(
@@ -197,7 +197,7 @@ ONE_PLACE = [
     ),
     Mutation(
         "I4",
-        "include/ready",
+        "include/next_in_order",
         "  redis.call('ZREM', pool, unpack(members))\n",
         one_place.a_batch_is_of_all_tasks_or_of_none,
     ),

@@ -143,8 +143,8 @@ def who_hands_in_too_much_poison_claims_nothing_more(scene: Scene) -> None:
         "w0": BAD_GROUPS,
         "good": None,
     }
-    assert scene.run.fleet.admit("w0") == BAD_GROUPS
-    assert scene.run.fleet.admit("w0") == 0
+    assert scene.run.fleet.unbar("w0") == BAD_GROUPS
+    assert scene.run.fleet.unbar("w0") == 0
     assert scene.claim(1)
     scene.check()
 
@@ -155,7 +155,7 @@ def old_poison_is_forgiven(scene: Scene) -> None:
     bad = scene.take(1, math=2).entries
     scene.run.ledger.quarantine(scene.trainer, 1, bad[0], "bad bytes")
     scene.raw.hset(
-        scene.keys.suspects, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0"
+        scene.keys.bad_submissions, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0"
     )
     scene.run.ledger.quarantine(scene.trainer, 1, bad[1], "bad bytes")
     scene.enqueue(1)

@@ -91,8 +91,8 @@ RUNNING = [
     ),
     Mutation(
         "I11",
-        "include/retries",
-        "  redis.call('SET', keys.dead_letters .. gid, reason)\n",
+        "include/dead_letter",
+        "  redis.call('SET', keys.dead_letters .. gid, letter)\n",
         running.tries_are_used_up_by_failures_only,
         limits=TWO_TRIES,
     ),
@@ -104,14 +104,14 @@ RUNNING = [
     ),
     Mutation(
         "I11",
-        "include/grace",
+        "include/clock",
         "if now < last or now - last > lease_ms / 2 then",
         running.nobody_loses_a_lease_to_an_outage,
         new="if now < last then",
     ),
     Mutation(
         "I11",
-        "include/grace",
+        "include/clock",
         "if now < last or now - last > lease_ms / 2 then",
         running.nobody_loses_a_lease_to_an_outage,
         new="if now - last > lease_ms / 2 then",
@@ -151,7 +151,7 @@ RUNNING = [
     Mutation(
         "I12",
         "enqueue",
-        "if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledger)) then",
+        "if is_full(bytes, byte_limit) and (waiting > 0 or is_refused(bytes, byte_limit, leases, ledger)) then",
         running.nothing_fresh_starts_above_the_low_mark,
         new="if false then",
     ),

@@ -112,7 +112,7 @@ def test_fsck_finds_a_lost_lease(busy: Scene) -> None:
 def test_fsck_finds_a_digest_that_does_not_fit_and_the_next_heartbeat_corrects_it(
     busy: Scene,
 ) -> None:
-    busy.raw.hincrby(busy.keys.holds("w0"), "digest", 1)
+    busy.raw.hincrby(busy.keys.leased("w0"), "digest", 1)
     assert audit(busy).faults == ["the digest of what w0 holds does not fit"]
     busy.take_back()
     busy.check()
@@ -173,7 +173,7 @@ def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
 
 
 def test_fsck_finds_a_waiting_group_that_also_runs(busy: Scene) -> None:
-    busy.raw.hset(busy.keys.holds("w0"), WAITING, "t")
+    busy.raw.hset(busy.keys.leased("w0"), WAITING, "t")
     busy.raw.hset(busy.keys.group(WAITING), mapping={"owner": "w0", "token": "t"})
     assert audit(busy).doubled == [f"{WAITING} (waiting, running)"]
 

@@ -45,10 +45,10 @@ def every_key(keys: Keys) -> dict[str, str]:
         "dead:<gid>": keys.dead_letter("math-0000000001"),
         "workers": keys.workers,
         "worker:<id>": keys.worker("w0"),
-        "holds:<id>": keys.holds("w0"),
+        "leased:<id>": keys.leased("w0"),
         "events": keys.events,
         "unpinned": keys.unpinned,
-        "suspects": keys.suspects,
+        "bad_submissions": keys.bad_submissions,
         "audits": keys.audits,
     }
 

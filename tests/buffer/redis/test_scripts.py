@@ -262,7 +262,7 @@ def test_every_refusal_is_known_to_its_caller(name: str) -> None:
 def reads_of_payloads(source: str) -> set[str]:
     """Commands of a script that read a payload, or read without a bound."""
     # what one worker holds is bounded by its capacity
-    commands = set(re.findall(r"call\('(\w+)'(?!, holds\))", re.sub(r"--.*", "", source)))
+    commands = set(re.findall(r"call\('(\w+)'(?!, leased\))", re.sub(r"--.*", "", source)))
     return commands & {
         "GET",
         "MGET",
@@ -292,7 +292,7 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
     shebang = BODIES[name].partition("\n")[0]
     if name in {"claim", "create_run", "enqueue", "put", "reissue", "requeue", "update"}:
         assert shebang == "#!lua"
-    elif name in {"check", "check_holds", "counts", "peek", "silent", "totals"}:
+    elif name in {"check", "check_leased", "counts", "peek", "silent", "totals"}:
         assert shebang == "#!lua flags=no-writes"
         assert not re.search(WRITES, code_of(name))
     else:

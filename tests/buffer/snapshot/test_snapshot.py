@@ -110,7 +110,7 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(
         before.pop(f"group:{gid}"), after.pop(f"group:{gid}")
     for name in (
         "leases",
-        "holds:w0",
+        "leased:w0",
         "workers",
         "worker:w0",
         "garbage",

@@ -201,7 +201,7 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(
     with pytest.raises(TimeoutError, match="math 0 of 2"):
         consumer.take_batch(1, {"math": 2}, deadline_s=0.2)
     assert len(run.dead_letters) == 12
-    assert run.fleet.admit("w0") == 12
+    assert run.fleet.unbar("w0") == 12
     with at_work(run, math=12):
         batch = consumer.take_batch(1, {"math": 2}, deadline_s=400.0)
         assert len(batch.groups) == 2

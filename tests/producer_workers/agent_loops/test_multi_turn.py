@@ -287,10 +287,7 @@ def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
 def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
     name: str, chat: Any
 ) -> None:
-    """Test the templates that TRL ships.
-
-    Some write a turn differently while it is the last, and Qwen 3 drops its thought.
-    """
+    """Some write a turn differently while it is the last, and Qwen 3 drops its thought."""
     pytest.importorskip("trl")
     chat.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
     chat.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(
@@ -308,20 +305,21 @@ def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
     assert "more" in chat.decode(ChatDelta(chat, ends, keep_turns=True).tokens(more))
 
 
-def test_delta_refuses_a_template_that_loses_what_is_said(tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace("raise_exception(", "(").replace(
-        "{{ m.content", "{{ '' if m.role == 'tool' else m.content"
+@pytest.mark.parametrize(
+    ("template", "role", "reason"),
+    [
+        ("{% if m.role != 'tool' %}{{ m.content }}{% endif %}", "tool", "drops messages of tool"),
+        ("{{ loop.length }}{{ m.content }}", "user", "rewrites an earlier turn"),
+    ],
+)
+def test_delta_refuses_a_template_that_loses_or_rewrites_turns(
+    chat: Any, template: str, role: str, reason: str
+) -> None:
+    chat.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}" + template + "<|im_end|>{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="drops messages of tool"):
-        ChatDelta(tokenizer, [tokenizer.eos_token_id]).tokens([{"role": "tool", "content": "5"}])
-
-
-def test_delta_refuses_a_template_that_rewrites_earlier_turns(tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ConfigError, match="rewrites an earlier turn"):
-        ChatDelta(tokenizer, [tokenizer.eos_token_id]).tokens([{"role": "user", "content": "more"}])
+    with pytest.raises(ConfigError, match=reason):
+        ChatDelta(chat, [chat.eos_token_id]).tokens([{"role": role, "content": "5"}])
 
 
 def test_schemas_say_what_a_function_takes() -> None:

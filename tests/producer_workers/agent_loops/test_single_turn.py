@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.errors import ConfigError, JudgeError, WireError
+from buffer.errors import ConfigError, WireError
 from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.rollouts.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.agent_loop import load_agent_loop
@@ -317,17 +317,3 @@ def test_load_agent_loop_makes_a_class_of_the_user(
     for spec in ("multi", "loop_of_a_user:LIMIT", "loop_of_a_user:Sync"):
         with pytest.raises(ConfigError, match="agent loop"):
             load_agent_loop(spec, **given)
-
-
-def test_judge_error_of_a_judge_object_is_kept(tokenizer: Any) -> None:
-    class Refuses:
-        name = "refuses"
-
-        async def judge(self, state: RolloutState) -> dict[str, float]:
-            raise JudgeError("judge 'refuses' is down")
-
-    loop = SingleTurnAgentLoop(
-        judge=Refuses(), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id]
-    )
-    (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
-    assert (state.status, state.error) == (Status.FAILED, "judge 'refuses' is down")

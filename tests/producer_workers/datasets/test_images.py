@@ -39,8 +39,7 @@ from producer_workers.datasets.image_records import show_images
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, shown
-from producer_workers.image_reader import collapse, find_runs
-from producer_workers.images import load_image
+from producer_workers.images import collapse, find_runs, load_image
 from producer_workers.producer.sampler import Sampler
 from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (

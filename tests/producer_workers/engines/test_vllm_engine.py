@@ -114,11 +114,7 @@ def test_weights_from_a_trainers_memory_come_while_tokens_flow(
     folders: Folders,
     announced: tuple[TensorServer, Announcement],
 ) -> None:
-    """Load weights from memory while requests run.
-
-    Each token names the weights that made it, and then the engine is as if it had read the file, to
-    the bit.
-    """
+    """Load weights from memory while requests run."""
     assert isinstance(vllm_engine, ReceivesWeights)
     engine = vllm_engine
     greedy = sampling(LONG, temperature=0.0)
@@ -219,10 +215,7 @@ def test_waking_up_leaves_a_paused_engine_paused(
 def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
     vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
 ) -> None:
-    """Run three turns of a real client.
-
-    What is recorded equals a plain forward pass of the same tokens.
-    """
+    """What is recorded equals a plain forward pass of the same tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 

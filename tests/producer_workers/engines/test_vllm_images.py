@@ -27,8 +27,7 @@ from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm.engine import VllmEngine
-from producer_workers.image_reader import ImageReader, ReadImage
-from producer_workers.images import png_of
+from producer_workers.images import ImageReader, ReadImage, png_of
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
@@ -197,11 +196,7 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 def test_new_weights_see_the_images_anew_while_requests_run(
     engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
 ) -> None:
-    """Update weights while requests with images run.
-
-    What an old vision tower made of an image must not be found in any cache; other requests
-    continue.
-    """
+    """Update weights while requests with images run."""
 
     async def scenario() -> tuple[Generation, list[Generation]]:
         engine.images.show(GID, refs)
@@ -296,10 +291,7 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     engine: VllmEngine, run: Run[Any], server: Server, run_name: str, models: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Compute the logprobs in the trainer, with the pixels that payloads refer to.
-
-    It does so before and after an update.
-    """
+    """It does so before and after an update."""
     monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
     for n in range(2):
         # of the size that needs no interpolation: training makes the places of patches differ

@@ -62,10 +62,7 @@ def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
 
 
 def test_a_tied_head_runs_its_new_weights_after_an_update(run: Run[Any], tmp_path: Path) -> None:
-    """Update a model with a tied head.
-
-    The file names no tensor of the head, so only the embeddings show vLLM that it has changed.
-    """
+    """Update a model with a tied head."""
     first, second = (
         write_tiny_model(tmp_path / str(seed), seed=seed, tied=True) for seed in (1, 2)
     )

@@ -120,11 +120,7 @@ def test_weights_that_some_shards_refuse_reach_none(
     monkeypatch: pytest.MonkeyPatch,
     layer: int,
 ) -> None:
-    """Offer weights that only some shards refuse.
-
-    Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers
-    alone.
-    """
+    """Offer weights that only some shards refuse."""
     monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
     torn = tmp_path / "torn"
     shutil.copytree(folders.second, torn)
@@ -192,10 +188,7 @@ def halve(folder: Path, name: str) -> None:
 def test_a_shard_that_hangs_is_noticed_and_leaves_nothing_behind(
     sharded: Engine, run: Run[Any]
 ) -> None:
-    """Stop one shard. It is the last test, since `sharded` is dead afterwards.
-
-    Its shutdown checks that its processes are gone.
-    """
+    """Its shutdown checks that its processes are gone."""
     shard = max(
         (child for child in psutil.Process().children(recursive=True) if holds_weights(child)),
         key=lambda child: int(child.pid),

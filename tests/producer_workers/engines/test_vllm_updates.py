@@ -176,11 +176,7 @@ def test_the_stamp_of_each_token_names_the_weights_that_made_it(
     caplog: pytest.LogCaptureFixture,
     keeps: bool,
 ) -> None:
-    """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do.
-
-    Later ones are, in the mean, closer to those of their own version than to those of the one
-    before it.
-    """
+    """Cleared: all logprobs equal those of the stamped version. Kept: those of the first do."""
     monkeypatch.setattr(vllm_engine, "_keeps_cache", keeps)
     made = run(sample_through_updates(vllm_engine, history, *states))
     assert "reading the folder" not in caplog.text  # instead of the trainer's memory

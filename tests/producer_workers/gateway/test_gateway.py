@@ -369,10 +369,7 @@ def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(
 
 
 def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> None:
-    """Run more of them than asyncio's own pool has threads (32 at most).
-
-    The worker needs that pool to load weights and submit groups.
-    """
+    """The worker needs that pool to load weights and submit groups."""
     meeting = threading.Barrier(40)
 
     def meet(task: AgentTask) -> float:

@@ -153,6 +153,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (TEXT, {"prompt": ["a", "b"]}, "one prompt at a time"),
         (TEXT, {"prompt": "a", "best_of": 3}, "best_of: "),
         (TEXT, {"prompt": "a", "echo": True}, "echo: "),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix: "),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
@@ -165,11 +166,8 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
         assert (status, engine.said) == (400, [])
         assert said in error["message"]
         assert len(error["message"]) < 5000, "not every fault of a request that has a million"
-        assert (
-            await desk.ask(
-                {"messages": USER, "n": None, "stream": None, "tools": [], "top_logprobs": 0}
-            )
-        )[0] == 200
+        empty: dict[str, Any] = {"n": None, "stream": None, "tools": [], "top_logprobs": 0}
+        assert (await desk.ask({"messages": USER, **empty}))[0] == 200
 
     assert len(at_desk(chat, engine, scene).segments) == 1
 
@@ -319,11 +317,7 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
 
 
 def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open contexts up to the limit.
-
-    Each is a rollout of its own: an agent of ten thousand small questions would fill the server's
-    memory.
-    """
+    """Open contexts up to the limit."""
     monkeypatch.setattr(session, "MOST_SEGMENTS", 3)
 
     async def scene(desk: Desk) -> None:
@@ -390,11 +384,7 @@ PLANS = st.tuples(
 def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(
     total: int, plans: list[Plan]
 ) -> None:
-    """Run plans of requests in any order.
-
-    A plan is what a request wants, uses, how many steps it takes, and whether it is cancelled in
-    the middle.
-    """
+    """Run plans of requests in any order."""
     running: dict[int, int] = {}
     sampled = 0
 

@@ -188,11 +188,3 @@ def test_the_key_of_a_session_is_in_no_command_line() -> None:
     with pytest.raises(ConfigError) as refused:
         ProgramAgent(["agent", "--key={api_key}"], 1.0)
     assert "OPENAI_API_KEY" in str(refused.value.hint)
-
-
-def test_an_empty_suffix_means_nothing(chat: Any) -> None:
-    async def scene(desk: Desk) -> None:
-        assert (await desk.ask({"prompt": "a", "suffix": ""}, "completions"))[0] == 200
-        assert (await desk.ask({"prompt": "a", "suffix": "b"}, "completions"))[0] == 400
-
-    at_desk(chat, Recorder(chat), scene)

@@ -189,8 +189,8 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
         plain("DEL", keys.batch("train", 1)),
         plain("HSET", keys.meta, "max_tries", "0"),
         plain("HSET", keys.cursors, "math", "0"),
-        plain("HDEL", keys.suspects, "w0"),
-        lambda run: run.fleet.admit("w0"),
+        plain("HDEL", keys.bad_submissions, "w0"),
+        lambda run: run.fleet.unbar("w0"),
         lambda run: run.jobs.enqueue(
             scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99
         ),

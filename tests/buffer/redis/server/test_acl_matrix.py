@@ -42,14 +42,14 @@ WRITES = {
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "snapshot_lock": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
-    "worker:<id>": ALL, "suspects": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "holds:<id>": ALL,
+    "worker:<id>": ALL, "bad_submissions": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
 }  # fmt: skip
 """Roles that may write a kind of key."""
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "forgive", "halt", "heartbeat", "put", "reap", "receipt", "reconcile",
+        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "resume_task", "halt", "heartbeat", "put", "reap", "receipt", "reconcile",
          "refresh", "register", "reissue", "release", "reorder", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
@@ -57,14 +57,14 @@ CHANGES = {
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("admit", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
+        ("unbar_worker", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write
 its keys anyway.
 """
 
-READS = {"check", "check_holds", "counts", "pass_over", "peek", "silent", "sync", "totals"}
+READS = {"check", "check_leased", "counts", "pass_over", "peek", "silent", "sync", "totals"}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
 
 STOPPED_LATE = {

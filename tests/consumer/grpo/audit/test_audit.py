@@ -134,7 +134,7 @@ def test_a_worker_is_admitted_and_barred_again(yard: Yard) -> None:
         yard.nonces.clear()
         assert yard.claim("w1") == []
         assert list(yard.run.audits.read().failed) == ["w1"]
-        assert yard.run.fleet.admit("w1") == BATCH
+        assert yard.run.fleet.unbar("w1") == BATCH
         assert yard.run.audits.read().failed == {}
     # another name is another worker: only a key or an ACL proves who it is
     for _ in range(BATCH):

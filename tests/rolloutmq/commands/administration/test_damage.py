@@ -65,7 +65,7 @@ OF_A_MOVE = {
     ("meta", "tasks junk"),
     ("pool", "member junk"),
     ("progress", "consumed junk"),
-    ("suspects", "w0 junk"),
+    ("bad_submissions", "w0 junk"),
 }
 """Changed fields that the processes read; the others are the same to them, or only counted."""
 

@@ -1,7 +1,7 @@
--- leave_by_hand: take a group out of a pool or out of the dead letters.
+-- remove_dead_or_pooled: take a group out of a pool or out of the dead letters.
 
 -- Take a dead or pooled group out of its place, and return that place (dead, or the status of the pool).
-local function leave_by_hand(keys, gid, stage, status, arrival)
+local function remove_dead_or_pooled(keys, gid, stage, status, arrival)
   if stage == 'dead' then
     redis.call('ZREM', keys.dead, gid)
     redis.call('UNLINK', keys.dead_letters .. gid)

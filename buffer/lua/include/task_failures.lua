@@ -1,10 +1,10 @@
--- brakes: count_cause, note_failure and stop_task, which end a task of which every try fails (I11).
--- include: bells, clock, events, numbers
+-- task_failures: count_cause, note_failure and stop_task, which end a task of which every try fails (I11).
+-- include: clock, events, numbers, wake_ups
 
--- Start no more groups of a task until `forgive`: enqueue, reissue and claim refuse it from now on.
+-- Start no more groups of a task until `resume_task`: enqueue, reissue and claim refuse it from now on.
 local function stop_task(progress, task, reason, bell_trainer, events)
   redis.call('HSET', progress, 'stopped', reason)
-  ring(bell_trainer, 1)
+  wake(bell_trainer, 1)
   log_event(events, 'stopped', 'task', task, 'reason', string.sub(reason, 1, 100))
 end
 

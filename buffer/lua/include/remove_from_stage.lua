@@ -1,10 +1,10 @@
--- leave: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
--- include: holds, leave_by_hand
+-- remove_from_stage: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
+-- include: leased, remove_dead_or_pooled
 
 -- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
 -- retry_keys.
 local function task_keys(under, task)
-  local keys = {groups = under.groups, leases = under.leases, holders = under.holders, dead = under.dead,
+  local keys = {groups = under.groups, leases = under.leases, leased_by = under.leased_by, dead = under.dead,
     dead_letters = under.dead_letters, jobs = {}, progress = under.accounts .. task,
     order_index = under.orders .. task .. ':completed', age_index = under.ages .. task}
   for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
@@ -21,7 +21,7 @@ local function task_keys(under, task)
   return keys
 end
 
--- The fields of a record that `leave` needs, and the key of its payload.
+-- The fields of a record that `remove_from_stage` needs, and the key of its payload.
 local function held_fields(record)
   local names = {'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
     'prompt'}
@@ -31,9 +31,9 @@ local function held_fields(record)
 end
 
 -- Take a group out of its place, which is no batch, and return that place. Its token becomes invalid (I2).
-local function leave(keys, gid, held)
+local function remove_from_stage(keys, gid, held)
   if held.stage == 'running' then
-    let_go(keys.leases, keys.holders .. held.owner, held.owner, gid, held.token)
+    let_go(keys.leases, keys.leased_by .. held.owner, held.owner, gid, held.token)
     redis.call('ZREM', keys.age_index, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
@@ -44,5 +44,5 @@ local function leave(keys, gid, held)
     redis.call('ZREM', keys.age_index, gid)
     return held.stage
   end
-  return leave_by_hand(keys, gid, held.stage, held.status, held.arrival)
+  return remove_dead_or_pooled(keys, gid, held.stage, held.status, held.arrival)
 end

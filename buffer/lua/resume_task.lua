@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- forgive: let a stopped task start groups again, after its cause was fixed.
--- include: bells, cursors, events, numbers
+-- resume_task: let a stopped task start groups again, after its cause was fixed.
+-- include: cursors, events, numbers, wake_ups
 -- KEYS progress      HASH*    of the task
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
@@ -18,7 +18,7 @@ if failures > 0 or counts[3] == 'broken' or counts[4] then
   if counts[5] then
     redis.call('HSET', progress, 'draws_to', int(next_draw(cursors, task) + 2 * (num(counts[6]) - num(counts[7]))))
   end
-  ring(bell_producer, 1)
-  log_event(events, 'forgiven', 'task', task, 'failures', int(failures))
+  wake(bell_producer, 1)
+  log_event(events, 'task_resumed', 'task', task, 'failures', int(failures))
 end
 return {'OK'}

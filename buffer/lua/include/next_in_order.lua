@@ -1,9 +1,9 @@
--- ready: next_ready and take_out, for groups that are taken in the order of the run's policy.
+-- next_in_order: next_in_order and remove_taken, for groups that are taken in the order of the run's policy.
 
 -- Return the next groups of a pool in the order of the run's policy, none older than the cut (I8); or an obstacle:
 -- 'unordered' (the index lacks ready groups), 'blocked' (too many groups in it are too old). To peek, an index that no
 -- take has settled yet is good enough.
-local function next_ready(policy, pool, order, progress, cut, count, glance)
+local function next_in_order(policy, pool, order, progress, cut, count, glance)
   if policy == 'staleness' then return redis.call('ZRANGEBYSCORE', pool, cut, '+inf', 'LIMIT', 0, count) end
   if policy == 'freshest' then return redis.call('ZREVRANGEBYSCORE', pool, '+inf', cut, 'LIMIT', 0, count) end
   local by = redis.call('HGET', progress, 'order_by')
@@ -26,7 +26,7 @@ local function next_ready(policy, pool, order, progress, cut, count, glance)
 end
 
 -- Remove taken groups from the pool and its index; the clock of length_fair advances to the last one.
-local function take_out(pool, order, progress, members)
+local function remove_taken(pool, order, progress, members)
   if #members == 0 then return end
   if redis.call('ZCARD', order) > 0 then
     local round = tonumber(redis.call('ZSCORE', order, members[#members]) or '') or 0

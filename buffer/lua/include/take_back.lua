@@ -1,5 +1,5 @@
--- lost: found_group and lose, for groups that a worker held and loses (I1, I2, I11).
--- include: bells, events, holds, numbers, retries
+-- take_back: found_group and take_back, for groups that a worker held and loses (I1, I2, I11).
+-- include: dead_letter, events, leased, numbers, retries, wake_ups
 
 -- Return a held group with the keys of its task; `under`: the prefixes. All keys are read: a wrong type stops the script
 -- here, before it writes anything. A group without its record has no keys (fsck reports it).
@@ -12,21 +12,21 @@ local function found_group(under, worker, gid, token)
 end
 
 -- Take groups from their workers: a try is used up. Return how many wait again, and how many are dead letters now.
-local function lose(under, found, max_tries, reason)
-  local waiting, buried = 0, 0
+local function take_back(under, found, max_tries, reason)
+  local waiting, died = 0, 0
   for _, one in ipairs(found) do
-    let_go(under.leases, under.holders .. one.worker, one.worker, one.gid, one.token)
+    let_go(under.leases, under.leased_by .. one.worker, one.worker, one.gid, one.token)
     if one.keys then
       redis.call('HINCRBY', one.keys.progress, 'running', -1)
       redis.call('HINCRBY', one.keys.progress, 'leases_lost', 1)
-      local letter = '{"reason":"' .. reason .. '","worker":"' .. one.worker .. '"}'
-      local place = retry_or_bury(one.keys, one.gid, max_tries, letter)
+      local letter = letter_of('"' .. reason .. '"', one.worker)
+      local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)
       log_event(under.events, 'reaped', 'gid', one.gid, 'worker', one.worker, 'place', place)
-      if place == 'dead' then buried = buried + 1 else waiting = waiting + 1 end
+      if place == 'dead' then died = died + 1 else waiting = waiting + 1 end
     end
   end
-  if waiting > 0 then ring(under.bell_workers, waiting) end
+  if waiting > 0 then wake(under.bell_workers, waiting) end
   -- a dead letter makes room for another group
-  if buried > 0 then ring(under.bell_producer, 1) end
-  return waiting, buried
+  if died > 0 then wake(under.bell_producer, 1) end
+  return waiting, died
 end
