@@ -136,10 +136,6 @@ docs: setup ## the docs site, into build/site, with broken links as errors
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements/docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file docs/mkdocs.yml
 
-.PHONY: reference
-reference: setup ## rewrite the reference pages of docs/pages from the code
-	@$(PY) -m docs.reference
-
 lint: setup ## ruff: rules and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 

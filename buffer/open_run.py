@@ -14,7 +14,7 @@ from buffer.config.run_settings import RedisSection, RunSection
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.redis.connection_errors import describe_connection_error
-from buffer.redis.server.check import Finding, fsync_policy, require_all_safe
+from buffer.redis.server.check import ServerFinding, fsync_policy, require_all_safe
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -60,7 +60,7 @@ def open_store(config: ServerConfig, url: str, *, name: str, patient: bool = Fal
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
     store.allow_unsafe = config.redis.allow_unsafe
 
-    def check() -> list[Finding]:
+    def check() -> list[ServerFinding]:
         try:
             store.waits_for_disk = can_wait_for_disk(store)
             return require_all_safe(store.servers, config.redis.allow_unsafe)

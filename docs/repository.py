@@ -1,6 +1,4 @@
-"""Serve the repository's Markdown files as pages at their own paths: a hook of MkDocs.
-
-So each fact is written once.
+"""Serve the repository's Markdown files at their own paths, and reference pages: a hook of MkDocs.
 
 Links between them hold on the site as they do in the repository, and `mkdocs build --strict` checks
 them there.
@@ -12,6 +10,8 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+from docs.reference import REFERENCES
 
 PAGES = (
     "*.md",
@@ -41,5 +41,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         [
             *theme,
             *(File(str(p.relative_to(root)), str(root), config.site_dir, False) for p in found),
+            *(File.generated(config, path, content=page()) for path, page in REFERENCES.items()),
         ]
     )

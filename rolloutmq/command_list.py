@@ -106,6 +106,6 @@ def open_command(name: str) -> Any:
     """Import a command, and return it as typer's object."""
     import_module(command_places()[name].module)
     function, epilog = _FUNCTIONS[name]
-    app = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
     app.command(name, epilog=epilog)(function)
     return get_command(app)

@@ -20,14 +20,7 @@ Count = Annotated[int, Field(le=1_000_000_000)]
 class Section(BaseModel):
     """A section that cannot be changed, refuses unknown keys and checks its defaults, too.
 
-    The string under a field is its meaning in `docs/pages/config_reference.md` and in the JSON
-    schema.
-
-    Usage:
-
-        class LaunchSection(Section):
-            workers: int = Field(2, ge=1)
-            \"""number of rollout workers\"""
+    The string under a field is its meaning on the page of all keys and in the JSON schema.
     """
 
     model_config = ConfigDict(
@@ -39,7 +32,7 @@ class Section(BaseModel):
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield what the keys of this section demand of each other and do not get."""
+        """Yield violations of rules between keys of this section."""
         yield from ()
 
     def public(self) -> dict[str, Any]:
@@ -56,7 +49,7 @@ class Section(BaseModel):
 
 
 def refuse_all(problems: Iterable[str]) -> None:
-    """Raise one ValidationError that contains all problems; nothing where there is none."""
+    """Raise one ValidationError that contains all problems; nothing for no problems."""
     details = [
         InitErrorDetails(type=PydanticCustomError("problem", "{what}", {"what": problem}), input={})
         for problem in problems

@@ -2,7 +2,7 @@
 
 A new key is a row of `TABLE`, an attribute or method of `Keys`, and, if it is not an attribute,
 an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
-`make reference` adds it to docs/pages/key_reference.md.
+`make docs` adds it to the page of all keys.
 """
 
 from __future__ import annotations

@@ -53,12 +53,7 @@ def _changed(section: Section, *keys: str) -> list[str]:
 
 
 class LossConfig(Section):
-    """[learner.loss]: the clipped policy-gradient loss.
-
-    Usage:
-
-        LossConfig(objective="gspo", clip_low=3e-4, clip_high=4e-4)
-    """
+    """[learner.loss]: the clipped policy-gradient loss."""
 
     objective: Objective = "ppo"
     """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
@@ -128,12 +123,7 @@ class LossConfig(Section):
 
 
 class LoraConfig(Section):
-    """[learner.lora]: train, save and publish a LoRA adapter; the model's own weights are frozen.
-
-    Usage:
-
-        LoraConfig(rank=16, alpha=32)
-    """
+    """[learner.lora]: train and publish a LoRA adapter; the model's own weights are frozen."""
 
     rank: int = Field(16, ge=1, le=256)
     """rank of each pair of matrices; at most [engine] max_lora_rank"""
@@ -146,12 +136,7 @@ class LoraConfig(Section):
 
 
 class ShardingConfig(Section):
-    """[learner.sharding]: how several ranks share the models (FSDP2); one rank ignores it.
-
-    Usage:
-
-        ShardingConfig(reshard_after_forward=False)
-    """
+    """[learner.sharding]: how several ranks share the models (FSDP2); one rank ignores it."""
 
     reshard_after_forward: bool = True
     """free the gathered weights of a layer after its forward pass, and gather them again for the
@@ -168,12 +153,7 @@ class ShardingConfig(Section):
 
 
 class LearnerConfig(Section):
-    """[learner]: optimizer, schedule and batch layout.
-
-    Usage:
-
-        LearnerConfig(learning_rate=1e-6, loss=LossConfig(kl_coef=0.001))
-    """
+    """[learner]: optimizer, schedule and batch layout."""
 
     optimizer: OptimizerKind = "adamw"
     """adamw: float32 moments. adamw_8bit: moments in 8 bits, 6 bytes per parameter less (`pip
@@ -278,10 +258,6 @@ class CriticConfig(Section):
     """[critic]: the value model; used only with [trainer] advantages = gae.
 
     Its kind of optimizer, precision and gradient checkpointing are those of [learner].
-
-    Usage:
-
-        CriticConfig(learning_rate=1e-5, lam=0.95)
     """
 
     learning_rate: float = Field(1e-5, gt=0, le=10)

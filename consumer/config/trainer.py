@@ -12,12 +12,7 @@ from consumer.config.learner import AdvantageEstimator
 
 
 class TrainerSection(Section):
-    """[trainer]: the loop around the learner.
-
-    Usage:
-
-        TrainerSection(advantages="rloo", checkpoint_every_steps=10)
-    """
+    """[trainer]: the loop around the learner."""
 
     loop: DottedPath | None = None
     """a trainer of yours as package.module:function, as those in examples/; default: the reference
@@ -80,10 +75,6 @@ class EvaluationSection(Section):
     """[evaluation]: when the weights are evaluated on every task with `eval_of`.
 
     The first and the last weights always are.
-
-    Usage:
-
-        EvaluationSection(every_steps=20, flow="background")
     """
 
     every_steps: Count | None = Field(None, ge=1)
@@ -102,12 +93,7 @@ class EvaluationSection(Section):
 
 
 class AuditSection(Section):
-    """[audit]: which groups `rolloutmq audit` computes again, and which difference bars a worker.
-
-    Usage:
-
-        AuditSection(share=1.0)
-    """
+    """[audit]: which groups `rolloutmq audit` computes again, and what bars a worker."""
 
     share: float = Field(0.01, gt=0, le=1)
     """share of the groups of each train batch whose log-probabilities are computed again"""

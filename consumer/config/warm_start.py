@@ -10,12 +10,7 @@ from buffer.config.section import Count, Section
 
 
 class TinyModelConfig(Section):
-    """[tiny_model]: the architecture of the model that is built locally.
-
-    Usage:
-
-        TinyModelConfig(hidden=128, layers=2)
-    """
+    """[tiny_model]: the architecture of the model that is built locally."""
 
     hidden: int = Field(128, ge=32, le=65_536)
     """width of the residual stream"""
@@ -52,12 +47,7 @@ class TinyModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """[warm_start]: supervised training of that model before GRPO.
-
-    Usage:
-
-        WarmStartConfig(max_steps=500, stop_accuracy=0.3)
-    """
+    """[warm_start]: supervised training of that model before GRPO."""
 
     max_steps: Count = Field(2000, ge=1)
     """stop after this many steps even if the accuracy is lower"""

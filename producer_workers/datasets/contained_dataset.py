@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.model.dotted_path import load_object
-from producer_workers.config.dataset import DatasetSection, PythonDataset
+from producer_workers.config.dataset import DatasetSection
 from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border
@@ -186,9 +186,6 @@ def source_of_code(section: DatasetSection) -> str | None:
 
     None where there is none, or it is declared to run inline. Raises ConfigError.
     """
-    factory = section.factory if isinstance(section, PythonDataset) else None
-    record = getattr(section, "record", None)
-    kinds = {"data set": factory, "record function": record}
-    named = {spec: load_object(spec, kind=kind) for kind, spec in kinds.items() if spec}
+    named = {spec: load_object(spec, kind=kind) for kind, spec in section.code.items()}
     unsafe = [spec for spec, function in named.items() if not is_marked_inline(function)]
     return unsafe[0] if unsafe else None

@@ -11,13 +11,12 @@ from buffer.model.dotted_path import load_object
 from buffer.model.extras import install_command
 from producer_workers.config.dataset import (
     DatasetSection,
-    HuggingFaceDataset,
-    ParquetDataset,
-    PythonDataset,
-    ReasoningGymDataset,
-)
-from producer_workers.config.dataset import (
-    JsonlDataset as JsonlSection,
+    HuggingFaceSection,
+    JsonlSection,
+    ParquetSection,
+    PythonSection,
+    ReasoningGymSection,
+    RecordsSection,
 )
 from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
@@ -39,7 +38,8 @@ def open_dataset(
     themselves. One that a user's code reads is opened in a process of its own. Raises ConfigError,
     DatasetError.
     """
-    if isinstance(section, ReasoningGymDataset) or not (source := source_of_code(section)):
+    source = source_of_code(section)
+    if source is None or not isinstance(section, RecordsSection):
         return open_here(section, problems_dir, split, seed=seed)
     options = {"problems_dir": str(problems_dir), "split": split, "seed": seed}
     return ContainedDataset(section, source, section.row_timeout_s, options)
@@ -49,39 +49,46 @@ def open_here(
     section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
 ) -> Dataset:
     """Open the same data set in this process."""
-    if isinstance(section, ReasoningGymDataset):
-        return _generated(section, problems_dir, split)
+    read = load_object(section.reader, kind="data set")
+    opened: Dataset = read(section, problems_dir, split, seed)
+    return opened
+
+
+# -- the readers of the kinds ---------------------------------------------------------------------
+
+
+def open_jsonl(section: JsonlSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
+    """Open a file of JSON lines."""
+    return JsonlDataset(section.path, _with_images(section))
+
+
+def open_parquet(section: ParquetSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
+    """Open a file or folder of Parquet."""
+    rows = ParquetRows(section.path)
+    return RecordsDataset(rows, str(section.path), _with_images(section), rows.name_row)
+
+
+def open_hugging_face(
+    section: HuggingFaceSection, _folder: Path, _split: str | None, _seed: int
+) -> Dataset:
+    """Open a data set of `datasets`."""
     to_problem = _with_images(section)
-    match section:
-        case ParquetDataset():
-            rows = ParquetRows(section.path)
-            return RecordsDataset(rows, str(section.path), to_problem, rows.name_row)
-        case HuggingFaceDataset():
-            return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
-        case PythonDataset():
-            made = _make(section)
-            if _is_numbered(made):
-                return RecordsDataset(made, section.factory, to_problem)
-            return StreamDataset(made, section.factory, to_problem, seed=seed, rows=section.rows)
-    return JsonlDataset(section.path, to_problem)
+    return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
 
 
-def _with_images(
-    section: JsonlSection | ParquetDataset | HuggingFaceDataset | PythonDataset,
-) -> ToProblem:
-    to_problem = load_to_problem(section.record, section.fields)
-    if section.images is None:
-        return without_images(to_problem)
-    path = Path() if isinstance(section, PythonDataset) else _folder(section)
-    return ImageRecords(to_problem, section.images, path if path.is_dir() else path.parent)
+def open_python(section: PythonSection, _folder: Path, _split: str | None, seed: int) -> Dataset:
+    """Open an object of the user's: numbered rows, or a stream."""
+    to_problem = _with_images(section)
+    made = _make(section)
+    if _is_numbered(made):
+        return RecordsDataset(made, section.factory, to_problem)
+    return StreamDataset(made, section.factory, to_problem, seed=seed, rows=section.rows)
 
 
-def _folder(section: JsonlSection | ParquetDataset | HuggingFaceDataset) -> Path:
-    repository = section.repository if isinstance(section, HuggingFaceDataset) else None
-    return repository.folder() if repository else section.path
-
-
-def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | None) -> Dataset:
+def open_generated(
+    section: ReasoningGymSection, problems_dir: Path, split: str | None, _seed: int
+) -> Dataset:
+    """Open problems of reasoning-gym, and write them where there are none yet."""
     if split not in (None, HELD_OUT):
         raise ConfigError(f"there is no split {split!r}", hint=f"{HELD_OUT}, or none for training")
     if split == HELD_OUT and not section.held_out_size:
@@ -92,14 +99,30 @@ def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | No
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
 
 
-def _read_by_datasets(section: HuggingFaceDataset) -> Any:
+def _with_images(section: RecordsSection) -> ToProblem:
+    to_problem = load_to_problem(section.record, section.fields)
+    if section.images is None:
+        return without_images(to_problem)
+    folder = _folder_of(section)
+    root = folder if folder.is_dir() else folder.parent
+    return ImageRecords(to_problem, section.images, root)
+
+
+def _folder_of(section: RecordsSection) -> Path:
+    """Return the file or folder of the rows on this machine; `.` for rows that are made."""
+    if section.repository:
+        return section.repository.folder()
+    return section.files or Path()
+
+
+def _read_by_datasets(section: HuggingFaceSection) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
             "kind = hugging_face needs `datasets`", hint=install_command("datasets")
         ) from error
-    folder = str(_folder(section))
+    folder = str(_folder_of(section))
     found: Any
     try:
         if section.repository:
@@ -128,7 +151,7 @@ def _is_numbered(made: Any) -> bool:
     return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not only_iterates
 
 
-def _make(section: PythonDataset) -> Any:
+def _make(section: PythonSection) -> Any:
     factory = load_object(section.factory, kind="data set")
     try:
         made = factory(**section.options)

@@ -16,13 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.errors import ConfigError, HubError, ModelError
 from buffer.model.byte_size import Bytes
 from rolloutmq.check.contained import run_stage
-from rolloutmq.check.finding import SECTIONS, Finding, failure
+from rolloutmq.check.finding import SECTIONS, STAGES, Finding, failure
 from rolloutmq.check.memory import memory_findings
 from rolloutmq.check.pace import PROMPT, time_findings
 from rolloutmq.check.report import show
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
-from rolloutmq.check.unit import STAGES
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config

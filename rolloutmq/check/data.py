@@ -20,10 +20,9 @@ from producer_workers.config.task import NO_JUDGE, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import Sampler, TooLong
-from rolloutmq.check.finding import Finding, absent, failure
+from rolloutmq.check.finding import Finding, Unit, absent, failure
 from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
-from rolloutmq.check.unit import Unit
 from rolloutmq.config.config import Config
 
 ROWS = 64

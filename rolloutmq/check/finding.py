@@ -1,12 +1,15 @@
-"""Define a finding of the check, and the sections of its report."""
+"""What the check finds, and its units: parts that may run code of the user and never return."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 from buffer.errors import RolloutMQError
 from producer_workers.hub import Repository
+from rolloutmq.config.config import Config
 
 Level = Literal["ok", "warning", "error"]
 
@@ -55,3 +58,36 @@ def failure(section: str, error: BaseException, what: str = "") -> Finding:
     if isinstance(error, RolloutMQError):
         return Finding(section, "error", before + error.message, error.command_hint)
     return Finding(section, "error", f"{before}{type(error).__name__}: {error}")
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+STAGES = ("functions", "model", "data")
+"""Modules beside this one; their `units(config)` run in a process for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of the check; `what` is the part of the config that it checks."""
+
+    section: str
+    what: str
+    run: Callable[[], Iterator[Finding]]
+    """may raise anything"""
+    waits_s: float = 0.0
+    """seconds that it may wait for code of the user which has a limit of its own"""
+
+
+def findings_of(unit: Unit) -> Iterator[Finding]:
+    """Yield what a unit finds; what it raises is a finding, too."""
+    try:
+        yield from unit.run()
+    except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything
+        yield failure(unit.section, error, unit.what)
+
+
+def units_of(stage: str, config: Config) -> list[Unit]:
+    """Return the units of a stage, the same ones in every process."""
+    # only here, because a stage imports what it needs
+    made: list[Unit] = import_module(f"rolloutmq.check.{stage}").units(config)
+    return made

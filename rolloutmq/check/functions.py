@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from producer_workers.user_functions import NamedFunction
-from rolloutmq.check.finding import Finding
-from rolloutmq.check.unit import Unit
+from buffer.model.dotted_path import check_module
+from producer_workers.user_functions import NamedFunction, named_functions
+from rolloutmq.check.finding import Finding, Unit
 from rolloutmq.config.config import Config
-from rolloutmq.config.functions import all_functions
 
 
 def units(config: Config) -> list[Unit]:
@@ -21,3 +20,12 @@ def units(config: Config) -> list[Unit]:
 def _import(function: NamedFunction) -> Iterator[Finding]:
     function.load()
     yield Finding("functions", "ok", function.key)
+
+
+def all_functions(config: Config) -> list[NamedFunction]:
+    """Return everything of the user's that any process of the run imports, each name once."""
+    found = named_functions(config)
+    if loop := config.trainer.loop:
+        load = partial(check_module, loop, kind="trainer loop")
+        found.insert(0, NamedFunction(f"[trainer] loop = {loop}", load))
+    return found

@@ -12,9 +12,8 @@ from buffer.weights.model_loading import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from producer_workers.hub import model_repository
-from rolloutmq.check.finding import Finding, absent
+from rolloutmq.check.finding import Finding, Unit, absent
 from rolloutmq.check.shape import read_shape
-from rolloutmq.check.unit import Unit
 from rolloutmq.config.config import Config
 
 SMALL = {

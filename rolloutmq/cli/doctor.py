@@ -15,7 +15,7 @@ from rich.text import Text
 from buffer.errors import (
     StoreUnsafe,
 )
-from buffer.redis.server.check import Finding, check_all
+from buffer.redis.server.check import ServerFinding, check_all
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.console import console
@@ -89,7 +89,7 @@ def doctor(
         )
 
 
-def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:
+def _show_server(screen: Console, address: Address, findings: list[ServerFinding]) -> None:
     screen.print(Text(f"server {address}", style="bold"))
     for found in findings:
         mark, style = _MARKS[found.level]

@@ -190,7 +190,7 @@ def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = 
     from producer_workers.build import problems_dir
     from producer_workers.datasets.open import open_dataset
     from producer_workers.user_functions import check_functions
-    from rolloutmq.config.functions import all_functions
+    from rolloutmq.check.functions import all_functions
 
     settings = _load(config, overrides)
     if no_data:

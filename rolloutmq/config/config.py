@@ -43,12 +43,7 @@ from rolloutmq.config.warnings import doubts
 
 
 class Config(Section):
-    """Every section of a config file, read and checked as a whole by every process of a run.
-
-    Usage:
-
-        config = load_config(Path("configs/demo.toml"), ["run.name=mine"])
-    """
+    """Every section of a config file, read and checked as a whole by every process of a run."""
 
     run: RunSection
     redis: RedisSection = RedisSection()

@@ -20,7 +20,6 @@ from buffer.config.run_settings import (
 from buffer.rollouts.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
-from producer_workers.config.dataset import ReasoningGymDataset
 from producer_workers.config.engine import EngineConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
@@ -308,15 +307,11 @@ def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> It
 
 def _evaluation_is_one_batch(tasks: TaskSections, evaluation: EvaluationSection) -> Iterator[str]:
     for name, task in tasks.items():
-        dataset = task.dataset
-        if (
-            task.eval_of is None
-            or evaluation.groups
-            or not isinstance(dataset, ReasoningGymDataset)
-        ):
+        if task.eval_of is None or evaluation.groups or not task.dataset.is_generated:
             continue
-        if dataset.held_out_size > MOST_PROBLEMS:
-            yield too_many_problems(name, dataset.held_out_size)
+        size = task.dataset.count_held_out() or 0
+        if size > MOST_PROBLEMS:
+            yield too_many_problems(name, size)
 
 
 def too_many_problems(task: str, problems: int) -> str:

@@ -17,9 +17,6 @@ import orjson
 from buffer.model.origin import Origin, TaskOrigin
 from producer_workers.config.dataset import (
     DatasetSection,
-    HuggingFaceDataset,
-    PythonDataset,
-    ReasoningGymDataset,
 )
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import model_repository
@@ -66,31 +63,23 @@ def origin_of(config: Config, model: Path) -> Origin:
 def _task(task: TaskSection) -> TaskOrigin:
     return TaskOrigin(
         data=_data(task.dataset, task.split),
-        source=_source(task.dataset),
+        source=task.dataset.repository and task.dataset.repository.pin,
         eval_of=task.eval_of,
         shuffle=task.shuffle,
         prompt_repeat_k=task.prompt_repeat_k,
     )
 
 
-def _source(section: DatasetSection) -> str | None:
-    """Return the commit of a data set on the Hub; None for any other, and where it is unknown."""
-    repository = section.repository if isinstance(section, HuggingFaceDataset) else None
-    return repository and repository.pin
-
-
 def _data(section: DatasetSection, split: str | None) -> str | None:
     """Return the fingerprint of a data set, which does not depend on where its files are."""
     settings = section.model_dump(mode="json", exclude={"path", "images"})
-    if isinstance(section, ReasoningGymDataset):
-        return _digest(settings, split)
-    if isinstance(section, PythonDataset):
-        return _digest(settings)
-    if isinstance(section, HuggingFaceDataset) and section.repository:
+    if section.repository:
         # the settings contain the commit
         pin = section.repository.pin
         return pin and _digest(settings, section.repository.id)
-    content = _files(_data_files(section.path))
+    if section.files is None:
+        return _digest(settings, *([split] if section.is_generated else []))
+    content = _files(_data_files(section.files))
     return content and _digest(settings, content)
 
 

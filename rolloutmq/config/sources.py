@@ -14,7 +14,6 @@ import orjson
 
 from buffer.errors import ConfigError
 from buffer.model.origin import Origin
-from producer_workers.config.dataset import HuggingFaceDataset
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config
@@ -53,7 +52,7 @@ def names_any(config: Config) -> bool:
 def _repositories(config: Config) -> Iterator[Repository]:
     sections = [task.dataset for task in config.tasks.values()]
     named = [model_repository(config.policy)]
-    named += [each.repository for each in sections if isinstance(each, HuggingFaceDataset)]
+    named += [section.repository for section in sections]
     yield from (each for each in named if each)
 
 
@@ -68,7 +67,7 @@ def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
 
 def _pin_task(task: TaskSection, pinned: Mapping[Repository, Repository]) -> TaskSection:
     dataset = task.dataset
-    if not isinstance(dataset, HuggingFaceDataset) or dataset.repository is None:
+    if dataset.repository is None:
         return task
     update = {"revision": pinned[dataset.repository].revision}
     return task.model_copy(update={"dataset": dataset.model_copy(update=update)})

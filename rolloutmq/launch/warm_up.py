@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from buffer.errors import ConfigError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
-from producer_workers.config.dataset import ReasoningGymDataset
 from rolloutmq.config.config import Config
 from rolloutmq.console import console as open_console
 
@@ -45,7 +44,7 @@ def make_model(config: Config) -> None:
 def _problems(config: Config) -> list[Problem]:
     found: list[Problem] = []
     for name, task in config.tasks.items():
-        if task.eval_of is None and isinstance(task.dataset, ReasoningGymDataset):
+        if task.eval_of is None and task.dataset.is_generated:
             found += read_problems(_file(config.run.folder, name))
     if not found:
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""The pages of docs/: every block of "your own …" is executed as it stands; files and tests that
-pages name exist.
-"""
+"""The pages of docs/: every block of "your own …" is executed as it stands."""
 
 from __future__ import annotations
 
@@ -103,17 +101,6 @@ def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Pat
     assert "5 passed" in reader.run(
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests
     )
-
-
-@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
-def test_files_and_tests_that_a_page_names_exist(page: str) -> None:
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    for file, test in re.findall(r"`([\w./]+\.\w+)::(\w+)`", text):
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (file, test)
-    for path in re.findall(
-        r"`((?:buffer|producer_workers|consumer|configs|tests|docker|benchmarks)/[\w./]*)`", text
-    ):
-        assert (ROOT / path).exists(), path
 
 
 def test_every_extra_is_explained() -> None:

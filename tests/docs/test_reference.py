@@ -1,4 +1,4 @@
-"""The reference pages of docs/pages are those that the code makes."""
+"""The reference pages that the site makes from the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from buffer.redis.keys import SLOTS
-from docs.reference import PAGES, REFERENCES
+from docs.reference import REFERENCES
 from docs.reference.commands import command_reference
 from docs.reference.keys import key_reference
 from docs.reference.metrics import metric_reference
@@ -16,15 +16,9 @@ from rolloutmq.cli import app
 from rolloutmq.views.run_metrics import FAMILIES
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_committed_page_is_up_to_date(name: str) -> None:
-    committed = (PAGES / name).read_text(encoding="utf-8")
-    assert committed == REFERENCES[name](), f"{name} is stale: run `make reference`"
-
-
 @pytest.mark.parametrize("name", ["command", "config", "metric"])
 def test_every_row_has_a_meaning(name: str) -> None:
-    page = REFERENCES[f"{name}_reference.md"]()
+    page = REFERENCES[f"docs/pages/{name}_reference.md"]()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert rows
     assert [row for row in rows if row.endswith("|  |")] == []

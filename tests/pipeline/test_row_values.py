@@ -31,8 +31,7 @@ from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from rolloutmq.check import data as check_data
-from rolloutmq.check.finding import Finding
-from rolloutmq.check.unit import findings_of, units_of
+from rolloutmq.check.finding import Finding, findings_of, units_of
 from rolloutmq.config.load import inspect_config
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3 import modeling_qwen3
 from rolloutmq import rehearse
 from rolloutmq.config.load import inspect_config
-from rolloutmq.check.unit import STAGES, findings_of, units_of
+from rolloutmq.check.finding import STAGES, findings_of, units_of
 
 
 def check():

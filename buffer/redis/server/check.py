@@ -34,7 +34,7 @@ EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ServerFinding:
     """One checked property: what it is, why it matters, and how to fix it ("" if it is fine)."""
 
     level: Level
@@ -47,7 +47,7 @@ class Finding:
         return f"{finding}. {self.fix}" if self.fix else finding
 
 
-def check_all(servers: Servers) -> list[Finding]:
+def check_all(servers: Servers) -> list[ServerFinding]:
     """Return all findings, as `rolloutmq doctor` shows them; in a cluster, each names its node."""
     masters = servers.masters()
     if len(masters) == 1:
@@ -58,7 +58,7 @@ def check_all(servers: Servers) -> list[Finding]:
     return [replace(finding, what=f"{node}: {finding.what}") for node, finding in found]
 
 
-def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Finding]:
+def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[ServerFinding]:
     """Run `require_safe` on every server that holds keys, and return each warning once."""
     found = [
         finding for _, client in servers.masters() for finding in require_safe(client, allow_unsafe)
@@ -66,7 +66,7 @@ def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Findi
     return list(dict.fromkeys(found))
 
 
-def check_server(client: redis.Redis) -> list[Finding]:
+def check_server(client: redis.Redis) -> list[ServerFinding]:
     """Return the findings about one server. Raises redis.RedisError."""
     info = _read_info(client)
     if info is None:
@@ -93,7 +93,7 @@ def read_memory(servers: Servers) -> dict[str, ServerMemory]:
     return {url: ServerMemory.of(info) for url, info in infos.items() if info is not None}
 
 
-def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Finding]:
+def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[ServerFinding]:
     """Refuse a server that cannot hold a run; return the warnings that are left.
 
     Raises:
@@ -144,7 +144,7 @@ def fsync_policy(client: redis.Redis) -> str | None:
     return policy.decode() if isinstance(policy, bytes) else str(policy)
 
 
-_UNREADABLE = Finding(
+_UNREADABLE = ServerFinding(
     "warning",
     "INFO is forbidden for this user",
     "so the server's settings cannot be checked",
@@ -153,38 +153,38 @@ _UNREADABLE = Finding(
 )
 
 
-def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_usable(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
     yield _check_version(info)
     if info.get("redis_mode") == "sentinel":
-        yield Finding(
+        yield ServerFinding(
             "error",
             "this is a Sentinel",
             "it holds no data",
             f"Use the server it watches, {EMBEDDED_HINT}",
         )
     if info.get("redis_mode") == "memory":
-        yield Finding(
+        yield ServerFinding(
             "error",
             "this is the memory of one process",
             "no other process can connect to it",
             f"Use a server, {EMBEDDED_HINT}",
         )
     if info.get("cluster_state", "ok") != "ok":
-        yield Finding(
+        yield ServerFinding(
             "error",
             "the cluster is down",
             "it does not serve all slots",
             "See redis-cli cluster info",
         )
     if info.get("role") == "slave":
-        yield Finding(
+        yield ServerFinding(
             "error",
             "the server is a replica",
             "it refuses writes",
             f"Use its primary, {info.get('master_host')}:{info.get('master_port')}",
         )
     if info.get("loading"):
-        yield Finding(
+        yield ServerFinding(
             "error",
             "the server is still loading its data",
             "it answers no commands yet",
@@ -201,11 +201,11 @@ def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
     return "Valkey" if is_valkey else "Redis", text, version
 
 
-def _check_version(info: Mapping[str, Any]) -> Finding:
+def _check_version(info: Mapping[str, Any]) -> ServerFinding:
     kind, text, version = _version_of(info)
     if version >= (OLDEST_VALKEY if kind == "Valkey" else OLDEST_REDIS):
-        return Finding("ok", f"{kind} {text}")
-    return Finding(
+        return ServerFinding("ok", f"{kind} {text}")
+    return ServerFinding(
         "error",
         f"{kind} {text} is too old",
         "the scripts need Redis 7.0 or Valkey 7.2",
@@ -213,10 +213,10 @@ def _check_version(info: Mapping[str, Any]) -> Finding:
     )
 
 
-def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Finding]:
+def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[ServerFinding]:
     yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
     if evicted := int(info.get("evicted_keys", 0)):
-        yield Finding(
+        yield ServerFinding(
             "warning",
             f"{evicted} keys were evicted since the server was started",
             "parts of a run may be gone",
@@ -224,7 +224,7 @@ def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Fin
             "its newest checkpoint",
         )
     if not info.get("aof_enabled"):
-        yield Finding(
+        yield ServerFinding(
             "error",
             "the append-only file is off",
             "a restart of the server loses everything since its last snapshot, or everything",
@@ -232,7 +232,7 @@ def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Fin
         )
         return
     if info.get("aof_last_write_status", "ok") != "ok":
-        yield Finding(
+        yield ServerFinding(
             "error",
             "the last write to the append-only file failed",
             "the disk may be full",
@@ -242,11 +242,11 @@ def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[Fin
     yield _unknown_fsync(info) if policy is None else _check_fsync(policy)
 
 
-def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_room(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
     """Yield what is nearly used up; not part of `require_safe`, as the run is safe."""
     memory = ServerMemory.of(info)
     if memory.limit and memory.used >= FULL * memory.limit:
-        yield Finding(
+        yield ServerFinding(
             "warning",
             f"the server is full: {memory.used / 2**20:.0f} of {memory.limit / 2**20:.0f} MiB "
             "maxmemory are used",
@@ -256,7 +256,7 @@ def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
     most, used = int(info.get("maxclients", 0)), int(info.get("connected_clients", 0))
     if most and used >= MANY_CLIENTS * most:
-        yield Finding(
+        yield ServerFinding(
             "warning",
             f"{used} of {most} connections (maxclients) are used",
             "the server refuses further ones; a worker keeps five",
@@ -264,10 +264,10 @@ def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _check_eviction(policy: str) -> Finding:
+def _check_eviction(policy: str) -> ServerFinding:
     if policy == "noeviction":
-        return Finding("ok", "maxmemory-policy noeviction")
-    return Finding(
+        return ServerFinding("ok", "maxmemory-policy noeviction")
+    return ServerFinding(
         "error",
         f"maxmemory-policy {policy}",
         "a full server would silently delete parts of the run",
@@ -275,15 +275,15 @@ def _check_eviction(policy: str) -> Finding:
     )
 
 
-def _unknown_fsync(info: Mapping[str, Any]) -> Finding:
+def _unknown_fsync(info: Mapping[str, Any]) -> ServerFinding:
     """Return what it means that this user may not read `appendfsync`."""
     what = "CONFIG GET is forbidden for this user"
     kind, text, version = _version_of(info)
     if kind == "Valkey" or version >= OLDEST_WAITAOF:
-        return Finding(
+        return ServerFinding(
             "ok", what, "appendfsync is not known, so each durable call waits for the disk"
         )
-    return Finding(
+    return ServerFinding(
         "warning",
         what,
         f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work",
@@ -291,19 +291,19 @@ def _unknown_fsync(info: Mapping[str, Any]) -> Finding:
     )
 
 
-def _check_fsync(policy: str) -> Finding:
+def _check_fsync(policy: str) -> ServerFinding:
     fix = "redis-cli CONFIG SET appendfsync always (and in its config file, to keep it)"
     if policy == "always":
-        return Finding("ok", "appendonly yes, appendfsync always")
+        return ServerFinding("ok", "appendonly yes, appendfsync always")
     if policy == "everysec":
-        return Finding(
+        return ServerFinding(
             "warning",
             "appendfsync everysec",
             "a crash loses up to two seconds of acknowledged work: the checkpoint restores "
             "what was trained, the rest is generated again",
             fix,
         )
-    return Finding(
+    return ServerFinding(
         "error",
         f"appendfsync {policy}",
         "a power failure loses up to half a minute of acknowledged work",

@@ -60,7 +60,7 @@ class TrainController:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError(
                 "advantages = gae needs a critic, and no other estimator uses one",
-                hint="see [critic] in docs/pages/config_reference.md",
+                hint="set [critic], or another [trainer] advantages",
             )
         self.learner = learner
         self.critic = critic

@@ -20,11 +20,11 @@ from buffer.errors import ConfigError, DatasetError
 from buffer.rollouts.sampling import SampleParams
 from producer_workers.config.dataset import (
     FieldName,
-    HuggingFaceDataset,
-    ParquetDataset,
-    PythonDataset,
+    HuggingFaceSection,
+    JsonlSection,
+    ParquetSection,
+    PythonSection,
 )
-from producer_workers.config.dataset import JsonlDataset as JsonlSection
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.records import RecordsDataset, load_to_problem
@@ -100,7 +100,7 @@ def asked(dataset: Any, tokenizer: Any, draws: range) -> list[str]:
 
 
 def python(factory: str, tmp_path: Path, **section: Any) -> Any:
-    made = PythonDataset(kind="python", factory=f"{HERE}:{factory}", **section)
+    made = PythonSection(kind="python", factory=f"{HERE}:{factory}", **section)
     return open_here(made, tmp_path, seed=5)
 
 
@@ -110,7 +110,7 @@ def test_parquet_reads_any_row_of_any_file_in_a_folder(tmp_path: Path) -> None:
         parquet.write_table(
             pa.Table.from_pylist(rows), tmp_path / f"part-{file}.parquet", row_group_size=4
         )
-    dataset = open_dataset(ParquetDataset(kind="parquet", path=tmp_path), tmp_path)
+    dataset = open_dataset(ParquetSection(kind="parquet", path=tmp_path), tmp_path)
     assert len(dataset) == 30
     for row in (29, 0, 3, 4, 10, 17, 9):
         problem = dataset.row(row)
@@ -124,20 +124,20 @@ def test_parquet_reads_any_row_of_any_file_in_a_folder(tmp_path: Path) -> None:
 def test_parquet_says_which_file_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DatasetError, match=r"bad\.parquet: cannot be read as Parquet"):
-        open_dataset(ParquetDataset(kind="parquet", path=tmp_path), tmp_path)
+        open_dataset(ParquetSection(kind="parquet", path=tmp_path), tmp_path)
     (tmp_path / "none").mkdir()
     with pytest.raises(DatasetError, match=r"no \*\.parquet files"):
-        open_dataset(ParquetDataset(kind="parquet", path=tmp_path / "none"), tmp_path)
+        open_dataset(ParquetSection(kind="parquet", path=tmp_path / "none"), tmp_path)
 
 
 def test_record_function_makes_problems_of_another_form(tmp_path: Path) -> None:
     path = tmp_path / "other.parquet"
     parquet.write_table(pa.Table.from_pylist([{"problem": "1+1", "solution": "2"}]), path)
     with pytest.raises(DatasetError, match=r"row 0: there is no prompt"):
-        open_dataset(ParquetDataset(kind="parquet", path=path), tmp_path)
-    section = ParquetDataset(kind="parquet", path=path, record=f"{HERE}:from_other_form")
+        open_dataset(ParquetSection(kind="parquet", path=path), tmp_path)
+    section = ParquetSection(kind="parquet", path=path, record=f"{HERE}:from_other_form")
     assert open_dataset(section, tmp_path).row(0).ground_truth == "2"
-    wrong = ParquetDataset(kind="parquet", path=path, record=f"{HERE}:to_problem")
+    wrong = ParquetSection(kind="parquet", path=path, record=f"{HERE}:to_problem")
     with pytest.raises(DatasetError, match="row 0: KeyError: 'question'"):
         open_dataset(wrong, tmp_path)
 
@@ -148,7 +148,7 @@ def test_hugging_face_folder_is_read_by_split(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows.select([7])}).save_to_disk(
         str(tmp_path / "both")
     )
-    section = HuggingFaceDataset(kind="hugging_face", path=tmp_path / "both", split="test")
+    section = HuggingFaceSection(kind="hugging_face", path=tmp_path / "both", split="test")
     assert open_dataset(section, tmp_path).row(0).messages[0]["content"] == "q7"
     with pytest.raises(ConfigError, match="no split None"):
         open_dataset(section.model_copy(update={"split": None}), tmp_path)
@@ -170,7 +170,7 @@ def test_loader_gives_each_draw_the_same_prompt_after_a_restart(
     tmp_path: Path, tokenizer: Any, workers: int
 ) -> None:
     make: Callable[[], Any] = lambda: python("make_loader", tmp_path, options={"workers": workers})  # noqa: E731
-    section = PythonDataset(
+    section = PythonSection(
         kind="python", factory=f"{HERE}:make_loader", options={"workers": workers}
     )
     # in a process of its own, as a producer opens it: some rows at a time

@@ -23,9 +23,9 @@ from buffer.rollouts.sampling import SampleParams
 from producer_workers.build import check_images
 from producer_workers.config.dataset import (
     ImagesSection,
-    JsonlDataset,
-    ParquetDataset,
-    PythonDataset,
+    JsonlSection,
+    ParquetSection,
+    PythonSection,
 )
 from producer_workers.config.engine import (
     EngineConfig,
@@ -65,7 +65,7 @@ def open_rows(
     file = tmp_path / "data" / "rows.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    return open_dataset(JsonlDataset(kind="jsonl", path=file, images=images), tmp_path)
+    return open_dataset(JsonlSection(kind="jsonl", path=file, images=images), tmp_path)
 
 
 # -- what a row may say ------------------------------------------------------
@@ -112,7 +112,7 @@ def test_parquet_rows_bring_the_bytes_of_images(tmp_path: Path) -> None:
         {"question": ["What?"], "images": [[{"bytes": data, "path": "elsewhere.png"}]]}
     )
     parquet.write_table(table, tmp_path / "rows.parquet")
-    section = ParquetDataset(kind="parquet", path=tmp_path / "rows.parquet", images=LIMITS)
+    section = ParquetSection(kind="parquet", path=tmp_path / "rows.parquet", images=LIMITS)
     assert open_dataset(section, tmp_path).row(0).images == [data]
 
 
@@ -123,7 +123,7 @@ def test_pictures_of_ones_own_data_set_become_files(
         "from PIL import Image\ndef rows(): return [{'question': '?', 'image': Image.new('RGB', (30, 20), 'red')}]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    section = PythonDataset(kind="python", factory="my_pictures:rows", images=LIMITS)
+    section = PythonSection(kind="python", factory="my_pictures:rows", images=LIMITS)
     (data,) = open_dataset(section, tmp_path).row(0).images
     assert isinstance(data, bytes)
     assert load_image(data, LIMITS).pixels.getpixel((0, 0)) == (255, 0, 0)

@@ -10,8 +10,7 @@ import orjson
 import pytest
 
 from buffer.errors import ConfigError
-from producer_workers.config.dataset import JsonlDataset as JsonlSection
-from producer_workers.config.dataset import ReasoningGymDataset
+from producer_workers.config.dataset import JsonlSection, ReasoningGymSection
 from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets import reasoning_gym as reasoning_gym_problems
 from producer_workers.datasets.files import JsonlDataset
@@ -157,7 +156,7 @@ def test_problems_are_refused_when_their_own_answer_does_not_score(
 
 
 def test_open_dataset_reads_the_split_that_a_task_asks_for(tmp_path: Path) -> None:
-    section = ReasoningGymDataset(kind="reasoning_gym", name="chain_sum", size=50, held_out_size=20)
+    section = ReasoningGymSection(kind="reasoning_gym", name="chain_sum", size=50, held_out_size=20)
     train = open_dataset(section, tmp_path)
     held_out = open_dataset(section, tmp_path, HELD_OUT)
     assert (len(train), len(held_out)) == (30, 20)

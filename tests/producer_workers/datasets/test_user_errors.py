@@ -12,8 +12,12 @@ import pytest
 from pyarrow import parquet
 
 from buffer.errors import ConfigError, DatasetError
-from producer_workers.config.dataset import DatasetSection, ParquetDataset, PythonDataset
-from producer_workers.config.dataset import JsonlDataset as JsonlSection
+from producer_workers.config.dataset import (
+    DatasetSection,
+    JsonlSection,
+    ParquetSection,
+    PythonSection,
+)
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.row_values import HINT
 
@@ -100,7 +104,7 @@ def section_of(kind: str, folder: Path, record: str) -> tuple[DatasetSection, st
     for n, row in enumerate(ROWS):
         parquet.write_table(pa.table({"question": [row["question"]]}), folder / f"{n}.parquet")
     place = f"{folder / '1.parquet'}, row 0"
-    return ParquetDataset(kind="parquet", path=folder, record=record), place
+    return ParquetSection(kind="parquet", path=folder, record=record), place
 
 
 def read_all(dataset: Any) -> Any:
@@ -140,7 +144,7 @@ def test_a_record_function_that_raises_names_its_row_and_its_own_frames(
 def test_a_data_set_that_raises_names_its_row_and_its_own_frames(
     tmp_path: Path, factory: str, place: str, opens: Any
 ) -> None:
-    section = PythonDataset(kind="python", factory=f"{HERE}:{factory}")
+    section = PythonSection(kind="python", factory=f"{HERE}:{factory}")
     with pytest.raises(DatasetError) as raised:
         read_all(opens(section, tmp_path))
     assert place in raised.value.message
@@ -148,7 +152,7 @@ def test_a_data_set_that_raises_names_its_row_and_its_own_frames(
 
 
 def test_a_stream_that_raised_can_be_read_again(tmp_path: Path) -> None:
-    dataset = open_here(PythonDataset(kind="python", factory=f"{HERE}:Streamed"), tmp_path)
+    dataset = open_here(PythonSection(kind="python", factory=f"{HERE}:Streamed"), tmp_path)
     for _ in range(2):
         assert dataset.row(0).messages[0]["content"] == "one"
         with pytest.raises(DatasetError, match="KeyError"):

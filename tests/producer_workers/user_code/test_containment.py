@@ -18,7 +18,7 @@ from buffer.rollouts.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.build import _make_filter
-from producer_workers.config.dataset import PythonDataset
+from producer_workers.config.dataset import PythonSection
 from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.gateway.agents import AgentTask, FunctionAgent
@@ -109,7 +109,7 @@ async def acting(name: str) -> AsyncIterator[Call]:
 @asynccontextmanager
 async def reading(name: str, folder: Path) -> AsyncIterator[Call]:
     rows = ["fine", *deeds.DEEDS]
-    section = PythonDataset(
+    section = PythonSection(
         kind="python",
         factory=f"{MINE}:rows",
         options={"answers": rows},

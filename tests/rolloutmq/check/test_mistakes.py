@@ -17,12 +17,11 @@ from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.contained import run_stage
-from rolloutmq.check.finding import Finding
+from rolloutmq.check.finding import STAGES, Finding, findings_of, units_of
 from rolloutmq.check.memory import trainer_parts
 from rolloutmq.check.pace import time_findings
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
-from rolloutmq.check.unit import STAGES, findings_of, units_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
 from tests.rolloutmq.conftest import ROOT, Command

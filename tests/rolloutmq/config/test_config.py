@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.redis.connection.url import mask_url
 from buffer.rollouts.sampling import SampleParams
-from producer_workers.config.dataset import JsonlDataset
+from producer_workers.config.dataset import JsonlSection
 from producer_workers.config.task import SampleParamsSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
@@ -53,15 +53,6 @@ def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
         match="group_time_limit_s: cannot change while a run continues: each worker reads",
     ):
         parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
-
-
-def test_config_has_the_documented_defaults_when_only_the_needed_is_given(tmp_path: Path) -> None:
-    config = load(tmp_path, GOOD)
-    assert (config.lease.lease_ms, config.lease.worker_timeout_ms) == (10_000, 30_000)
-    assert config.policy.stale_threshold == 1
-    assert config.strategy.tail_batch_trigger_size == -1
-    assert config.run.folder == Path("runs/demo")
-    assert config.policy.weights_folder(config.run) == Path("runs/demo/weights")
 
 
 def test_every_field_of_every_section_is_described() -> None:
@@ -200,7 +191,7 @@ def test_an_eval_task_may_bring_a_data_set_of_its_own(tmp_path: Path) -> None:
     own = load(
         tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n'
     ).tasks["math_eval"]
-    assert own.dataset == JsonlDataset(kind="jsonl", path=Path("x.jsonl"))
+    assert own.dataset == JsonlSection(kind="jsonl", path=Path("x.jsonl"))
 
 
 def test_an_eval_task_of_no_training_task_is_refused(tmp_path: Path) -> None:

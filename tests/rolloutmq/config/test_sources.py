@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError
-from producer_workers.config.dataset import HuggingFaceDataset
+from producer_workers.config.dataset import HuggingFaceSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import validate_config
@@ -54,7 +54,7 @@ def config(folder: str = "runs/r", **revisions: str) -> Config:
 
 def revisions(found: Config) -> list[str | None]:
     datasets = [task.dataset for task in found.tasks.values()]
-    assert all(isinstance(dataset, HuggingFaceDataset) for dataset in datasets)
+    assert all(isinstance(dataset, HuggingFaceSection) for dataset in datasets)
     return [found.policy.revision, *(getattr(dataset, "revision", "") for dataset in datasets)]
 
 

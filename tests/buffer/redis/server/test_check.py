@@ -15,11 +15,11 @@ from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
 from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.connection_errors import describe_connection_error
-from buffer.redis.server.check import Finding, check_server, require_safe
+from buffer.redis.server.check import ServerFinding, check_server, require_safe
 from tests.servers import SAFE, Server, raw_client, start_redis
 
 
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+def bad(findings: list[ServerFinding]) -> list[tuple[str, str]]:
     return [(found.level, found.what) for found in findings if found.level != "ok"]
 
 
