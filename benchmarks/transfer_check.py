@@ -22,8 +22,9 @@ import typer
 from safetensors.numpy import save_file
 
 from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
+from producer_workers.engines.tensor_receiver import TensorReceiver
 
 app = typer.Typer(add_completion=False)
 LIMIT_S = 300.0
