@@ -1,7 +1,7 @@
 """The announcement of a version of weights that engines get from the trainer's memory.
 
 Redis stores nothing else of such a version; its checksum is in the control state. The tensors go
-from process to process (tensor_exchange.py).
+from process to process (consumer/senders/tensor_server.py).
 """
 
 from __future__ import annotations
