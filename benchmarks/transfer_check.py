@@ -21,7 +21,7 @@ import torch
 import typer
 from safetensors.numpy import save_file
 
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.engines.tensor_receiver import TensorReceiver

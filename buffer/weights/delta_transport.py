@@ -20,10 +20,15 @@ from buffer.errors import WireError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm, WrittenFiles
 from buffer.weights.host_folders import HostFolders
-from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver, WeightsSender
+from buffer.weights.transport import (
+    Announcement,
+    PublishedWeights,
+    Save,
+    WeightsReceiver,
+    WeightsSender,
+)
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -12,13 +12,12 @@ from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights import redis_chunks, shared_folder, transfer_receiver
-from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm
 from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transfer_receiver import TransferReceiver
-from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver, WeightsSender
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 """Values of [policy] weights_transport."""

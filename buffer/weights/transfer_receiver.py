@@ -11,10 +11,9 @@ from pathlib import Path
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.announcement import Announcement
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver
-from buffer.weights.transport import PublishedWeights, WeightsReceiver
+from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver
 
 SCHEME = "transfer:"
 """What an address begins with; the version's label follows."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from buffer.errors import WireError
-from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import CheckedStream
 from buffer.weights.process_group import ENGINE, STALL_S, ProcessGroup
 from buffer.weights.rendezvous import Rendezvous
 from buffer.weights.safetensors_files import DTYPES, TensorSpan, parse_tensors
+from buffer.weights.transport import Announcement
 
 
 class TensorReceiver:

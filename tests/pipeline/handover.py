@@ -17,8 +17,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from buffer.weights import process_group
-from buffer.weights.announcement import Announcement
 from buffer.weights.process_group import ProcessGroup
+from buffer.weights.transport import Announcement
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.engines.tensor_receiver import TensorReceiver

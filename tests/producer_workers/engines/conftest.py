@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.config.distributions import Fixed
