@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import THREADS, FileChecksums, check_file, starts_of
-from buffer.weights.safetensors_files import write_at
+from buffer.weights.tensor_file import write_at
 from buffer.weights.transport import PublishedWeights
 
 NAME = manifest.DELTA_NAME

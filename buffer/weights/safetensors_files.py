@@ -6,10 +6,6 @@ every defect in one is a ValueError.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -18,75 +14,6 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 from buffer.errors import ModelError, WireError
-from buffer.weights.checksums import (
-    BLOCK_BYTES,
-    THREADS,
-    Algorithm,
-    FileChecksums,
-    Part,
-    new_hash,
-    starts_of,
-)
-
-ALIGNMENT = 8
-"""The header is padded to a multiple of it, as safetensors does."""
-
-
-class RawTensor(NamedTuple):
-    """A tensor in memory. `dtype` is the format's name ("BF16"), `data` its bytes in C order."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
-def write_tensors(
-    file: Path,
-    tensors: Mapping[str, RawTensor],
-    metadata: Mapping[str, str],
-    algorithm: Algorithm,
-) -> FileChecksums:
-    """Write `tensors` into a new file; return its checksums."""
-    header = _header(tensors, metadata)
-    parts = [memoryview(header), *(tensor.data for tensor in tensors.values())]
-    sizes = [part.nbytes for part in parts]
-    with file.open("xb") as stream, ThreadPoolExecutor(THREADS) as pool:
-        write = partial(_write_part, stream.fileno(), algorithm)
-        written = tuple(pool.map(write, starts_of(sizes), parts))
-    return FileChecksums(sum(sizes), algorithm, tuple(part for part in written if part.bytes))
-
-
-def write_at(descriptor: int, start: int, data: memoryview) -> None:
-    """Write bytes at their offset in a file."""
-    while data.nbytes:
-        written = os.pwrite(descriptor, data, start)
-        start += written
-        data = data[written:]
-
-
-def _header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
-    sizes = [tensor.data.nbytes for tensor in tensors.values()]
-    entries = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [start, start + tensor.data.nbytes],
-        }
-        for (name, tensor), start in zip(tensors.items(), starts_of(sizes), strict=True)
-    }
-    text = orjson.dumps({"__metadata__": dict(metadata), **entries})
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_part(descriptor: int, algorithm: Algorithm, start: int, data: memoryview) -> Part:
-    found = new_hash(algorithm)
-    for offset in range(0, data.nbytes, BLOCK_BYTES):
-        block = data[offset : offset + BLOCK_BYTES]
-        found.update(block)
-        write_at(descriptor, start + offset, block)
-    return Part(data.nbytes, found.hexdigest())
-
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 

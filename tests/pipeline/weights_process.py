@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.weights import checksums, delta, safetensors_files
+from buffer.weights import checksums, delta, tensor_file
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_receiver
-from buffer.weights.safetensors_files import RawTensor, write_tensors
+from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights, Save
 from consumer.senders.transfer import open_sender
 from tests.pipeline.handover import say
@@ -34,7 +34,7 @@ LINEAGE = "l1"
 WORDS = 100_000
 
 MIDDLES: dict[tuple[str, str, bool], tuple[Any, str, int]] = {
-    ("sender", "folder", False): (safetensors_files, "write_at", 1),
+    ("sender", "folder", False): (tensor_file, "write_at", 1),
     ("sender", "redis", False): (Store, "write", 2),
     ("sender", "redis", True): (delta, "_pack", 1),
     ("receiver", "folder", False): (checksums, "_hash_part", 1),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from buffer.weights.checksums import Algorithm, WrittenFiles
-from buffer.weights.safetensors_files import DTYPES, RawTensor, write_tensors
+from buffer.weights.safetensors_files import DTYPES
+from buffer.weights.tensor_file import RawTensor, write_tensors
 
 _NAMES = {getattr(torch, name): code for code, name in DTYPES.items()}
 

@@ -15,8 +15,8 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import delta
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
-from buffer.weights.safetensors_files import RawTensor, write_tensors
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights
 
 WORDS = 3 * delta.BLOCK_WORDS + 17
