@@ -37,10 +37,10 @@ from typing import NamedTuple
 from buffer.errors import PublicationFailed, RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
 from consumer.config.training import TrainingConfig
 from consumer.handle.rollout_consumer import PauseMode, RolloutConsumer, Stopped
+from consumer.senders import transfer
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -55,7 +55,7 @@ class PublicationTimes(NamedTuple):
 def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
     """Open the transport of [policy] weights_transport."""
     policy = config.policy
-    return registry.open_sender(
+    return transfer.open_sender(
         policy.weights_transport,
         run.store,
         run.keys,
@@ -63,7 +63,7 @@ def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
         keep=config.trainer.keep_weights,
         host=policy.weights_host,
         algorithm=policy.weights_checksum,
-        whole_every=policy.weights_whole_every,
+        delta_base_every=policy.delta_base_every,
     )
 
 

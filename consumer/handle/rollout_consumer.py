@@ -42,8 +42,7 @@ from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
-from consumer.handle.batch import Batch, Stopped, check_not_abandoned
-from consumer.handle.delivered import DeliveredGroups
+from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.prefetch import Prefetcher
 from consumer.handle.reader import BatchReader, GroupReader
@@ -189,7 +188,7 @@ class RolloutConsumer:
 
         A step that was taken before is returned as it was; where all counts are 0, the batch is
         empty and the step is not taken. A group that cannot be read or trained
-        (`consumer.handle.content_check`) is quarantined, and another one awaited in its slot
+        (`consumer.handle.reader`) is quarantined, and another one awaited in its slot
         (I11). A task that `should_continue_fn` ended supplies what is ready; without `strict`,
         every task does.
 

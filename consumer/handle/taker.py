@@ -19,7 +19,7 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
-from consumer.handle.delivered import DeliveredGroups
+from consumer.handle.batch import DeliveredGroups
 from consumer.handle.reader import NOTHING, GroupReader, Known
 from consumer.handle.wait_rules import BatchOutlook, WaitReason, explain
 

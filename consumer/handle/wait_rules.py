@@ -33,7 +33,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.fleet import Refusals
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
-from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
+from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
 from buffer.ledger.account import TaskAccount
 from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
@@ -41,7 +41,52 @@ from buffer.redis.connection.retry import OutageClock
 from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from consumer.handle.batch import Stopped
-from consumer.handle.refused_weights import RefusalWatch
+
+REFUSAL_S = 60.0
+"""How long a trainer waits while every live worker refuses the weights: a shared folder may show
+new files late, and workers try again.
+"""
+
+
+class RefusalWatch:
+    """Logs refusals of the newest weights once, and ends a wait that only better weights end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._logged = ""
+        self._since_s: float | None = None
+
+    def check(self, state: ControlState) -> None:
+        """Raise WeightsRefused if no live worker has been able to load the weights for a time."""
+        found = self._run.fleet.refusals(state.weights)
+        if not found.reasons:
+            self._since_s = None
+            return
+        if self._logged != str(state.weights):
+            self._logged = str(state.weights)
+            log.error("%s; %s", found, _hint(state))
+        if not found.are_all:
+            self._since_s = None
+            return
+        self._since_s = time.monotonic() if self._since_s is None else self._since_s
+        if time.monotonic() - self._since_s >= REFUSAL_S:
+            raise _refused(state, found)
+
+
+def _hint(state: ControlState) -> str:
+    return (
+        "publish a complete folder of the model that the workers were started with, at a path that "
+        f"they can read ({state.weights_path})"
+    )
+
+
+def _refused(state: ControlState, found: Refusals) -> WeightsRefused:
+    return WeightsRefused(
+        f"no worker can generate groups: {found}",
+        hint=f"{_hint(state)}; `publish` writes and announces one",
+        command_hint=_hint(state),
+    )
+
 
 log = logging.getLogger("rolloutmq.consumer")
 

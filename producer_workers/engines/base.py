@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from buffer.errors import ModelError, RolloutMQError
 from buffer.rollouts.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.rollouts.sampling import SampleParams
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from producer_workers.images import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]

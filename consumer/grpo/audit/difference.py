@@ -33,7 +33,7 @@ from buffer.rollouts.group import RolloutGroup
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.table import spans_of
 from consumer.grpo.learner.learner import Learner
-from consumer.handle.content_check import check_content
+from consumer.handle.reader import check_content
 
 MOST_VERSIONS = 32
 """Of a group that is audited: each is looked for, and may have to be loaded."""

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
-from consumer.grpo.model_state.gradient_step import gradient_step
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import make_optimizer
+from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
 from consumer.grpo.models.model_folder import load_model

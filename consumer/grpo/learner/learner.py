@@ -39,9 +39,8 @@ from consumer.grpo.learner.losses import (
     policy_loss,
     token_weights,
 )
-from consumer.grpo.model_state.gradient_step import gradient_step, mean_metrics
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import make_optimizer
+from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
 from consumer.grpo.model_state.weights_folder import snapshot_weights
@@ -49,12 +48,11 @@ from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnaps
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
-from consumer.grpo.policy.micro_batch import MicroBatch
+from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
-from consumer.grpo.policy.train_batch import TrainBatch, Update
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
 from consumer.handle.ranks import ALONE, Ranks
 

@@ -33,9 +33,9 @@ from consumer.grpo.learner.advantages import session_advantages, shaped_scores
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.gradient_step import mean_metrics
+from consumer.grpo.model_state.optimizers import mean_metrics
 from consumer.grpo.model_state.saved_state import Rows
-from consumer.grpo.policy.train_batch import TrainBatch
+from consumer.grpo.policy.micro_batch import TrainBatch
 from consumer.handle.ranks import Ranks
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import PublicationFailed, RankLost
-from buffer.weights.checksums import Algorithm, FileFacts, WrittenFiles
+from buffer.weights.checksums import Algorithm, FileChecksums, WrittenFiles
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
 from consumer.handle.ranks import Ranks
 
@@ -59,7 +59,7 @@ class WeightParts:
         if problems := [str(part["problem"]) for part in parts if part["problem"]]:
             raise PublicationFailed("; ".join(problems), hint="is the disk full?")
         files = [item for part in parts for item in part["files"].items()]
-        return WrittenFiles((name, FileFacts.parse(facts)) for name, facts in files)
+        return WrittenFiles((name, FileChecksums.parse(facts)) for name, facts in files)
 
     def close(self) -> None:
         """End the threads."""

@@ -60,7 +60,7 @@ def choose_attention(
 
     Raises ConfigError where the one of the config cannot run, ModelError for no usable model.
     """
-    place = Place(*_architecture(model_dir), device.type, bf16)
+    place = ModelOnDevice(*_architecture(model_dir), device.type, bf16)
     if config.attn_implementation == "auto":
         return next(name for name in ORDER if place.obstacle(name) is None)
     if problem := place.obstacle(config.attn_implementation):
@@ -72,7 +72,7 @@ def choose_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelOnDevice:
     """A model class and its config, and the device on which it is to run."""
 
     model: Any

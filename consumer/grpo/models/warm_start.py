@@ -32,7 +32,7 @@ IGNORED = -100
 """The label of positions without a loss, as `cross_entropy` knows it by default."""
 
 
-class Problem(NamedTuple):
+class Demonstration(NamedTuple):
     """A prompt (chat messages) and the answer to demonstrate."""
 
     messages: list[dict[str, str]]
@@ -51,7 +51,7 @@ class WarmStartProgress(NamedTuple):
 ProgressCallback = Callable[[WarmStartProgress], None]
 
 
-def read_problems(path: Path) -> list[Problem]:
+def read_problems(path: Path) -> list[Demonstration]:
     """Return the problems of a JSONL file.
 
     One object per line: `{"messages": [{"role", "content"}, ...], "ground_truth": "..."}`; other
@@ -69,7 +69,7 @@ def read_problems(path: Path) -> list[Problem]:
 def warm_start(
     model_dir: Path,
     out_dir: Path,
-    problems: Sequence[Problem],
+    problems: Sequence[Demonstration],
     config: WarmStartConfig,
     progress: ProgressCallback | None = None,
 ) -> WarmStartProgress:
@@ -154,7 +154,7 @@ def _accuracy(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> float:
     return float(right.float().mean())
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> _Example:
+def _encode(tokenizer: PreTrainedTokenizerBase, problem: Demonstration) -> _Example:
     prompt: Any = tokenizer.apply_chat_template(
         problem.messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -176,10 +176,10 @@ def _pad(examples: Sequence[_Example]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
-def _parse(line: bytes, where: str) -> Problem:
+def _parse(line: bytes, where: str) -> Demonstration:
     try:
         record = orjson.loads(line)
-        return Problem(record["messages"], str(record["ground_truth"]))
+        return Demonstration(record["messages"], str(record["ground_truth"]))
     except orjson.JSONDecodeError as error:
         raise DatasetError(f"{where}: not valid JSON: {error}") from error
     except (KeyError, TypeError) as error:

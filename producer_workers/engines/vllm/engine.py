@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from buffer.errors import RolloutMQError
 from buffer.rollouts.rollout import PolicyVersion
 from buffer.rollouts.sampling import SampleParams
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import (
     EngineDeadError,

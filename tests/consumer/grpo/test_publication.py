@@ -97,7 +97,7 @@ def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_t
     run: Run, config: Config, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {
-        "policy": {"weights_whole_every": 3},
+        "policy": {"delta_base_every": 3},
         "learner": {"learning_rate": 1e-6, "bf16": True},
     }
     config = Config.model_validate(config.model_dump() | changes)

@@ -28,7 +28,7 @@ from buffer.rollouts.batch_table import BatchTable
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models import device_choices
-from consumer.grpo.models.device_choices import Place, choose_attention, choose_bf16
+from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention, choose_bf16
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
@@ -108,11 +108,11 @@ def test_an_attention_that_cannot_run_is_refused_with_the_reason(
 
 
 def test_reasons_on_a_gpu_name_what_is_missing() -> None:
-    place = Place(*MODELS["qwen3"], "cuda", bf16=False)
+    place = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=False)
     assert place.obstacle("flash_attention_2") == "it needs bf16"
-    missing = Place(*MODELS["qwen3"], "cuda", bf16=True).obstacle("flash_attention_2")
+    missing = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=True).obstacle("flash_attention_2")
     assert missing == "flash-attn is not installed"
-    capped = Place(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
+    capped = ModelOnDevice(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
     assert capped == "it has no attn_logit_softcapping, which the model's config sets"
 
 

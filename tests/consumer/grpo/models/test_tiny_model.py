@@ -15,7 +15,12 @@ from buffer.weights.new_folder import new_folder
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
 from consumer.grpo.models.tiny_model import build_tiny_model
-from consumer.grpo.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from consumer.grpo.models.warm_start import (
+    Demonstration,
+    WarmStartProgress,
+    read_problems,
+    warm_start,
+)
 from consumer.grpo.reporting.token_texts import TokenTexts
 from tests.consumer.grpo.models.tiny import SPEC, build_model
 
@@ -30,9 +35,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("models"))
 
 
-def digit_problems(count: int = 80) -> list[Problem]:
+def digit_problems(count: int = 80) -> list[Demonstration]:
     return [
-        Problem([{"role": "user", "content": f"say {n % 10}"}], str(n % 10)) for n in range(count)
+        Demonstration([{"role": "user", "content": f"say {n % 10}"}], str(n % 10))
+        for n in range(count)
     ]
 
 
@@ -151,7 +157,7 @@ def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: 
     with pytest.raises(DatasetError, match=r"problems\.jsonl:3"):
         read_problems(file)
     file.write_bytes(good)
-    assert read_problems(file) == [Problem([{"role": "user", "content": "1"}], "1")]
+    assert read_problems(file) == [Demonstration([{"role": "user", "content": "1"}], "1")]
 
 
 def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:

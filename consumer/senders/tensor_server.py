@@ -1,6 +1,6 @@
-"""Both ends of the transfer of weights from the trainer's memory into an engine's process.
+"""The trainer's end of the transfer of weights from its memory into an engine's process.
 
-    TensorServer                                  TensorReceiver
+    TensorServer                                  TensorReceiver (producer_workers/engines)
     accepts, authenticates (rendezvous.py)        connects, authenticates
                                                   "wanted": the label of a version
     "refusal": empty, or why not
@@ -30,21 +30,14 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+
+import torch
 
 from buffer.errors import ConfigError, WireError
-from buffer.weights.announcement import Announcement
-from buffer.weights.checksums import CheckedStream
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.process_group import ENGINE, TRAINER, ProcessGroup, load_torch
-from buffer.weights.exchange.rendezvous import HANDSHAKE_S, Rendezvous
-from buffer.weights.safetensors_files import DTYPES, TensorSpan, parse_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from buffer.weights.process_group import STALL_S, TRAINER, ProcessGroup
+from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
+from consumer.senders.memory_snapshot import MemorySnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -52,9 +45,6 @@ MAX_TRANSFERS = 8
 """Simultaneous transfers, which share the trainer's bandwidth; further workers wait for a slot."""
 
 MAX_CONNECTIONS = 256
-STALL_S = 30.0
-"""A peer that sends or takes no chunk for this long is given up."""
-
 ACCEPT_RETRY_S = 1.0
 """Wait before workers are accepted again after this process ran out of connections."""
 
@@ -69,13 +59,12 @@ class TensorServer:
     """
 
     def __init__(self, host: str, backend: str, *, stall_s: float = STALL_S) -> None:
-        self._torch = load_torch()
-        if backend == "nccl" and not self._torch.cuda.is_available():
+        if backend == "nccl" and not torch.cuda.is_available():
             message = "weights_transport = nccl: torch finds no GPU here"
             raise ConfigError(message, hint="gloo works everywhere")
         self._backend = backend
         self._stall_s = stall_s
-        self._gpu = self._torch.cuda.current_device() if backend == "nccl" else None
+        self._gpu = torch.cuda.current_device() if backend == "nccl" else None
         self.token = secrets.token_hex(32)
         self._snapshot: MemorySnapshot | None = None
         self._closed = threading.Event()
@@ -140,86 +129,13 @@ class TensorServer:
     def _send(self, rendezvous: Rendezvous, snapshot: MemorySnapshot) -> bytes:
         """Send all files. Returns the peer's verdict: empty if they arrived unchanged."""
         group = ProcessGroup(
-            rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
+            torch, rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
         )
         with closing(group):
             for data in snapshot.weights.values():
-                group.send(self._torch.frombuffer(data, dtype=self._torch.uint8))
+                group.send(torch.frombuffer(data, dtype=torch.uint8))
             rendezvous.put("sent", b"")
             return rendezvous.get("verdict", VERDICT_S)
-
-
-class TensorReceiver:
-    """Receives an announced version on a thread, from construction on.
-
-    `limit_s`: how long to wait for a free slot of the trainer.
-    """
-
-    def __init__(
-        self, announced: Announcement, *, limit_s: float, stall_s: float = STALL_S
-    ) -> None:
-        self._announced = announced
-        self._limit_s = limit_s
-        self._stall_s = stall_s
-        self._torch = load_torch()
-        has_gpu = self._torch.cuda.is_available()
-        self._gpu = self._torch.cuda.current_device() if has_gpu else None
-        self._files: list[tuple[Tensor, dict[str, TensorSpan]]] = []
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="tensor-receiver", daemon=True)
-        self._thread.start()
-
-    def is_done(self) -> bool:
-        """Return whether everything arrived unchanged. Raises the error that ended the transfer."""
-        if self._failure:
-            raise self._failure
-        return not self._thread.is_alive()
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in the order of the files, in the memory that received them."""
-        for data, spans in self._files:
-            for name, span in spans.items():
-                raw = data[span.start : span.end]
-                dtype = getattr(self._torch, DTYPES[span.dtype])
-                aligned = raw if span.start % dtype.itemsize == 0 else raw.clone()
-                yield name, aligned.view(dtype).reshape(span.shape)
-
-    def _run(self) -> None:
-        try:
-            self._receive()
-        except Exception as error:
-            self._failure = error  # `is_done` raises it on the caller's thread
-
-    def _receive(self) -> None:
-        announced = self._announced
-        with Rendezvous.connect(announced.host, announced.port, announced.token) as rendezvous:
-            rendezvous.put("wanted", announced.label.encode())
-            refusal = rendezvous.get("refusal", self._limit_s).decode(errors="replace")
-            if refusal:
-                raise WireError(f"the trainer does not send {announced.label}: {refusal}")
-            group = ProcessGroup(
-                rendezvous, announced.backend, ENGINE, stall_s=self._stall_s, gpu=self._gpu
-            )
-            try:
-                with closing(group):
-                    files = [self._receive_file(group, name) for name in announced.files]
-                    rendezvous.get("sent", self._stall_s)
-            except (WireError, KeyError) as error:
-                rendezvous.put("verdict", str(error).encode())
-                raise
-            self._files = files
-            rendezvous.put("verdict", b"")
-
-    def _receive_file(self, group: ProcessGroup, name: str) -> tuple[Tensor, dict[str, TensorSpan]]:
-        facts = self._announced.files[name]
-        data = self._torch.empty(facts.bytes, dtype=self._torch.uint8)
-        checked = CheckedStream(name, facts)
-        group.receive(data, lambda chunk: checked.update(chunk.numpy().data))
-        spans = parse_tensors(memoryview(data.numpy().data))
-        unknown = sorted({span.dtype for span in spans.values()} - DTYPES.keys())
-        if unknown:
-            raise WireError(f"{name} has tensors of an unknown type: {unknown[0]}")
-        return data, spans
 
 
 def _listen(host: str) -> socket.socket:

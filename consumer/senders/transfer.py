@@ -1,7 +1,7 @@
 """The transports "gloo" and "nccl": from the trainer's memory to an engine's, with a copy on disk.
 
     write     takes a snapshot in memory, announces it in Redis, starts to copy it into the folder
-    publish   (the caller) names the announcement; engines fetch the tensors (tensor_exchange.py)
+    publish   (the caller) names the announcement; engines fetch the tensors (tensor_server.py)
     fallback  an engine that cannot, or does not reach the trainer, reads the copy in the folder
 
 While a trainer lives, no worker waits for a disk. Once it is dead, late workers still find the
@@ -21,19 +21,43 @@ from urllib.parse import urlsplit
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.rollouts.rollout import PolicyVersion
-from buffer.weights import folder_manifest as manifest
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.tensor_exchange import STALL_S, TensorServer
+from buffer.weights import registry
+from buffer.weights.checksums import Algorithm
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
+from buffer.weights.process_group import STALL_S
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.weights.registry import TransportName
+from buffer.weights.shared_folder import FolderSender
+from buffer.weights.transfer_receiver import store_announcement
+from buffer.weights.transport import Announcement, PublishedWeights, Save, WeightsSender
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
 
 log = logging.getLogger("rolloutmq.trainer")
 
-SCHEME = "transfer:"
-"""What an address begins with; the version's label follows."""
+
+def open_sender(
+    name: TransportName,
+    store: Store,
+    keys: Keys,
+    folder: Path,
+    *,
+    keep: int,
+    host: str | None = None,
+    algorithm: Algorithm = "xxh3",
+    delta_base_every: int = 1,
+) -> WeightsSender:
+    """Open the trainer's side of a transport that keeps the newest `keep` versions.
+
+    `folder`: for the versions, or their copies. `host`: see `TransferSender`. `delta_base_every`:
+    see `DeltaSender`; not for gloo and nccl.
+    """
+    if name in ("gloo", "nccl"):
+        copies = FolderSender(folder, keep=keep, algorithm=algorithm)
+        return TransferSender(store, keys, copies, name, host=host, keep=keep)
+    return registry.open_sender(
+        name, store, keys, folder, keep=keep, algorithm=algorithm, delta_base_every=delta_base_every
+    )
 
 
 class TransferSender:
@@ -121,34 +145,6 @@ class TransferSender:
         except OSError as error:
             # not fatal: live workers get the weights from memory
             log.error("cannot copy the weights %s to disk for late workers: %s", weights, error)
-
-
-class TransferReceiver(WeightsReceiver):
-    """Reads announcements, and the copies on disk that they name."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._versions = VersionStore(store, keys)
-        self._folder = FolderReceiver()
-
-    def check(self, published: PublishedWeights) -> None:
-        self.announcement(published)
-
-    def announcement(self, published: PublishedWeights) -> Announcement:
-        """Return the announcement. Raises WireError if it is missing or not the published one."""
-        label = published.address.removeprefix(SCHEME)
-        return Announcement.parse(self._versions.record(label, published.checksum))
-
-    def fetch(self, published: PublishedWeights) -> Path:
-        announced = self.announcement(published)
-        return self._folder.fetch(PublishedWeights(announced.folder, announced.checksum))
-
-
-def store_announcement(versions: VersionStore, announcement: Announcement) -> PublishedWeights:
-    """Store an announcement as a version without chunks."""
-    record = announcement.to_json()
-    versions.begin(announcement.label)
-    versions.finish(announcement.label, record)
-    return PublishedWeights(SCHEME + announcement.label, manifest.digest(record))
 
 
 def _address_towards(url: str) -> str:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from buffer.errors import WireError
-from buffer.weights.exchange.rendezvous import Rendezvous
+from buffer.weights.rendezvous import Rendezvous
 
 TRAINER = 0
 ENGINE = 1
@@ -31,22 +31,20 @@ POLL_S = 0.001
 """How often an nccl operation is polled: it has no time limit of its own that ends only itself."""
 
 
-def load_torch() -> Any:
-    """Return torch with torch.distributed; imported late, since buffer must not load torch."""
-    import torch
-    import torch.distributed
-
-    return torch
+STALL_S = 30.0
+"""A peer that sends or takes no chunk for this long is given up."""
 
 
 class ProcessGroup:
     """One side of the group; both sides open it at the same time. All methods raise WireError.
 
-    `gpu`: the device that nccl uses on this side, which a thread does not inherit.
+    `torch`: the module, which buffer must not load. `gpu`: the device that nccl uses on this side,
+    which a thread does not inherit.
     """
 
     def __init__(
         self,
+        torch: Any,
         rendezvous: Rendezvous,
         backend: str,
         rank: int,
@@ -54,7 +52,7 @@ class ProcessGroup:
         stall_s: float,
         gpu: int | None = None,
     ) -> None:
-        self._torch = load_torch()
+        self._torch = torch
         self._rendezvous = rendezvous
         self._stall_s = stall_s
         self._gpu = gpu

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import Algorithm, FileFacts
+from buffer.weights.checksums import Algorithm, FileChecksums
 from buffer.weights.new_folder import MEMORY_FOLDER
 from buffer.weights.safetensors_files import parse_tensors
 from buffer.weights.transport import Save
@@ -73,7 +73,7 @@ class MemorySnapshot:
             if name.endswith(TENSORS_SUFFIX) and isinstance(data, mmap.mmap)
         }
 
-    def facts(self) -> dict[str, FileFacts]:
+    def facts(self) -> dict[str, FileChecksums]:
         """Return size and checksum of each file that is sent."""
         listed = manifest.files_of(self._manifest)
         return {name: listed[name] for name in self.weights}
