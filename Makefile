@@ -6,7 +6,7 @@ FUZZ_S ?= 300
 SOAK_S ?= 3600
 TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
-SHORT_TESTS := tests/buffer/model tests/buffer/rollouts tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
+SHORT_TESTS := tests/buffer/wire tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
 	tests/consumer/grpo/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks import sample
 from benchmarks.server import BenchServer
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, Result
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
 
 TASK = "math"
 WORKER = "w0"

@@ -10,10 +10,10 @@ from benchmarks import sample
 from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.server import BenchServer
-from buffer.rollouts import wire
-from buffer.rollouts.batch_table import BatchTable
+from buffer.wire import group_bytes
 from consumer.grpo.policy.micro_batch import MicroBatches
 from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 REPEATS = 200
@@ -26,11 +26,11 @@ TOKEN_BUDGET = 16_384
 def codec(rounds: int) -> Iterator[Figure]:
     """Measure what one group costs, in a loop: written and read with all checks, and copied."""
     group = sample.group(f"{TASK}-{7:010d}")
-    data = wire.encode(group)
+    data = group_bytes.encode(group)
     ways = {
-        "encode": _repeated(lambda: wire.encode(group)),
-        "encode, all checks": _repeated(lambda: wire.encode_checked(group)),
-        "decode, all checks": _repeated(lambda: wire.decode(data)),
+        "encode": _repeated(lambda: group_bytes.encode(group)),
+        "encode, all checks": _repeated(lambda: group_bytes.encode_checked(group)),
+        "decode, all checks": _repeated(lambda: group_bytes.decode(data)),
         "copy of its bytes": _repeated(lambda: bytearray(data)),
     }
     targets = {"encode, all checks": ENCODE_US, "decode, all checks": DECODE_US}

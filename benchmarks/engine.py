@@ -22,13 +22,13 @@ import numpy as np
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -242,7 +242,8 @@ def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
     run.trainers.open(new_nonce(), step=0, lineage="bench")
     gids = [group_id(TASK, draw) for draw in range(groups)]
     prompts = {
-        gid: wire.encode(RolloutGroup(gid, TASK, _states(draw))) for draw, gid in enumerate(gids)
+        gid: group_bytes.encode(RolloutGroup(gid, TASK, _states(draw)))
+        for draw, gid in enumerate(gids)
     }
     run.payloads.write_prompts(prompts)
     run.jobs.enqueue(producer, new_nonce(), TASK, 0, [MEMBERS] * groups, 10_000)

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig

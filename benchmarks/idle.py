@@ -22,10 +22,10 @@ from benchmarks.figure import Figure
 from benchmarks.fleet import Meter, read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
-from buffer.model.ids import group_id
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
+from buffer.ids import group_id
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.config.distributions import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate

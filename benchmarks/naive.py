@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.figure import Way
 from benchmarks.server import BenchServer
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 STREAM = "naive:stream"
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from benchmarks import sample
 from benchmarks.bench_run import BenchRun
 from benchmarks.server import BenchServer, durable_server
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 
 PAGES = (0, 1, 8, 64)
 WORKERS = 64

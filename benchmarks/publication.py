@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.model_state.weights_folder import snapshot_weights
 from consumer.grpo.model_state.weights_snapshot import HostBuffers

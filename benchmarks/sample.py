@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams
 
 GROUP_BYTES = 165_888
 VOCABULARY = 151_936
@@ -39,9 +39,9 @@ def group(gid: str, shape: Shape = FULL) -> RolloutGroup:
     if shape != FULL:
         return made
     # a text needs a few bytes for its name and length, too; the last one takes what is left
-    share = (GROUP_BYTES - len(wire.encode(made))) // shape.samples - 12
+    share = (GROUP_BYTES - len(group_bytes.encode(made))) // shape.samples - 12
     texts = ["x" * share] * shape.samples
-    texts[-1] += "x" * (GROUP_BYTES - len(wire.encode(_group(gid, shape, texts))))
+    texts[-1] += "x" * (GROUP_BYTES - len(group_bytes.encode(_group(gid, shape, texts))))
     return _group(gid, shape, texts)
 
 
@@ -49,7 +49,7 @@ def prompt(gid: str, shape: Shape = FULL) -> bytes:
     """Return the INIT payload of a group."""
     ids = _tokens(_generator(gid), shape.prompt)
     states = [RolloutState(index=index, prompt_ids=ids) for index in range(shape.samples)]
-    return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
+    return group_bytes.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
 
 
 def _group(gid: str, shape: Shape, texts: list[str]) -> RolloutGroup:

@@ -18,9 +18,9 @@ from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
 from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.ids import group_id, new_nonce
 from buffer.janitor import IN_TURN
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job
+from buffer.job import Job
 
 HELD = 32
 """Groups that a worker holds."""

@@ -13,12 +13,12 @@ import numpy as np
 
 from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer.producer import AgentLoopManager

@@ -9,9 +9,9 @@ from benchmarks import naive, sample
 from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, per_second, ratio
 from benchmarks.server import BenchServer
-from buffer.model.job import Job
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
+from buffer.job import Job
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75
@@ -28,7 +28,7 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     submits one group at a time, and is compared with "SET, single".
     """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
-    encoded = [wire.encode(group) for group in finished]
+    encoded = [group_bytes.encode(group) for group in finished]
 
     def claimed() -> tuple[BenchRun, list[Job]]:
         run = BenchRun(server)

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
-from buffer.model.ids import group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams
+from buffer.ids import group_id
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.learner.learner import Learner

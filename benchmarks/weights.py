@@ -21,13 +21,13 @@ import torch
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model

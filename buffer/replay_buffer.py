@@ -19,17 +19,17 @@ from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
 from buffer.groups.put_groups import GroupPut, described, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
+from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
-from buffer.model.job import Job, PayloadRef, Result
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
 from buffer.query.scan import GroupScan
 from buffer.redis.payloads import pin_listed
 from buffer.redis.replies import unknown_reply
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 
 class ReplayBuffer(Pools):
@@ -115,7 +115,7 @@ class ReplayBuffer(Pools):
                 f"group {gid} is {group.status}",
                 hint="only completed or aborted groups can replace it",
             )
-        data = wire.encode_checked(group)
+        data = group_bytes.encode_checked(group)
         seen = replaces or self._payload_token(gid)
         match self._update(group, self._payloads.write(gid, new_nonce(), data), seen):
             case ["OK"]:

@@ -21,6 +21,7 @@ from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunExists, RunNotFound
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
+from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
 from buffer.ledger.account import Account
@@ -28,7 +29,6 @@ from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
 from buffer.model.limits import (
     REGENERATING,
     SCHEMA,
@@ -49,7 +49,6 @@ from buffer.redis.replies import Advance, no_advance, unfenced, unknown_reply
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run_fields import (
     read_hash,
     read_settings,
@@ -61,6 +60,7 @@ from buffer.run_fields import (
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 
 class Run:

@@ -20,8 +20,8 @@ from PIL import Image
 from torch.nn.functional import pad
 
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.torch_dataset import padded_tensors
 from examples.plain_loop import fit, grpo_loss

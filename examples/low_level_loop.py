@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from buffer.ledger.position import Position
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.device_share import DeviceShare
 from consumer.grpo.evaluation import Evaluator

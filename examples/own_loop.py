@@ -21,15 +21,15 @@ from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -30,8 +30,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import session_advantages
 from consumer.grpo.models.model_folder import load_tokenizer
 from consumer.grpo.reporting.step_log import StepWriter

@@ -14,8 +14,8 @@ from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.model.origin import Origin
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, MediaError
-from buffer.model.byte_size import format_size
-from buffer.model.extras import install_command
+from buffer.imports import install_command
+from buffer.readable import format_size
 from buffer.redis.media_folder import SCHEME, MediaFolder
-from buffer.rollouts.rollout import MediaRef
+from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from buffer.errors import ConfigError, raise_together
-from buffer.model.dotted_path import is_dotted_path, load_object
+from buffer.imports import is_dotted_path, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.config.producing import ProducingConfig

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from buffer.redis.server.embedded import EmbeddedServer
     from buffer.redis.store import Store
     from buffer.replay_buffer import ReplayBuffer
-    from buffer.rollouts.group import RolloutGroup
-    from buffer.rollouts.rollout import (
+    from buffer.run import Run
+    from buffer.weights.shared_folder import FolderSender
+    from buffer.wire.group import RolloutGroup
+    from buffer.wire.rollout import (
         MediaRef,
         PolicyVersion,
         RolloutState,
@@ -34,9 +36,7 @@ if TYPE_CHECKING:
         ToolCall,
         VersionSpan,
     )
-    from buffer.rollouts.sampling import SampleParams
-    from buffer.run import Run
-    from buffer.weights.shared_folder import FolderSender
+    from buffer.wire.sampling import SampleParams
     from consumer.grpo.checkpoint import CheckpointFolder
     from consumer.handle.async_consumer import AsyncRolloutConsumer
     from consumer.handle.batch import Batch
@@ -73,28 +73,28 @@ else:
         "GroupJudge": "producer_workers.judges.judge",
         "Judge": "producer_workers.judges.judge",
         "Manifest": "buffer.model.manifest",
-        "MediaRef": "buffer.rollouts.rollout",
+        "MediaRef": "buffer.wire.rollout",
         "Mode": "buffer.control.control",
         "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
         "NotReady": "buffer.model.manifest",
-        "PolicyVersion": "buffer.rollouts.rollout",
+        "PolicyVersion": "buffer.wire.rollout",
         "Position": "buffer.ledger.position",
         "RehearsalError": "rolloutmq.testing",
         "ReplayBuffer": "buffer.replay_buffer",
         "RolloutConsumer": "consumer.handle.rollout_consumer",
-        "RolloutGroup": "buffer.rollouts.group",
+        "RolloutGroup": "buffer.wire.group",
         "RolloutMQError": "buffer.errors",
-        "RolloutState": "buffer.rollouts.rollout",
+        "RolloutState": "buffer.wire.rollout",
         "Run": "buffer.run",
         "RunLimits": "buffer.model.limits",
-        "SampleParams": "buffer.rollouts.sampling",
+        "SampleParams": "buffer.wire.sampling",
         "ShardedConsumer": "consumer.handle.sharded_consumer",
         "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
-        "Status": "buffer.rollouts.rollout",
+        "Status": "buffer.wire.rollout",
         "Store": "buffer.redis.store",
         "TaskLimits": "buffer.model.limits",
-        "ToolCall": "buffer.rollouts.rollout",
-        "VersionSpan": "buffer.rollouts.rollout",
+        "ToolCall": "buffer.wire.rollout",
+        "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",
         "runs_inline": "producer_workers.user_code.runs_inline",
         "padded_tensors": "consumer.handle.torch_dataset",

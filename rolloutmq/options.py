@@ -19,7 +19,7 @@ import redis
 import typer
 
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
-from buffer.model.ids import valid_name
+from buffer.ids import valid_name
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import mask_url
 from buffer.redis.connection_errors import describe_connection_error

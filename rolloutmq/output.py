@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.model.json_text import visible
+from buffer.readable import visible
 from rolloutmq.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"

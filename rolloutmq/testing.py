@@ -16,14 +16,14 @@ from contextlib import closing
 from typing import Any
 
 from buffer.errors import RolloutMQError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.distributions import Fixed

@@ -24,10 +24,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from buffer.control.observers import Observer
-from buffer.model.job import Job, ReleaseKind, Result
+from buffer.job import Job, ReleaseKind, Result
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

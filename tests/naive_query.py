@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from buffer.query.record import STAGES
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 
 NUMBERS = (
     "staleness",

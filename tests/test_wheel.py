@@ -86,9 +86,9 @@ def _relative(path: Path) -> str:
 
 STRANGER = """
 import pathlib, buffer, consumer, producer_workers, rolloutmq
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
@@ -129,9 +129,9 @@ def test_extras_are_in_the_metadata_and_all_has_every_one_but_the_engines(site: 
 
 CONSUMER = """
 import pathlib, sys
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq import RolloutConsumer, Run, Store
 
@@ -179,5 +179,5 @@ def test_the_wheel_installs_into_an_empty_environment_and_does_what_readme_says(
     assert run("-c", CONSUMER) == "0 False\n"
     assert "Usage" in run("-m", "rolloutmq", "worker", "--help")
     assert run("-c", REHEARSAL) == "[0.5, 0.5]\n"
-    missing = "from buffer.model.extras import install_command as c; print(c('http'))"
+    missing = "from buffer.imports import install_command as c; print(c('http'))"
     assert "aiohttp" in run("-c", missing)

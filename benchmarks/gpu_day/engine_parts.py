@@ -20,11 +20,11 @@ from benchmarks.gpu_day.shapes import SHAPES, build_model
 from benchmarks.publication import update
 from benchmarks.server import memory_server
 from benchmarks.updates import Update, WatchedUpdates, figures_of
-from buffer.model.ids import group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams
+from buffer.ids import group_id
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_snapshot import HostBuffers

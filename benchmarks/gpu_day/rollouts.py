@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from buffer.model.ids import group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.ids import group_id
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 
 MEMBERS = 8
 

@@ -15,7 +15,7 @@ from benchmarks.figure import Figure
 from benchmarks.gpu_day.rollouts import random_groups
 from benchmarks.gpu_day.shapes import SHAPES, build_model
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

@@ -15,12 +15,12 @@ import torch
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.strategy import contexts
 
 TASK = "sums"
@@ -94,7 +94,7 @@ class Fleet:
         if room > 0:
             gids = [group_id(TASK, cursor + place) for place in range(room)]
             self._run.payloads.write_prompts(
-                {gid: wire.encode(self._sampler.prompt(gid)) for gid in gids}
+                {gid: group_bytes.encode(self._sampler.prompt(gid)) for gid in gids}
             )
             jobs.enqueue(self._producer, new_nonce(), TASK, cursor, [self._k] * room, target)
 

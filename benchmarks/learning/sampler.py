@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.learning.sums import MAX_TOKENS, problem
-from buffer.model.ids import split_group_id
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.ids import split_group_id
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
 
 

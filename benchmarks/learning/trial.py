@@ -14,12 +14,12 @@ from pathlib import Path
 from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import Mode
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

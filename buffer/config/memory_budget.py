@@ -10,8 +10,8 @@ from pydantic import Field, field_validator
 
 from buffer.config.section import Section
 from buffer.errors import ConfigError
-from buffer.model.byte_size import Bytes, format_size
-from buffer.rollouts.compression import MAX_BYTES, Compression, zstandard
+from buffer.readable import Bytes, format_size
+from buffer.wire.framing import MAX_BYTES, Compression, zstandard
 
 SHARE_OF_SERVER = 0.75
 """Share of maxmemory that is the budget where none is given.

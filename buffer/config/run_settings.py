@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.redis.connection.url import SCHEMES, mask_url
-from buffer.rollouts.staleness import stale_threshold
 from buffer.weights.checksums import Algorithm
 from buffer.weights.registry import TransportName
+from buffer.wire.staleness import stale_threshold
 
 
 def check_name(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 
 YEAR_S = 31_536_000
 """Longest time that a key of a config accepts: far longer ones overflow the clocks of a process."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.errors import ConfigError, RunNotFound
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
 from buffer.model.settings_record import FIELD as RECORD

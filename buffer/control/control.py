@@ -20,7 +20,7 @@ from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
 from buffer.control.work import Work
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
-from buffer.model.ids import LANES, new_nonce
+from buffer.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.redis.eviction import EvictionWatch
@@ -28,7 +28,7 @@ from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.keys import Keys
 from buffer.redis.replies import opened, unfenced
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 Who = Literal["trainer", "operator"]
 

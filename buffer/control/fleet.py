@@ -10,12 +10,12 @@ from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.control_line import ControlConnection
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
-from buffer.model.ids import valid_name
-from buffer.model.job import Job, digest_of
+from buffer.ids import valid_name
+from buffer.job import Job, digest_of
 from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 LOST_SLICE = 200
 """Groups that one call of the server takes from a worker at most."""

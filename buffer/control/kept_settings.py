@@ -12,7 +12,7 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.settings_record import SettingsRecord
 
 FILE = "settings.json"

@@ -18,7 +18,7 @@ from buffer.errors import ConfigError
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.model.settings_record import TASK, task_of
 from buffer.model.task_mix import Reweighting, newest_parts
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 
 _BY_WORKERS = (
     "each worker reads it when it starts; change the config, then restart the workers one by one"

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from buffer.model.job import Job, ReleaseKind, Result
+from buffer.job import Job, ReleaseKind, Result
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
 
 
 class Observer:

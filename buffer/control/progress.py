@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from buffer.model.ids import LANES, POOLS
+from buffer.ids import LANES, POOLS
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.staleness import next_step
+from buffer.wire.staleness import next_step
 
 NO_SUMS = (
     "target",

@@ -19,7 +19,7 @@ from buffer.control.histogram import Histogram
 from buffer.control.role_holder import Role
 from buffer.control.work import Work
 from buffer.errors import RolloutMQError, StoreUnavailable
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.connection.retry import LogOnce, OutageClock
 from buffer.redis.eviction import EvictionWatch
 

@@ -20,12 +20,12 @@ from enum import StrEnum
 from typing import Literal, cast
 
 from buffer.control.control import ControlState, Mode, shorten_reason
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.replies import unfenced
 from buffer.redis.store import Store
-from buffer.rollouts.staleness import staleness
+from buffer.wire.staleness import staleness
 
 HaltKind = Literal["", "enough", "broken", "failing"]
 

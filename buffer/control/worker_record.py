@@ -16,7 +16,7 @@ from typing import Any
 
 from buffer.control.control import shorten_reason
 from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram, join_counts, parse_counts
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 
 class WorkerState(StrEnum):

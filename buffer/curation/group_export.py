@@ -15,8 +15,8 @@ from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
 from buffer.groups.record_walk import Record, RecordWalk
+from buffer.job import PayloadRef
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.job import PayloadRef
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
@@ -24,7 +24,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.replies import Advance, no_advance
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.staleness import staleness
+from buffer.wire.staleness import staleness
 
 _MAX_READS = 3
 """How often a group is read whose bytes are freed between the reads of record and payload."""

@@ -14,14 +14,14 @@ from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
 from buffer.groups.put_groups import GroupPut
-from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.ids import IMPORTED_FROM, group_id
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.replies import Advance, no_advance
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import orjson
 
 from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 
 LINE_BYTES = 256 * 2**20
 """A longer line of JSON is refused before it is parsed."""

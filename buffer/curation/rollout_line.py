@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.errors import WireError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -111,7 +111,7 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
     states = [line.state(index) for index, line in enumerate(ordered)]
     group = RolloutGroup(gid, task, states)
     try:
-        wire.encode_checked(group)
+        group_bytes.encode_checked(group)
     except WireError as error:
         raise ValueError(f"group {first.gid}: {error.message}") from error
     return group

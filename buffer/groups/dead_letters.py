@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import RunDamaged
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

@@ -17,8 +17,8 @@ import orjson
 
 from buffer.control.observers import Observer
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
-from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
-from buffer.model.job import EndedEarly, Job, ReleaseKind
+from buffer.ids import LANES, group_id, new_nonce, split_group_id
+from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.model.limits import RunLimits
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
@@ -26,7 +26,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
 from buffer.redis.replies import unfenced
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,18 @@ from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.order_index import expire_all
-from buffer.model.ids import POOLS, split_group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import POOLS, split_group_id
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.replies import unknown_reply
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.signed_bytes import split_signed
-from buffer.rollouts.staleness import AgeLimit, next_step
+from buffer.wire import group_bytes
+from buffer.wire.framing import split_signed
+from buffer.wire.group import RolloutGroup
+from buffer.wire.staleness import AgeLimit, next_step
 
 PoolStatus = Literal["completed", "aborted", "expired"]
 
@@ -202,7 +202,7 @@ class Pools:
 def _decoded(
     refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
 ) -> list[RolloutGroup]:
-    groups = [wire.decode(data) for data in payloads]
+    groups = [group_bytes.decode(data) for data in payloads]
     for ref, group, data in zip(refs, groups, payloads, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")

@@ -16,18 +16,18 @@ import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
 from buffer.groups.submit import order_argument
-from buffer.model.byte_size import format_size
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
+from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.redis.replies import unknown_reply
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup, prompt_of
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup, prompt_of
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 _MAX_RACES = 100
 """How often another import may take the draw before this one gives up."""
@@ -127,7 +127,7 @@ class GroupPut:
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
         order_argument(group, self._limits, self._order_function)
-        wire.encode_checked(group)
+        group_bytes.encode_checked(group)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
@@ -164,9 +164,9 @@ class GroupPut:
         gid = group.gid
         task = group.task
         token = new_nonce()
-        prompt = wire.encode(prompt_of(group))
+        prompt = group_bytes.encode(prompt_of(group))
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
-        ref = self._payloads.write(gid, token, wire.encode(group))
+        ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
         reply = self._store.call(
             "put",

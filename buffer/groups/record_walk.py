@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
+from buffer.ids import ENDS, IMPORTED_FROM, group_id
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
-from buffer.model.job import PayloadRef, Result
+from buffer.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.redis.keys import Keys, SlotKeys
@@ -22,9 +22,9 @@ from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.replies import unknown_reply
 from buffer.redis.script_calls import ScriptCall, Upload
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.wire import group_bytes
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32
 """Bounds what is sent again after a lost connection."""
@@ -119,7 +119,7 @@ class Submission:
         """
         try:
             _require_result(result.group)
-            data = wire.pieces_checked(result.group)
+            data = group_bytes.pieces_checked(result.group)
             ref, commands = self._payloads.commands(
                 result.job.gid, result.job.token, data, result.group.signatures
             )

@@ -15,12 +15,12 @@ from itertools import chain, islice
 from typing import Any
 
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
+from buffer.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
 from buffer.model.damage import Damage
-from buffer.model.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.redis.key_fields import text_fields, wrong_fields
 from buffer.redis.keys import Keys, SlotKeys

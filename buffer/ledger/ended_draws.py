@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import LedgerError
+from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
-from buffer.model.ids import IMPORTED_FROM, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.replies import unfenced

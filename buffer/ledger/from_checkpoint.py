@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from buffer.job import PayloadRef
 from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.keys import Keys

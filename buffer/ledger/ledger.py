@@ -17,8 +17,8 @@ import orjson
 from buffer.control.observers import Observer
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.order_index import expire_all, fill_index
+from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
-from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts

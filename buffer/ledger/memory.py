@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.model.byte_size import format_size
 from buffer.model.limits import RunLimits
+from buffer.readable import format_size
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from buffer.groups.record_walk import PAGE, Record, RecordWalk
+from buffer.ids import GID
+from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
 from buffer.model.damage import Damage
-from buffer.model.ids import GID
-from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.redis.key_fields import text_fields, wrong_fields
 from buffer.redis.keys import Keys

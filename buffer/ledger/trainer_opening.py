@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.errors import ConfigError, LedgerError, LostRun
+from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore

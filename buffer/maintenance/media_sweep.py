@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.ids import ENDS, split_group_id
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.store import Store

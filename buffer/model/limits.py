@@ -19,9 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.model.byte_size import Bytes
 from buffer.model.task_mix import Reweighting, TaskMix, allocate
-from buffer.rollouts.compression import Compression
+from buffer.readable import Bytes
+from buffer.wire.framing import Compression
 
 SCHEMA = "2"
 """Version of keys, scripts and payloads; a client refuses a run of another one."""
@@ -178,7 +178,7 @@ class RunLimits(LiveLimits):
     wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""
     compression: Compression = "none"
-    """compression of new payloads; all kinds can be read (buffer/rollouts/compression.py)"""
+    """compression of new payloads; all kinds can be read (buffer/wire/framing.py)"""
     tasks: dict[str, TaskLimits] = {}
 
     @model_validator(mode="after")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from buffer.model.ids import split_group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import split_group_id
+from buffer.job import PayloadRef
 
 _LINE = re.compile(
     r"([\w.-]+-\d{10}) (\S+) ([1-9]\d{0,3}) (\d+) (-|[0-9a-f]+) (\d+) (-|\d+)", re.ASCII

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.model.ids import split_group_id
-from buffer.rollouts.group import RolloutGroup
+from buffer.ids import split_group_id
+from buffer.imports import load_object
+from buffer.wire.group import RolloutGroup
 
 BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from buffer.model.limits import RunLimits, TaskSettings
-from buffer.rollouts.staleness import max_staleness
+from buffer.wire.staleness import max_staleness
 
 FIELD = "settings"
 """The field of the run's `meta` that holds the record as JSON."""

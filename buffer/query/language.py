@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from buffer.errors import QueryError
 from buffer.query.record import STAGES, GroupRecord
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 
 MAX_DEPTH = 32
 """Levels of $and and $or that a query may have."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
 
 MAX_VERSION = 2**53
-"""Above every policy version (`buffer.rollouts.wire`); scores of sorted sets are exact below it."""
+"""Above every policy version; scores of sorted sets are exact below it."""
 
 
 class VersionRange(NamedTuple):

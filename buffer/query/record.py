@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 
 STAGES = ("waiting", "running", "pool", "taken", "dead")
 """Stages of groups that have a record, in the order of their life."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from buffer.errors import RunDamaged
+from buffer.ids import GID
 from buffer.model.damage import Damage
-from buffer.model.ids import GID
 from buffer.model.limits import RunLimits
 from buffer.model.settings_record import SettingsRecord
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from buffer.errors import ScriptError
-from buffer.model.ids import ENDS, LANES, POOLS, valid_name
+from buffer.ids import ENDS, LANES, POOLS, valid_name
 
 
 class KeyRow(NamedTuple):

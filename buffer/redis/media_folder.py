@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 
 from buffer.errors import ConfigError, MediaError
-from buffer.model.ids import GID
+from buffer.ids import GID
 
 SCHEME = "run://"
 OWNER = "owner.json"

@@ -26,12 +26,12 @@ from typing import NamedTuple, TypeVar
 from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.redis.connection.bulk_io import Command, Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.signing import Keyring, Signer
 from buffer.redis.store import Store
-from buffer.rollouts.compression import Compression, compress
+from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 

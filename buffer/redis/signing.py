@@ -5,7 +5,7 @@
     trainer    has all keys, and refuses other bytes            [trainer] keys_file
 
 A MAC covers the nonce of the run, the group, the token of the claim, the worker, the SHA-256 of the
-bytes and all lines before its own (`buffer.rollouts.signed_bytes`). A token is random and of one
+bytes and all lines before its own (`buffer.wire.framing`). A token is random and of one
 claim, so signed bytes are of no use for another claim, group or run. Keys are symmetric: a trainer
 could sign for every worker.
 """
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer.errors import ConfigError, SignatureError
-from buffer.model.ids import NAME, valid_name
-from buffer.model.job import PayloadRef
-from buffer.rollouts.signed_bytes import Data, Line, signed_block, split_signed
+from buffer.ids import NAME, valid_name
+from buffer.job import PayloadRef
+from buffer.wire.framing import Data, Line, signed_block, split_signed
 
 PRODUCER = "producer"
 """The name of the producer's key. Where the trainer has it, each group must begin with a line of

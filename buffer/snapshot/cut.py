@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
-from buffer.model.ids import ENDS, LANES, POOLS
+from buffer.ids import ENDS, LANES, POOLS
 from buffer.model.limits import SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

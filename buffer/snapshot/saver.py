@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.errors import SnapshotError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.redis.keys import Keys, payload_name

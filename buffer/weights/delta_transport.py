@@ -17,7 +17,6 @@ import shutil
 from pathlib import Path
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm, WrittenFiles
@@ -29,6 +28,7 @@ from buffer.weights.transport import (
     WeightsReceiver,
     WeightsSender,
 )
+from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
 

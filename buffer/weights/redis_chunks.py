@@ -18,12 +18,12 @@ from buffer.errors import WireError
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm
 from buffer.weights.host_folders import HostFolders
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.wire.rollout import PolicyVersion
 
 SCHEME = "redis:"
 """What an address begins with; the version's label follows."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights import redis_chunks, shared_folder, transfer_receiver
 from buffer.weights.checksums import Algorithm
@@ -18,6 +17,7 @@ from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.transfer_receiver import TransferReceiver
 from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 """Values of [policy] weights_transport."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.checksums import Algorithm
 from buffer.weights.new_folder import new_folder
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.wire.rollout import PolicyVersion
 
 SCHEME = ""
 """An address is the path of the version's folder."""

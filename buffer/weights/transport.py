@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.checksums import FileChecksums
+from buffer.wire.rollout import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from buffer.config.section import Count, Section
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlKind = Literal["abs", "k2", "k3"]

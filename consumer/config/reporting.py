@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from buffer.config.section import Count, Section
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 
 
 class SamplesSection(Section):

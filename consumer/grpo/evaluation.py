@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.model.manifest import NotReady
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.reporting.step_log import StepWriter

@@ -17,9 +17,9 @@ from buffer.control.kept_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
 from buffer.weights.transport import Save
+from buffer.wire.staleness import staleness
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
+from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.device_share import DeviceShare

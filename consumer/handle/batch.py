@@ -12,8 +12,8 @@ from weakref import ref
 
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.manifest import Manifest
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
+from consumer.handle.batch_table import BatchTable
 
 _BATCHES = 4
 """The newest ones: a trainer may keep groups for good, to show them for example."""

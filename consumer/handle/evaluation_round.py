@@ -12,10 +12,10 @@ group, and no training counter moves.
 
 from __future__ import annotations
 
-from buffer.model.ids import split_group_id
+from buffer.ids import split_group_id
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, WaitOptions
 

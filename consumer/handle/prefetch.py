@@ -14,9 +14,9 @@ import threading
 from collections.abc import Mapping
 
 from buffer.errors import RolloutMQError
-from buffer.model.job import PayloadRef
-from buffer.rollouts.group import RolloutGroup
+from buffer.job import PayloadRef
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 
 log = logging.getLogger("rolloutmq.consumer")
 

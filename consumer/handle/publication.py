@@ -35,9 +35,9 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from buffer.errors import PublicationFailed, RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.transport import Save, WeightsSender
+from buffer.wire.rollout import PolicyVersion
 from consumer.config.training import TrainingConfig
 from consumer.handle.rollout_consumer import PauseMode, RolloutConsumer, Stopped
 from consumer.senders import transfer

@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 
 LOWEST_LOGPROB = -50.0
 """A sampler in float32 draws no token below about -25; workers use -9999 or so for "none"."""

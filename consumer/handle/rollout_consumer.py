@@ -37,11 +37,11 @@ from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.prefetch import Prefetcher

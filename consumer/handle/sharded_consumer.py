@@ -24,8 +24,8 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import StepFailed
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.rank_orders import RankOrders
 from consumer.handle.ranks import Ranks

@@ -11,8 +11,8 @@ from typing import Any
 
 from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.rank_orders import RankOrders, on_all_ranks
 from consumer.handle.ranks import Ranks, balanced_shares
 from consumer.handle.reader import NOTHING, BatchReader, Known, Problems

@@ -17,8 +17,8 @@ from buffer.errors import (
 )
 from buffer.ledger.ledger import BatchLedger
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
 from consumer.handle.reader import NOTHING, GroupReader, Known
 from consumer.handle.wait_rules import BatchOutlook, WaitReason, explain

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import ranges
 from consumer.handle.batch import Batch
+from consumer.handle.batch_table import ranges
 
 Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
 """Groups of each task, or a function that returns them for a step, such as

@@ -34,12 +34,12 @@ from buffer.control.fleet import Refusals
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
+from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
-from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
 from buffer.redis.connection.retry import OutageClock
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from buffer.wire.staleness import staleness
 from consumer.handle.batch import Stopped
 
 REFUSAL_S = 60.0

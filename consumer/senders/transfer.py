@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import registry
 from buffer.weights.checksums import Algorithm
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
@@ -29,7 +28,13 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transfer_receiver import store_announcement
-from buffer.weights.transport import Announcement, PublishedWeights, Save, WeightsSender
+from buffer.weights.transport import (
+    Announcement,
+    PublishedWeights,
+    Save,
+    WeightsSender,
+)
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
 

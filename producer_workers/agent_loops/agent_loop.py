@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState
+from buffer.imports import load_object
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from buffer.errors import UserCodeError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState, ToolCall
+from buffer.imports import load_object
+from buffer.wire.rollout import RolloutState, ToolCall
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_numbers
 from producer_workers.user_code.process_function import call_of

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, ProcessUnavailable, UserCodeError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 
 log = logging.getLogger("rolloutmq.worker")
 

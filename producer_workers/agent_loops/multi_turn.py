@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import ConfigError
-from buffer.rollouts.own_copy import own_copy
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.wire.own_copy import own_copy
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.environment import (
     Answer,

@@ -27,7 +27,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import AnyJudge, GroupJudge

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import ToolCall
-from buffer.rollouts.sampling import StructuredOutput
-from buffer.rollouts.wire_checks import check_nesting
+from buffer.wire.checks import check_nesting
+from buffer.wire.rollout import ToolCall
+from buffer.wire.sampling import StructuredOutput
 
 Tools = Sequence[dict[str, Any]] | None
 """Functions that a model may call, as JSON schemas in OpenAI's form."""

@@ -25,8 +25,8 @@ from buffer.errors import (
     UserCodeError,
     text_of,
 )
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import ToolCall
+from buffer.imports import load_object
+from buffer.wire.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.user_code.border import Border

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.user_code.checked_result import check_reward
 

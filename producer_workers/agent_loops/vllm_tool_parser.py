@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import ToolCall
-from buffer.rollouts.sampling import StructuredOutput
+from buffer.wire.rollout import ToolCall
+from buffer.wire.sampling import StructuredOutput
 from producer_workers.agent_loops.tool_parsers import PARSERS, ParsedTurn, Tools, tool_call
 from producer_workers.engines.vllm.api import ALWAYS
 

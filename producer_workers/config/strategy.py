@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from buffer.config.section import YEAR_S, DottedPath, Section
-from buffer.model.dotted_path import is_dotted_path
+from buffer.imports import is_dotted_path
 from buffer.model.limits import TaskSettings
 
 FILTERS = {"not_all_equal": "producer_workers.worker.task_runner:not_all_equal"}

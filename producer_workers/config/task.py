@@ -10,11 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
 from buffer.config.section import YEAR_S, Count, Section
-from buffer.model.byte_size import format_size
-from buffer.model.dotted_path import is_dotted_path
-from buffer.rollouts.compression import MAX_BYTES
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
-from buffer.rollouts.wire_schema import MAX_MEMBERS
+from buffer.imports import is_dotted_path
+from buffer.readable import format_size
+from buffer.wire.document import MAX_MEMBERS
+from buffer.wire.framing import MAX_BYTES
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.datasets.records import raised_at

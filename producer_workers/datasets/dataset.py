@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from buffer.rollouts.sampling import StructuredOutput
+from buffer.wire.sampling import StructuredOutput
 
 _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have halves of a few bits
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from buffer.errors import ConfigError, DatasetError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, make_problem, problem_of
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import ModelError
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.rollout import MediaRef
+from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import Problem
 from producer_workers.images import ImageFile, find_runs, load_image

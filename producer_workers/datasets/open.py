@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import ConfigError, DatasetError
-from buffer.model.dotted_path import load_object
-from buffer.model.extras import install_command
+from buffer.imports import install_command, load_object
 from producer_workers.config.dataset import (
     DatasetSection,
     HuggingFaceSection,

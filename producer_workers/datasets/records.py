@@ -16,15 +16,15 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
-from buffer.model.dotted_path import load_object
-from buffer.model.user_frames import user_frames
-from buffer.rollouts.own_copy import own_copy
-from buffer.rollouts.sampling import StructuredOutput
-from buffer.rollouts.wire_checks import check_nesting
+from buffer.imports import load_object
+from buffer.wire.checks import check_nesting
+from buffer.wire.own_copy import own_copy
+from buffer.wire.sampling import StructuredOutput
 from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record
+from producer_workers.user_code.user_frames import user_frames
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '

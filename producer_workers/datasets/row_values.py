@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollouts.wire_checks import MAX_NESTING, check_plain
+from buffer.wire.checks import MAX_NESTING, check_plain
 from producer_workers.datasets.dataset import Problem
 
 HINT = (

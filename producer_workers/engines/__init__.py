@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 
 if TYPE_CHECKING:
-    from buffer.rollouts.rollout import PolicyVersion
+    from buffer.wire.rollout import PolicyVersion
     from producer_workers.config.engine import EngineConfig
     from producer_workers.engines.base import Engine
 

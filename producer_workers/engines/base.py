@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ModelError, RolloutMQError
-from buffer.rollouts.rollout import MediaRef, PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.transport import Announcement
+from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.images import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan
+from buffer.wire.rollout import PolicyVersion, VersionSpan
 from producer_workers.engines.base import FinishReason, Generation
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import (
     EngineDeadError,

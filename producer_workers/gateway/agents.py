@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, UserCodeError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_reward
 from producer_workers.user_code.process_function import call_of

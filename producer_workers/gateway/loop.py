@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
-from buffer.rollouts.own_copy import own_copy
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
+from buffer.wire.own_copy import own_copy
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.mcp_server import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.rollouts.sampling import StructuredOutput
+from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.sampling_limits import SamplingOverrides, structure_of
 from producer_workers.gateway.session import SampledTurn, Session
 

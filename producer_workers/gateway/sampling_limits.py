@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, structures
 

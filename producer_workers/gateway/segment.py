@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.group import OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
+from buffer.wire.group import OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
 Messages = Sequence[dict[str, Any]]

@@ -22,8 +22,8 @@ import orjson
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.rollouts.rollout import ToolCall
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import ToolCall
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser

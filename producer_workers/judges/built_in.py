@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from buffer.errors import ConfigError
-from buffer.rollouts.group import UNPARSED
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import UNPARSED
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
 from producer_workers.judges.answers import Span, answer_text, spans

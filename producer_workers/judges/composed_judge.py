@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from buffer.errors import JudgeError
-from buffer.rollouts.group import UNPARSED
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import UNPARSED
+from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
 Weighted = Sequence[tuple[AnyJudge, float]]

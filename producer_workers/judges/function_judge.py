@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.border import load_border

@@ -9,7 +9,7 @@ them). Answer: a number, or an object of numbers with "score", which may also ha
 
 from __future__ import annotations
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.token_columns import take_columns

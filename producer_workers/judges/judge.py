@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 
 
 class Judge(Protocol):

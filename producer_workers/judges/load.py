@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
 from producer_workers.judges.composed_judge import compose

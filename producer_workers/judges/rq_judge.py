@@ -26,7 +26,7 @@ from rq.results import Result
 from buffer.errors import JudgeError, StoreError
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import function_rules
 from producer_workers.judges.judge import rollout_fields

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.user_code.checked_result import TOKEN_COLUMNS
 
 

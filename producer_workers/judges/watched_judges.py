@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.user_code.user_function import outcome_of

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from buffer.control.live_settings import LiveSettings
 from buffer.control.progress import ProduceProgress
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.own_copy import own_copy
+from buffer.imports import load_object
 from buffer.run import Run
+from buffer.wire.own_copy import own_copy
 
 log = logging.getLogger("rolloutmq.producer")
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import DatasetError, MediaError, WireError, describe
-from buffer.model.ids import group_id
-from buffer.rollouts import wire
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams, derived_seed
+from buffer.ids import group_id
+from buffer.wire import group_bytes
+from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
@@ -119,7 +119,7 @@ class Sampler:
     def encode(self, draw: int, states: list[RolloutState]) -> bytes:
         """Return the payload of a draw's rollouts; raises DatasetError where it cannot be read."""
         try:
-            return wire.encode_checked(RolloutGroup(self.gid(draw), self.task, states))
+            return group_bytes.encode_checked(RolloutGroup(self.gid(draw), self.task, states))
         except WireError as error:
             message = f"{self.task}: row {self.place(draw).row}: {error.message}"
             raise DatasetError(message, hint=error.hint) from error

@@ -18,9 +18,9 @@ from typing import Protocol
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.model.limits import RunLimits
-from buffer.rollouts.staleness import last_step_for
+from buffer.wire.staleness import last_step_for
 
 
 @dataclass(frozen=True, slots=True)

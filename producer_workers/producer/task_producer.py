@@ -14,11 +14,11 @@ from itertools import islice
 from buffer.control.progress import TaskProgress
 from buffer.control.work import Work
 from buffer.errors import ConfigError, PayloadMissing
+from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse
-from buffer.model.ids import new_nonce
 from buffer.redis.payloads import CHUNK_BYTES
-from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
+from buffer.wire.rollout import RolloutState
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.staleness import staleness
+from buffer.wire.staleness import staleness
 from producer_workers.simulation.lengths import Lengths
 from producer_workers.simulation.setting import Outcome, Setting
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from buffer.rollouts.staleness import last_step_for, stale_threshold
+from buffer.wire.staleness import last_step_for, stale_threshold
 
 Interruption = Literal["keep", "drain", "abort", "partial"]
 """What a weight update does to running groups.

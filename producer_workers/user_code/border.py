@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from buffer.errors import UserCodeError, describe
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 
 
 class Border:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import AnswerTooLong, ConfigError, JudgeError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from buffer.redis.connection.retry import Backoff
 
 log = logging.getLogger("rolloutmq.judge")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.wire import decode, encode
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_bytes import decode, encode
+from buffer.wire.rollout import RolloutState
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.checked_result import check_answer, check_answers, check_verdict
 

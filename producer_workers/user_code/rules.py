@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import RolloutMQError, UserCodeError, describe
-from buffer.model.user_frames import user_frames
 from producer_workers.user_code.border import Border
+from producer_workers.user_code.user_frames import user_frames
 
 Mode = Literal["plain", "coroutines", "threads"]
 """How a process makes calls: one after the other; many in its event loop; many in threads."""

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from buffer.errors import ProcessUnavailable
-from buffer.rollouts.own_copy import readers_copy
+from buffer.wire.own_copy import readers_copy
 from producer_workers.user_code.border import Border
 from producer_workers.user_code.rules import Failure, Rules
 

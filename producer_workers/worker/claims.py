@@ -24,12 +24,12 @@ from math import ceil
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job
+from buffer.ids import new_nonce
+from buffer.job import Job
 from buffer.model.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import EngineLoad
 from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
 

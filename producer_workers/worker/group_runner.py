@@ -32,12 +32,12 @@ from buffer.errors import (
     WireError,
     describe,
 )
-from buffer.model.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, has_ended
 from buffer.run import Run
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.loop_border import LoopInput, check_weights

@@ -20,10 +20,10 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.redis.connection.retry import LogOnce
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.user_code.user_function import LAST_CALLS, attempt, outcome_of
 from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import RunLimits
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.inbox import GroupFinished, Inbox

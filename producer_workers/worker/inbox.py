@@ -13,7 +13,7 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport
 from buffer.groups.claim import Claim
-from buffer.model.job import Job
+from buffer.job import Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
-from buffer.rollouts.own_copy import own_copy, own_rollout
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.own_copy import own_copy, own_rollout
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 DRAWN = (
     "messages",

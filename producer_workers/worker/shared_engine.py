@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.ids import split_group_id
-from buffer.model.job import EndedEarly
-from buffer.rollouts.rollout import (
+from buffer.ids import split_group_id
+from buffer.job import EndedEarly
+from buffer.wire.rollout import (
     PolicyVersion,
     RolloutState,
     VersionSpan,
@@ -26,7 +26,7 @@ from buffer.rollouts.rollout import (
     no_logprobs,
     no_tokens,
 )
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,

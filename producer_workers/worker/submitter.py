@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from buffer.errors import StoreUnavailable
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
-from buffer.model.job import Result
+from buffer.job import Result
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 

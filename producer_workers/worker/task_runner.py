@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, Literal
 
 from buffer.errors import ConfigError, GroupTimeout
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, has_ended
-from buffer.rollouts.staleness import AgeLimit
+from buffer.imports import load_object
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, has_ended
+from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError

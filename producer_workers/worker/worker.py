@@ -43,11 +43,11 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
-from buffer.model.ids import LANES, new_nonce
-from buffer.model.job import Job
+from buffer.ids import LANES, new_nonce
+from buffer.job import Job
 from buffer.model.limits import Concurrency
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.user_code.contained_tasks import contain_exits

@@ -14,7 +14,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from buffer.errors import ConfigError, HubError, ModelError
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import SECTIONS, STAGES, Finding, failure
 from rolloutmq.check.memory import memory_findings

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.config.task import NO_JUDGE, TaskSection

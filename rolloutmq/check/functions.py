@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from buffer.model.dotted_path import check_module
+from buffer.imports import check_module
 from producer_workers.user_functions import NamedFunction, named_functions
 from rolloutmq.check.finding import Finding, Unit
 from rolloutmq.config.config import Config

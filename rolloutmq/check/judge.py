@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.task import RUNS_PROGRAMS, TaskSection, judge_names
 from producer_workers.judges.built_in import final_number, number_span

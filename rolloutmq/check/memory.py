@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from buffer.config.memory_budget import PROMPT_TOKENS
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from consumer.config.learner import LearnerConfig
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level

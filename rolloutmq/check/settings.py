@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config

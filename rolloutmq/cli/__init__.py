@@ -19,8 +19,8 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
-from buffer.model.extras import missing_extra
-from buffer.model.json_text import visible
+from buffer.imports import missing_extra
+from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.console import plain
 from rolloutmq.hang_up import follow_terminal

@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.errors import ConfigError
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.model.order_policy import load_order
 from buffer.query.language import parse
 from buffer.redis.replies import Advance

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from buffer.errors import ConfigError, QueryError
 from buffer.groups.record_walk import RecordWalk
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run

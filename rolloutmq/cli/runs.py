@@ -13,7 +13,7 @@ from rich.table import Table
 
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
 from buffer.maintenance.remove_run import remove_run
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run

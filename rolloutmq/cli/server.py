@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
+from buffer.ids import valid_name
 from buffer.janitor import Swept
-from buffer.model.ids import valid_name
 from buffer.model.limits import SCHEMA
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot

@@ -10,12 +10,12 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError
+from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.byte_size import format_size
-from buffer.model.ids import split_group_id
 from buffer.model.manifest import Manifest
-from buffer.rollouts.staleness import staleness
+from buffer.readable import format_size
 from buffer.run import Run
+from buffer.wire.staleness import staleness
 from consumer.grpo.reporting.sample_log import Sample
 from rolloutmq.command_list import command
 from rolloutmq.console import console

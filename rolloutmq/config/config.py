@@ -16,7 +16,7 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.reporting import SamplesSection, WandbSection
 from consumer.config.trainer import (

@@ -17,7 +17,7 @@ from buffer.config.run_settings import (
     PolicySection,
     RunSection,
 )
-from buffer.rollouts.staleness import stale_threshold
+from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
 from producer_workers.config.engine import EngineConfig

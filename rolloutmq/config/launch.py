@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from buffer.config.section import Count, Section
-from buffer.model.byte_size import Bytes
+from buffer.readable import Bytes
 
 Gpu = Annotated[int, Field(ge=0, le=1023)]
 

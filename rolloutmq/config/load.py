@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.config.assignments import assign, nested, require_plain, to_strict_json, validate
 from buffer.config.run_settings import RunSection
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import search_in
+from buffer.imports import search_in
 from buffer.redis.connection.url import mask_url
 from producer_workers.config.task import TaskSection, inherit_held_out
 from rolloutmq.config.config import Config

@@ -16,8 +16,8 @@ from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.open_run import embedded_server, run_nonce, write_nonce
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.model.extras import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command
 from rolloutmq.config.config import Config
 from rolloutmq.launch.placement import Placement, count_gpus, place
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.replies import role_held
 from buffer.redis.server.process import OWNER

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.errors import AccountError, ConfigError
-from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
-from buffer.model.job import PayloadRef
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.group_json import group_json
-from buffer.rollouts.rollout import VersionSpan
+from buffer.ids import ENDS, IMPORTED_FROM, split_group_id
+from buffer.job import PayloadRef
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_json import group_json
+from buffer.wire.rollout import VersionSpan
 from consumer.grpo.reporting.sample_log import Sample, SampleLog
 from rolloutmq.console import plain
 from rolloutmq.output import count, facts, state, version_style

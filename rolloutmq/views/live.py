@@ -16,7 +16,7 @@ from rich.text import Text
 
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreUnavailable
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.run import Run
 from rolloutmq.views.found_group import find_group, print_group
 from rolloutmq.views.history import History

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.model.limits import RunLimits, TaskSettings
 from buffer.model.settings_record import SettingsRecord
-from buffer.rollouts.staleness import max_staleness
+from buffer.wire.staleness import max_staleness
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
 from buffer.query.record import GroupRecord
-from buffer.rollouts.group_json import group_json
 from buffer.run import Run
+from buffer.wire.group_json import group_json
 from consumer.grpo.reporting.sample_log import Sample, SampleLog, add_texts, contains
 from consumer.grpo.reporting.token_texts import TokenTexts
 from rolloutmq.views.found_group import FoundGroup, find_group, locate, payload_of

@@ -26,7 +26,7 @@ from benchmarks.learning.trial import (
 )
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)

@@ -13,7 +13,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.plots import draw
 from benchmarks.report import read_json, write_json, write_readme
 from benchmarks.suite import SUITE, TINY, run_suite
-from buffer.rollouts import wire
+from buffer.wire import group_bytes
 
 MARKED = "before\n<!-- figures: written by `make bench` -->\nold\n<!-- end of figures -->\nafter\n"
 NOT_IN_A_TINY_RUN = {
@@ -71,7 +71,7 @@ def test_report_holds_every_figure_when_it_is_written(
 
 
 def test_sample_group_has_the_size_that_the_figures_speak_of() -> None:
-    assert len(wire.encode(sample.group("math-0000000003"))) == sample.GROUP_BYTES
+    assert len(group_bytes.encode(sample.group("math-0000000003"))) == sample.GROUP_BYTES
 
 
 def test_interleave_runs_the_ways_in_turns_and_leaves_out_the_first_round() -> None:

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import LIMITS, Scene, extend, prompt, rollout
 
 NEWEST = PolicyVersion("l1", 4)

@@ -13,15 +13,15 @@ from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
@@ -35,7 +35,7 @@ def prompt(gid: str, samples: int = 2) -> bytes:
     states = [
         RolloutState(index=i, messages=[message], prompt_ids=np.arange(3)) for i in range(samples)
     ]
-    return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
+    return group_bytes.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
 
 
 def rollout(

@@ -10,15 +10,15 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
+from buffer.ids import new_nonce
+from buffer.job import EndedEarly
 from buffer.ledger import audits
 from buffer.ledger.audits import Finding
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
-from buffer.model.job import EndedEarly
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 

@@ -20,9 +20,9 @@ from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunErro
 from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import RolloutMQError
+from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.grpo.checkpoint import CheckpointFolder
 from tests.chaos.checker import Checker
 from tests.chaos.crew import until

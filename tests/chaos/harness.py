@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run

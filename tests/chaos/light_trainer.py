@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from buffer.ledger.position import Position
 from buffer.model.manifest import ManifestEntry
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer

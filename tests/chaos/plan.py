@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from tests.truth.witness import score_of
 
 RUN = "chaos"

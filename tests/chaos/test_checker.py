@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.rollouts.rollout import VersionSpan
+from buffer.wire.rollout import VersionSpan
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.final_look import COUNTED
 from tests.chaos.history import Event

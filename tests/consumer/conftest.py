@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from consumer.handle import taker
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.grpo.models.tiny import build_model

@@ -23,9 +23,9 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     from buffer.errors import ConfigError, JudgeError, QueryError, RunDamaged, WireError
     from buffer.query.language import parse
     from buffer.redis.connection.url import open_client, seeds
-    from buffer.rollouts import wire
-    from buffer.rollouts.group import RolloutGroup
-    from buffer.rollouts.rollout import RolloutState, Status
+    from buffer.wire import group_bytes
+    from buffer.wire.group import RolloutGroup
+    from buffer.wire.rollout import RolloutState, Status
     from producer_workers.datasets.records import problem_of
     from producer_workers.user_code.checked_result import check_reward
 
@@ -59,7 +59,7 @@ def imported_line(data: bytes) -> None:
         if len(str(error)) > 2000:
             raise AssertionError("an error is read by people") from error
         return
-    assert wire.decode(wire.encode(group)).states[0].reward == line.reward
+    assert group_bytes.decode(group_bytes.encode(group)).states[0].reward == line.reward
 
 
 def prompt(data: bytes) -> None:
@@ -73,7 +73,7 @@ def prompt(data: bytes) -> None:
     fields: dict[str, Any] = {"messages": problem.messages, "ground_truth": problem.ground_truth}
     try:
         states = [RolloutState(prompt_ids=[1], extra=problem.extra, tools=problem.tools, **fields)]
-        back = wire.decode(wire.encode(RolloutGroup(GID, "math", states)))
+        back = group_bytes.decode(group_bytes.encode(RolloutGroup(GID, "math", states)))
     except (WireError, ValueError):
         return
     assert back.states[0].messages == problem.messages

@@ -1,4 +1,4 @@
-"""What `wire.decode` promises for any bytes: a WireError, or a group that can be used and written
+"""What `group_bytes.decode` promises for any bytes: a WireError, or a group that can be used and written
 again.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import WireError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 
 GOLDEN = Path(__file__).parents[1] / "buffer" / "golden"
 
@@ -42,7 +42,7 @@ def plain(state: RolloutState) -> dict[str, Any]:
 def keep(data: bytes) -> bool:
     """Whether the bytes were accepted. Raises whatever breaks the promise."""
     try:
-        group = wire.decode(data)
+        group = group_bytes.decode(data)
     except WireError as error:
         if len(str(error)) > 2000:
             raise AssertionError("an error is read by people") from error
@@ -50,7 +50,7 @@ def keep(data: bytes) -> bool:
     assert len(group.states) == len(group)
     assert group.scores.shape == (len(group),)
     again = RolloutGroup(group.gid, group.task, group.states)
-    assert repr([plain(s) for s in wire.decode(wire.encode(again)).states]) == repr(
+    assert repr([plain(s) for s in group_bytes.decode(group_bytes.encode(again)).states]) == repr(
         [plain(s) for s in group.states]
     )
     return True

@@ -11,13 +11,13 @@ import pytest
 from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
-from buffer.model.job import Job, Result
+from buffer.job import Job, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout
@@ -57,7 +57,7 @@ def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
     for kind in KINDS:
         (bad,), (good,) = scene.claim(1, worker="garbage"), scene.claim(1, worker="good")
         group = extend(scene.run.buffer.read(bad.payload), Status.COMPLETED, FIRST)
-        hand_in(scene, bad, GROUP[kind](wire.encode(group)), group, "garbage")
+        hand_in(scene, bad, GROUP[kind](group_bytes.encode(group)), group, "garbage")
         scene.submit(good, worker="good")
     scene.submit(scene.claim(1, worker="good")[0], worker="good")
     consumer = RolloutConsumer(scene.run)

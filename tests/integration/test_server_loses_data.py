@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import LedgerError, LostRun
+from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import die
 from tests.consumer.handle.crew import at_work

@@ -15,17 +15,17 @@ from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.ledger.position import Position
-from buffer.model.ids import group_id
-from buffer.model.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.replies import unfenced
 from buffer.redis.script_calls import Upload
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 TASK = "t"
 
@@ -172,7 +172,7 @@ def _group(gid: str, made_by: tuple[PolicyVersion, ...], status: str) -> Rollout
 
 @cache
 def _prompt(gid: str) -> bytes:
-    return wire.encode(RolloutGroup(gid, TASK, [RolloutState(index=0, prompt_ids=[1])]))
+    return group_bytes.encode(RolloutGroup(gid, TASK, [RolloutState(index=0, prompt_ids=[1])]))
 
 
 def made_by(run: Run, job: Job) -> tuple[PolicyVersion, ...]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from buffer.errors import Fenced, LedgerError, RoleHeld
 from buffer.groups.claim import Claim
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.ledger.position import Position
-from buffer.model.ids import group_id
-from buffer.model.job import Job
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending
 
 FIRST = PolicyVersion("initial", 0)

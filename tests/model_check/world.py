@@ -10,12 +10,12 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from buffer.groups.claim import Claim
-from buffer.model.job import Job, PayloadRef
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.connection import in_memory
 from buffer.redis.scripts import Script
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from tests.model_check import operations
 from tests.model_check.call_invariants import STALE, check_call, check_caller
 from tests.model_check.canonical import LEASE_MS, Keys

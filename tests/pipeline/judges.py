@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.user_code.runs_inline import runs_inline
 
 

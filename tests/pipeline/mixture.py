@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job
+from buffer.ids import new_nonce
+from buffer.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 from buffer.redis.store import Store
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.records import ToProblem, problem_of
 from producer_workers.producer.producer import AgentLoopManager

@@ -12,8 +12,8 @@ from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.ids import new_nonce
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.producer import AgentLoopManager
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view

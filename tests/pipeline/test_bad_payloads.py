@@ -18,7 +18,7 @@ from aiohttp import web
 from buffer.control.control import STATE_FIELDS, Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge

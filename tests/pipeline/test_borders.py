@@ -20,9 +20,9 @@ import pytest
 from pydantic import BaseModel
 
 from buffer.control.control import Mode
-from buffer.rollouts.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, ToolCall
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, ToolCall
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

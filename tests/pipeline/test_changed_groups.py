@@ -11,7 +11,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import GroupChanged
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from tests.memory_fault import overwrite
 from tests.pipeline.site import Site
 from tests.pipeline.yard import FAST_S, SLOW_S, Yard

@@ -19,7 +19,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import TaskLimits
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -11,7 +11,7 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
 from tests.pipeline.yard import LINEAGE, LONG, SLOW_S, TASK, Yard
 

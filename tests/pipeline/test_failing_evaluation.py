@@ -7,7 +7,7 @@ from pathlib import Path
 
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

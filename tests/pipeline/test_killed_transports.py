@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.registry import TransportName, open_receiver
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from tests.pipeline.weights_process import LINEAGE, save, words
 from tests.pipeline.yard import Yard

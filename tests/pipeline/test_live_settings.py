@@ -13,8 +13,8 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.limits import TaskLimits
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

@@ -11,11 +11,11 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import JudgeError
 from buffer.groups.claim import Claim
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import TaskLimits
 from buffer.model.manifest import NotReady
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.pipeline.yard import (
     FAST_S,
     FIRST,

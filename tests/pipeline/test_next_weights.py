@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from buffer.control.control import Mode
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.ids import new_nonce
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.handle.crew import wait_until
 from tests.pipeline.test_refused_weights import spoil

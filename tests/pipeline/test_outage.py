@@ -10,7 +10,7 @@ import pytest
 
 from buffer.control.roles import HeldRole
 from buffer.errors import ProducerGone
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.redis.connection import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer

@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.multi_turn import turns_of
 from tests.pipeline.site import Site
 

@@ -20,9 +20,9 @@ import pytest
 from buffer.control import roles, work
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

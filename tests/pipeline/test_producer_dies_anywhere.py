@@ -11,7 +11,7 @@ import pytest
 
 from buffer.control.progress import ProduceProgress
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer.control.control import Mode
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import Status
+from buffer.ids import new_nonce
+from buffer.wire.rollout import Status
 from tests.pipeline.yard import FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 
 

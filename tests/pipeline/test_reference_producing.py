@@ -13,10 +13,10 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import allocate
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 

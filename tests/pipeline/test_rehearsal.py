@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from buffer.errors import ConfigError, ModelError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -20,9 +20,9 @@ import torch
 from pyarrow import parquet
 
 from buffer.errors import DatasetError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.dataset import Dataset, Problem
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
@@ -163,7 +163,7 @@ def read_back(dataset: Dataset) -> RolloutGroup:
     draw = len(dataset) - 1
     states = sampler.draw(draw)
     assert isinstance(states, list)
-    return wire.decode(sampler.encode(draw, states))
+    return group_bytes.decode(sampler.encode(draw, states))
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.__name__)

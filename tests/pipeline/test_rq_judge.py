@@ -23,7 +23,7 @@ import rq
 from buffer.errors import ConfigError, JudgeError
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges import rq_judge
 from producer_workers.judges.judge import judge_all

@@ -10,8 +10,8 @@ from pathlib import Path
 from buffer.control.control import Mode
 from buffer.redis.signing import PRODUCER, Key, write_keys
 from buffer.redis.store import Store
-from buffer.rollouts.signed_bytes import signers
 from buffer.run import Run
+from buffer.wire.framing import signers
 from tests.pipeline.site import Site
 from tests.pipeline.yard import FAST_S, LONG, SLOW_S, Yard
 

@@ -12,10 +12,10 @@ import pytest
 
 from buffer.errors import Fenced, ScriptError
 from buffer.groups.submit import SubmitOutcome
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, Result
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.ids import new_nonce
+from buffer.job import Job, Result
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from producer_workers.worker.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 

@@ -13,9 +13,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
-from buffer.rollouts.group import GROUP_TIME
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import GROUP_TIME
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed

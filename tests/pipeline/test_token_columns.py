@@ -12,9 +12,9 @@ import torch
 
 from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import JudgeError
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
 from producer_workers.judges.token_columns import take_columns
 from producer_workers.user_code.checked_result import check_answer
 from rolloutmq.testing import rehearse

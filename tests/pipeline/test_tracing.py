@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run

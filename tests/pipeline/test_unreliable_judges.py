@@ -15,9 +15,9 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.groups.job_queue import Serves
-from buffer.model.ids import LANES
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.ids import LANES
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge

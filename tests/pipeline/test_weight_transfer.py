@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights import process_group
 from buffer.weights.process_group import ProcessGroup
@@ -29,6 +28,7 @@ from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transfer_receiver import SCHEME, TransferReceiver, store_announcement
 from buffer.weights.transport import Announcement, PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders import tensor_server
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from buffer.errors import WireError
 from buffer.redis.connection.retry import Backoff
 from buffer.redis.payloads import CHUNK_BYTES
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from buffer.weights.registry import open_receiver
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from producer_workers.worker import weight_updates
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard

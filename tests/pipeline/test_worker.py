@@ -15,7 +15,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run

@@ -24,8 +24,8 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.redis.signing import PRODUCER, Key, write_keys
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.signed_bytes import signers
+from buffer.wire.framing import signers
+from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 

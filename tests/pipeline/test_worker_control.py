@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from buffer.control.control import Mode
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS

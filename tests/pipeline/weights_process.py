@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import checksums, delta, tensor_file
 from buffer.weights.checksums import WrittenFiles
@@ -27,6 +26,7 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName, open_receiver
 from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights, Save
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from tests.pipeline.handover import say
 

@@ -14,16 +14,16 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
@@ -125,7 +125,9 @@ class Yard:
                 )
                 for place, length in enumerate(tokens)
             ]
-            self.run.payloads.write_prompts({gid: wire.encode(RolloutGroup(gid, TASK, states))})
+            self.run.payloads.write_prompts(
+                {gid: group_bytes.encode(RolloutGroup(gid, TASK, states))}
+            )
         done = self.run.jobs.enqueue(
             self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000
         )
@@ -137,7 +139,7 @@ class Yard:
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(len(groups))]
         data = {
-            gid: wire.encode(RolloutGroup(gid, TASK, states))
+            gid: group_bytes.encode(RolloutGroup(gid, TASK, states))
             for gid, states in zip(gids, groups, strict=True)
         }
         self.run.payloads.write_prompts(data)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import Generation
 
 ANSWER = "the answer is 42"

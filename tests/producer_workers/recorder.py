@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.dotted_path import load_object
-from buffer.rollouts.rollout import RolloutState, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.imports import load_object
+from buffer.wire.rollout import RolloutState, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.letter_engine import LetterEngine

@@ -10,15 +10,15 @@ import numpy as np
 import orjson
 
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job, PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.reporting.sample_log import describe_sample
 from consumer.grpo.reporting.sample_writer import SampleWriter
 from consumer.grpo.reporting.token_texts import TokenTexts
@@ -70,7 +70,7 @@ class Scene:
         ]
         gids = [group_id("math", start + i) for i in range(groups)]
         run.payloads.write_prompts(
-            {gid: wire.encode(RolloutGroup(gid, "math", states)) for gid in gids}
+            {gid: group_bytes.encode(RolloutGroup(gid, "math", states)) for gid in gids}
         )
         run.control.open_producer(self.producer)
         run.jobs.enqueue(self.producer, new_nonce(), "math", start, [2] * groups, start + groups)

@@ -77,7 +77,7 @@ def test_a_config_finds_a_module_of_the_users_folder(folder: Path) -> None:
 
 
 def test_the_users_folder_is_searched_last(folder: Path) -> None:
-    code = "from buffer.model.dotted_path import load_object\n"
+    code = "from buffer.imports import load_object\n"
     done = python(folder, "-P", "-c", code + "load_object('consumer:score', kind='judge')")
     assert "module 'consumer' has no 'score'" in done.stderr
     assert str(ROOT / "consumer" / "__init__.py") in done.stderr

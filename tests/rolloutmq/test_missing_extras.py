@@ -12,7 +12,7 @@ from contextlib import closing
 import orjson
 import pytest
 
-from buffer.model.extras import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.rolloutmq.conftest import ROOT

@@ -16,8 +16,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import FinishReason, Generation, PauseMode
 from tests.truth.witness import Witnessed
 

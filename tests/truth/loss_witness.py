@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.table import spans_of
+from buffer.wire.group import RolloutGroup
+from buffer.wire.table import spans_of
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
@@ -24,6 +23,7 @@ from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
 from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.handle.batch_table import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 from tests.truth.witness import Content, Note, content
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from tests.chaos.history import Event
 from tests.truth.oracle import Oracle, Verdict
 from tests.truth.witness import digest, members_of, pieces, score_of

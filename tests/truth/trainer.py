@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.ledger.position import Position
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import VersionSpan
-from buffer.rollouts.sampling import SampleParams
-from buffer.rollouts.table import spans_of
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import VersionSpan
+from buffer.wire.sampling import SampleParams
+from buffer.wire.table import spans_of
 
 if TYPE_CHECKING:
     # judges load this file for `score_of`, each in a process of its own

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import numpy as np
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.datasets.dataset import Problem
 from tests.truth.engine import EOS, FIRST_ID, LAST_ID

@@ -14,17 +14,17 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
-from buffer.model.ids import new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import new_nonce
+from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.weights import folder_manifest
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -203,7 +203,7 @@ class World:
                 names = self.run.keys.payload_chunks(ref.gid, ref.token, ref.chunks)
                 data = b"".join(bytes(part) for part in client.mget(names))
                 assert checksum(data) == ref.crc, ref.gid
-                groups.append(wire.decode(data))
+                groups.append(group_bytes.decode(data))
         return groups
 
     def judge(self) -> Verdict:

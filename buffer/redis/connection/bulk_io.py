@@ -36,7 +36,7 @@ Command = Sequence[Part]
 Parts = list[memoryview | bytes | None]
 
 ALIGNMENT = 8
-"""Columns lie at multiples of it in a payload (`buffer.rollouts.wire_columns`)."""
+"""Columns lie at multiples of it in a payload (`buffer.wire.columns`)."""
 
 _PACKED_IN_C = frozenset({str, int, float})
 

@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from buffer.redis.connection.wrong_type import NamingClient
 
 try:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import orjson
 
-from buffer.model.json_text import visible
+from buffer.readable import visible
 
 MINUTE_S = 60.0
 MOST_CAUSES = 1000

@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
+from buffer.ids import NAME
 from buffer.ledger.audits import Finding, Position
-from buffer.model.ids import NAME
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
-from buffer.rollouts.signed_bytes import signers
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
+from buffer.wire.framing import signers
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.learner import LearnerConfig
 from consumer.config.training import TrainingConfig
 from consumer.grpo.audit.audit_log import MadeGroup, add_batch

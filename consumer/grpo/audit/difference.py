@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.model.ids import NAME
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.table import spans_of
+from buffer.ids import NAME
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.table import spans_of
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.reader import check_content
 

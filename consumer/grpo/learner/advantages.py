@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import AdvantageEstimator
 
 Scores = Sequence[NDArray[np.float32]]

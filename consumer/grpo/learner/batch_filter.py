@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
 from consumer.grpo.policy.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")

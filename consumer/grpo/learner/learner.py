@@ -27,9 +27,8 @@ from torch import Tensor
 
 from buffer.errors import ConfigError, GradientNotFinite
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
 from buffer.weights.safetensors_files import model_checksum
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import (
@@ -54,6 +53,7 @@ from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.handle.batch_table import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 
 log = logging.getLogger("rolloutmq.trainer")

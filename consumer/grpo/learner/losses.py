@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from consumer.config.learner import KlKind, LossConfig
 from consumer.grpo.learner.importance import Correction, Samples, clamped, correct
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.errors import ConfigError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import AdvantageEstimator
 from consumer.config.training import TrainingConfig
 from consumer.grpo.learner.advantages import session_advantages, shaped_scores

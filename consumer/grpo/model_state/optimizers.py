@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from buffer.errors import ConfigError
-from buffer.model.extras import missing_extra
+from buffer.imports import missing_extra
 from consumer.config.learner import OptimizerKind
 from consumer.grpo.model_state.sharding import gather
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, ModelError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from buffer.weights.safetensors_files import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,

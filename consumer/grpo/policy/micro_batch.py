@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.rollouts.batch_table import BatchTable, Ints
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.routing_replay import RecordedExperts
+from consumer.handle.batch_table import BatchTable, Ints
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from buffer.errors import ConfigError
-from buffer.rollouts.expert_gates import expert_gates
+from buffer.wire.expert_gates import expert_gates
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.model_state.sharding import place, shard
 from consumer.grpo.models.device_choices import choose_attention

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, MediaError, WireError
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.expert_gates import expert_gates, layers_of
+from buffer.wire.expert_gates import expert_gates, layers_of
 
 Ints = NDArray[np.int64]
 Recorded = NDArray[np.int16] | str | None

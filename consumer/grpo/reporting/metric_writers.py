@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from buffer.errors import ConfigError
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.sample_log import Sample
 from consumer.grpo.reporting.sample_text import (

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.model.manifest import Manifest
 from buffer.model.trainer_report import REWARD_OF_TASK
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.staleness import staleness
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.staleness import staleness
 
 POOLS = ("completed", "aborted", "expired")
 

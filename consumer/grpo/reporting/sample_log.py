@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.group_json import group_json
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_json import group_json
 from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.reporting.token_texts import TokenTexts
 

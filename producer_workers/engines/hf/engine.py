@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.model_loading import MODEL_LOADING
 from buffer.weights.safetensors_files import is_adapter
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import (
     EngineDeadError,

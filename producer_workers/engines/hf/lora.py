@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from buffer.model.extras import install_command
+from buffer.imports import install_command
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import AdapterCheck
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.rollouts.expert_gates import expert_gates, layers_of
+from buffer.wire.expert_gates import expert_gates, layers_of
 from producer_workers.engines.base import EngineError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 
 Sampled = tuple[int, float]
 """A token id and its natural log probability."""

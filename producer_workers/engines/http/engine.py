@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.base import (
     EngineDeadError,

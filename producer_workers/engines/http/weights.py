@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from uuid import uuid4
 
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.http.server import CompletionServer
 from producer_workers.engines.model_folder import (

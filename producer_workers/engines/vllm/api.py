@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan, expert_rows
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.rollout import PolicyVersion, VersionSpan, expert_rows
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError
 from producer_workers.engines.vllm import OWNER_VARIABLE

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.transport import Announcement
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import (
     EngineDeadError,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import MediaRef
+from buffer.wire.rollout import MediaRef
 from producer_workers.engines.base import GenerationError
 from producer_workers.engines.model_folder import read_config
 from producer_workers.images import ImageReader, collapse, find_runs

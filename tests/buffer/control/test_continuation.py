@@ -12,7 +12,7 @@ import pytest
 from buffer.control.continuation import check_origin, record_origin
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import ConfigError, Fenced
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.origin import FIELD, Origin
 from buffer.redis.store import Store

@@ -17,11 +17,11 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")

@@ -11,7 +11,7 @@ import pytest
 
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis import eviction
 from buffer.redis.server.check import check_server
 from buffer.redis.store import Store

@@ -18,7 +18,7 @@ from buffer.control.kept_settings import FILE, KeptSettings
 from buffer.control.live_settings import LiveSettings
 from buffer.control.setting_change import parse_change
 from buffer.errors import ConfigError, RunDamaged
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.redis.store import Store

@@ -9,7 +9,7 @@ import pytest
 from buffer.control.control import ControlState, Mode
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.model.limits import RunLimits, TaskLimits
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 
 STATUS = ProduceBatchStatus
 ALL = ("eval", "resume", "fresh")

@@ -12,12 +12,12 @@ import pytest
 
 from buffer.errors import ConfigError, DatasetError, StoreError
 from buffer.groups.put_groups import GroupPut
+from buffer.ids import IMPORTED_FROM, group_id
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.position import TrainedDraws
-from buffer.model.ids import IMPORTED_FROM, group_id
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire import group_bytes
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 from tests.buffer.snapshot.test_snapshot import resumed
 
@@ -250,7 +250,7 @@ def test_two_imports_at_once_take_turns(
     assert seen == [0, 1, 2, 3, 10, 11, 12, 13]
     for i in range(8):
         prompt = scene.keys.payload(group_id("math", IMPORTED_FROM + i), "init")
-        assert wire.decode(scene.raw.get(prompt)).states[0].messages == [{"n": seen[i]}]
+        assert group_bytes.decode(scene.raw.get(prompt)).states[0].messages == [{"n": seen[i]}]
         assert scene.raw.ttl(prompt) == -1
     scene.check()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.rollouts.rollout import Status
+from buffer.ids import IMPORTED_FROM, group_id
+from buffer.wire.rollout import Status
 from tests.buffer.curation.test_curation import line, write
 from tests.buffer.snapshot.test_snapshot_of_order import (
     CUSTOM,

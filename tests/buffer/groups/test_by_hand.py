@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import Fenced, GroupHeld, LedgerError
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job
 from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 

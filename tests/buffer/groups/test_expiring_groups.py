@@ -7,9 +7,9 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced
-from buffer.model.job import EndedEarly, Job
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.job import EndedEarly, Job
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 
 SECOND = PolicyVersion("l1", 1)

@@ -9,11 +9,11 @@ import pytest
 
 from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.groups.submit import Submission
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import ReleaseKind, Result
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.ids import group_id, new_nonce
+from buffer.job import ReleaseKind, Result
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, Status
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -242,7 +242,7 @@ def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
     group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    data = wire.encode(group)
+    data = group_bytes.encode(group)
     ref = scene.run.payloads.write(job.gid, job.token, data)
     scene.raw.unlink(scene.keys.payload(GID, job.token))
     submission = Submission(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.staleness import AgeLimit
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.staleness import AgeLimit
 from tests.buffer.scene import Scene
 
 TOKENS = 4

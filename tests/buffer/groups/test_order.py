@@ -8,11 +8,11 @@ import pytest
 
 from buffer.errors import ConfigError
 from buffer.groups.pools import PoolSizes
-from buffer.model.ids import group_id
-from buffer.model.job import Job
+from buffer.ids import group_id
+from buffer.job import Job
 from buffer.model.order_policy import Finished
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 Make = Callable[..., Scene]

@@ -9,8 +9,8 @@ import pytest
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
 from buffer.groups.pools import PoolSizes
 from buffer.model.manifest import NotReady
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
 
 Make = Callable[..., Scene]

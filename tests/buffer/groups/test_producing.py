@@ -8,9 +8,9 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import Fenced, PayloadMissing, RoleHeld, WireError
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import Job
-from buffer.rollouts.rollout import Status
+from buffer.ids import group_id, new_nonce
+from buffer.job import Job
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, prompt
 
 

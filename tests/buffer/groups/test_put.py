@@ -9,12 +9,12 @@ import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.put_groups import GroupPut
-from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.model.job import PayloadRef
+from buffer.ids import IMPORTED_FROM, group_id
+from buffer.job import PayloadRef
 from buffer.model.order_policy import Finished
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene, rollout
 

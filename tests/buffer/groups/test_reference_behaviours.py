@@ -10,8 +10,8 @@ import pytest
 from buffer.errors import ConfigError, RunExists, WireError
 from buffer.groups.pools import PoolSizes
 from buffer.model.manifest import NotReady
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan, group_status
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan, group_status
 from tests.buffer.scene import Scene, rollout
 
 Make = Callable[..., Scene]

@@ -6,10 +6,10 @@ import pytest
 
 from buffer.errors import Fenced, WireError
 from buffer.groups.submit import Stored
-from buffer.model.job import Result
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
+from buffer.job import Result
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 
@@ -54,7 +54,7 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     results = finished(scene, 20)
     results[7].group.table.columns["spans"][0, 2] = 99
     prepared: list[str] = []
-    prepare = wire.pieces_checked
+    prepare = group_bytes.pieces_checked
 
     def breaking(group: RolloutGroup) -> list[bytes | memoryview]:
         prepared.append(group.gid)
@@ -62,7 +62,7 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
             scene.raw.client_kill_filter(_type="normal", skipme=True)
         return prepare(group)
 
-    monkeypatch.setattr(wire, "pieces_checked", breaking)
+    monkeypatch.setattr(group_bytes, "pieces_checked", breaking)
     retries = scene.store.retries
     outcomes = scene.run.buffer.submit_many("w0", results)
     assert scene.store.retries > retries

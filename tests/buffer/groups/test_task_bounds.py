@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.limits import TaskLimits
 from tests.buffer.scene import Scene
 

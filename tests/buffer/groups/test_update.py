@@ -8,8 +8,8 @@ import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.groups.pools import PoolSizes
-from buffer.model.job import PayloadRef
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.job import PayloadRef
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
 
 Make = Callable[..., Scene]

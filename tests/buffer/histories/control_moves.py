@@ -9,7 +9,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld
 from buffer.groups.claim import Enqueued
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from tests.buffer.histories.model import ALL_LANES
 from tests.buffer.histories.world import World
 

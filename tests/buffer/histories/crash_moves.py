@@ -4,10 +4,10 @@ I8, I12, I13).
 
 from __future__ import annotations
 
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
-from buffer.rollouts import wire
-from buffer.rollouts.rollout import Status
+from buffer.wire import group_bytes
+from buffer.wire.rollout import Status
 from tests.buffer.histories.server_moves import ServerMoves
 from tests.buffer.scene import extend, prompt
 
@@ -31,7 +31,7 @@ class CrashMoves(ServerMoves):
             group = extend(
                 self.scene.run.buffer.read(job.payload), Status.COMPLETED, self.engines[worker]
             )
-            self.scene.run.payloads.write(job.gid, job.token, wire.encode(group))
+            self.scene.run.payloads.write(job.gid, job.token, group_bytes.encode(group))
             self.jobs[worker].remove(job)
 
     def trainer_dies_in_its_commit(self, behind: int, keep: int, slices: int) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from buffer.control.control import Mode
-from buffer.model.ids import LANES
+from buffer.ids import LANES
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from buffer.errors import GroupHeld
-from buffer.model.ids import POOLS
+from buffer.ids import POOLS
 from tests.buffer.histories.world import World
 
 

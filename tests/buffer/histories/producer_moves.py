@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from buffer.errors import GroupHeld, MemoryFull
-from buffer.model.ids import IMPORTED_FROM, group_id
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.ids import IMPORTED_FROM, group_id
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.histories.model import TASKS, Group
 from tests.buffer.histories.world import World
 from tests.buffer.scene import prompt, rollout

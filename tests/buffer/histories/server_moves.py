@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
+from buffer.ids import IMPORTED_FROM, group_id, split_group_id
+from buffer.job import PayloadRef
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.model.ids import IMPORTED_FROM, group_id, split_group_id
-from buffer.model.job import PayloadRef
 from buffer.model.manifest import Manifest
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from tests.buffer.histories.control_moves import ControlMoves
 from tests.buffer.histories.model import TASKS, Group
 from tests.buffer.histories.producer_moves import ProducerMoves

@@ -10,8 +10,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import Fenced, LedgerError
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.staleness import staleness
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import staleness
 from tests.buffer.histories.model import WORKERS
 from tests.buffer.histories.world import World
 

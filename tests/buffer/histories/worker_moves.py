@@ -7,9 +7,9 @@ from typing import Any
 
 from buffer.control.control import Mode
 from buffer.errors import Fenced
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.ids import new_nonce
+from buffer.job import Job
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.histories.world import World
 from tests.buffer.scene import FIRST, extend

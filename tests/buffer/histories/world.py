@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from buffer.model.ids import LANES, POOLS
+from buffer.ids import LANES, POOLS
 from buffer.model.limits import RunLimits, TaskLimits
 from tests.buffer.echo_store import MUTATING, EchoStore
 from tests.buffer.histories.model import (

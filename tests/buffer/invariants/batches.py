@@ -12,9 +12,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend
 

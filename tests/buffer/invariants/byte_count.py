@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene, rollout
 

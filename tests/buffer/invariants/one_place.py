@@ -7,8 +7,8 @@ import pytest
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, PayloadMissing
 from buffer.groups.claim import Enqueued
-from buffer.model.ids import group_id, new_nonce
-from buffer.rollouts.rollout import Status
+from buffer.ids import group_id, new_nonce
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
 
 

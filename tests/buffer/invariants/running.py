@@ -11,9 +11,9 @@ import pytest
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import StoreUnavailable
+from buffer.ids import new_nonce
 from buffer.ledger.ledger import BAD_GROUPS, BAD_WINDOW_MS
-from buffer.model.ids import new_nonce
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
 from tests.buffer.scene import FIRST, Scene
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from buffer.ids import group_id
 from buffer.ledger.account import FsckReport
-from buffer.model.ids import group_id
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
 WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.model.manifest import Manifest, NotReady
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 
 

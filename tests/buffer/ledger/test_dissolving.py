@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.ledger.position import Position
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.invariants.batches import (
     a_fork_counts_for_groups_in_a_batch,

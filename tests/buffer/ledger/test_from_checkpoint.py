@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
+from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.ledger.from_checkpoint import CheckpointRecovery
 from buffer.ledger.position import Position
-from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import FIRST, Scene, extend

@@ -14,14 +14,14 @@ import pytest
 
 from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
+from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
 from buffer.model.damage import Damage
-from buffer.model.ids import group_id, new_nonce
 from buffer.model.manifest import NotReady
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from tests.buffer.scene import FIRST, Scene, prompt
 
 GROUPS = 64
@@ -59,7 +59,7 @@ def test_group_of_165_kb_costs_less_than_a_tenth_more_than_its_bytes(scene: Scen
     payload_bytes = GROUPS * len(prompt(jobs[0].gid))
     for seed, job in enumerate(jobs):
         group = large_group(job.gid, seed)
-        payload_bytes += len(wire.encode(group))
+        payload_bytes += len(group_bytes.encode(group))
         scene.run.buffer.submit("w0", job, group, 4)
     cost = scene.raw.info("memory")["used_memory"] - before
     assert cost < 1.1 * payload_bytes
@@ -356,7 +356,7 @@ def test_run_with_zstd_stores_less_and_gives_the_same(
     group = large_group(first.gid, 1)
     scene.run.buffer.submit("w0", first, group, 4)
     stored = scene.payload(first.gid)
-    assert stored.size < 0.9 * len(wire.encode(group))
+    assert stored.size < 0.9 * len(group_bytes.encode(group))
     assert scene.run.memory.count().held == stored.size + sum(
         job.payload.size for job in (first, second)
     )
@@ -366,5 +366,5 @@ def test_run_with_zstd_stores_less_and_gives_the_same(
     plain.buffer.submit("w0", second, large_group(second.gid, 2), 4)
     manifest = scene.take(1, math=2)
     for seed, found in enumerate(plain.buffer.load(manifest), start=1):
-        assert wire.encode(found) == wire.encode(large_group(found.gid, seed))
+        assert group_bytes.encode(found) == group_bytes.encode(large_group(found.gid, seed))
     scene.check()

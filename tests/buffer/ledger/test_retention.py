@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import ConfigError, LedgerError
 from buffer.model.manifest import Manifest
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 

@@ -11,8 +11,8 @@ from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import TaskLimits
 from buffer.model.manifest import NotReady
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.invariants.batches import swap_out_and_forget_it
 from tests.buffer.scene import Scene

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from buffer.groups.pools import PoolSizes
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from buffer.rollouts.staleness import living_version
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.staleness import living_version
 from tests.buffer.scene import Scene
 
 Make = Callable[..., Scene]

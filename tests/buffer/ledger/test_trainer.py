@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene, extend
 
 

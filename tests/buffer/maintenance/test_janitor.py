@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 
 from buffer.errors import LostRun
+from buffer.ids import group_id
 from buffer.janitor import Swept
-from buffer.model.ids import group_id
 from buffer.redis.store import Store
 from buffer.run import Run
 from tests.buffer.scene import Scene

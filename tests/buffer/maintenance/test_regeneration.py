@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from buffer.errors import Fenced, LostRun, RoleHeld, RunExists, RunNotFound
+from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.ids import new_nonce
 from buffer.model.limits import REGENERATING
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
+from buffer.wire.rollout import Status
 from tests.buffer.damage import every_harm
 from tests.buffer.keyspace import exact, run_keys
 from tests.buffer.scene import FIRST, Scene, extend

@@ -12,7 +12,7 @@ import buffer.query.scan
 from buffer.errors import QueryError
 from buffer.query.language import FIELDS
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.rollouts.rollout import PolicyVersion, Status
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 from tests.naive_query import QUERIES, says
 

@@ -20,7 +20,7 @@ from buffer.query.plan import (
     version_range,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.rollouts.rollout import Status
+from buffer.wire.rollout import Status
 from tests.naive_query import QUERIES, says
 
 FEW = st.integers(0, 5)

@@ -11,13 +11,13 @@ import pytest
 from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.redis.keys import Keys
 from buffer.redis.server.check import check_all, require_all_safe
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
+from buffer.wire.rollout import Status
 from tests.buffer.groups.test_put import rollouts
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene

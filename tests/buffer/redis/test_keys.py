@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from buffer.model.ids import group_id, split_group_id, valid_name
+from buffer.ids import group_id, split_group_id, valid_name
 from buffer.redis.keys import TABLE, Keys
 
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)

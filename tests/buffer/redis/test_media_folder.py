@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, SnapshotError
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import MediaRef, RolloutState, Status
 from buffer.run import Run
 from buffer.snapshot import folder as in_snapshot
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import MediaRef, RolloutState, Status
 from tests.buffer.keyspace import run_keys
 from tests.buffer.scene import Scene
 

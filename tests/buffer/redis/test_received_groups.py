@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.redis.payloads import Upload
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from tests.buffer.scene import Scene
 
 SIZES = [0.1, 0.4, 1.2, 1.3, 2, 2.6, 4.1, 5, 5.3, 9, 20]
@@ -52,7 +52,9 @@ class _Stored:
         for position, size in enumerate(SIZES * COPIES):
             group = _group(f"math-{position:010d}", size)
             self.columns[group.gid] = _bytes(group)
-            self.refs += scene.run.payloads.write_many([Upload(group.gid, "t", wire.encode(group))])
+            self.refs += scene.run.payloads.write_many(
+                [Upload(group.gid, "t", group_bytes.encode(group))]
+            )
 
     def read_and_drop(
         self, steps: int, choose: Callable[[list[PayloadRef]], list[PayloadRef]]

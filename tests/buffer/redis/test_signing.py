@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, RolloutMQError, SignatureError, WireError
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.redis.signing import PRODUCER, Key, Keyring, Signer, read_keys, write_keys
-from buffer.rollouts.signed_bytes import signed_block, signers, split_signed
+from buffer.wire.framing import signed_block, signers, split_signed
 
 RUN = "0123456789abcdef" * 2
 OTHER_RUN = RUN[::-1]

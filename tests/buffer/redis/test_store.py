@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.scripts import library

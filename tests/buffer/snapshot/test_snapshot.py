@@ -21,14 +21,14 @@ from buffer.errors import (
     SchemaVersionError,
     SnapshotError,
 )
-from buffer.model.ids import group_id, new_nonce
-from buffer.model.job import PayloadRef
+from buffer.ids import group_id, new_nonce
+from buffer.job import PayloadRef
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion, Status
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import dump, run_keys
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend
 from tests.servers import start_server

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, SnapshotError, WireError
-from buffer.model.job import Job
+from buffer.job import Job
 from buffer.model.manifest import Manifest
 from buffer.model.order_policy import BUILT_IN, Finished
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 from tests.buffer.snapshot.test_snapshot import resumed
 

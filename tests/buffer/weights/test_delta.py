@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import delta
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights
+from buffer.wire.rollout import PolicyVersion
 
 WORDS = 3 * delta.BLOCK_WORDS + 17
 EVERY = 4

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import AccountError, ModelError
+from buffer.ids import group_id
 from buffer.ledger.position import Position, TrainedDraws
-from buffer.model.ids import group_id
 from buffer.model.manifest import Manifest
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.model_state.saved_state import Rows, write_state

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 from consumer.grpo.evaluation import Evaluator
 
 

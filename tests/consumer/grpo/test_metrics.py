@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
-from buffer.rollouts.group import GROUP_TIME, RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.metrics import BatchColumns, Throughput, Timing, production_metrics
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from buffer.errors import PublicationFailed
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
 from buffer.weights.registry import open_receiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights, Save
+from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.model.job import PayloadRef
+from buffer.job import PayloadRef
 from buffer.model.manifest import ManifestEntry
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.grpo.reporting import sample_writer
 from consumer.grpo.reporting.metric_writers import MetricWriter
 from consumer.grpo.reporting.reporter import MOST_WAITING, ChosenGroup, Reporter

@@ -17,9 +17,9 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.export import export_model
 from consumer.grpo.learner.learner import Learner

@@ -18,7 +18,7 @@ import torch
 from buffer.errors import GroupChanged
 from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.trainer import Trainer
 from consumer.grpo.trainer_rank import TrainerRank

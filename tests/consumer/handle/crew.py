@@ -14,12 +14,12 @@ import numpy as np
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.model.ids import group_id, new_nonce, split_group_id
-from buffer.model.job import Job
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.ids import group_id, new_nonce, split_group_id
+from buffer.job import Job
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.producer.strategy import contexts
 
 PROMPT = 6
@@ -33,7 +33,7 @@ def prompt(gid: str) -> bytes:
     draw = np.random.default_rng(split_group_id(gid)[1])
     ids = draw.integers(6, 90, PROMPT)
     states = [RolloutState(index=i, prompt_ids=ids, messages=[]) for i in range(MEMBERS)]
-    return wire.encode(RolloutGroup(gid, split_group_id(gid)[0], states))
+    return group_bytes.encode(RolloutGroup(gid, split_group_id(gid)[0], states))
 
 
 def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:

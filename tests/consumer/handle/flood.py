@@ -11,11 +11,11 @@ import time
 
 from buffer.errors import Fenced
 from buffer.groups.submit import Submission
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, Result
+from buffer.ids import new_nonce
+from buffer.job import Job, Result
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import Status
 from buffer.run import Run
+from buffer.wire.rollout import Status
 from tests.buffer.scene import extend
 
 

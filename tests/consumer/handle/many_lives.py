@@ -33,9 +33,9 @@ from buffer.errors import LedgerError, LostRun
 from buffer.open_run import wait_for_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.advantages import estimate_advantages
 from consumer.grpo.learner.learner import Learner
@@ -212,7 +212,7 @@ class Lives:
 
         def noted(controller: TrainController, groups: Sequence[RolloutGroup]) -> dict[str, float]:
             for group in groups:
-                self.note(group.gid, wire.encode(group))
+                self.note(group.gid, group_bytes.encode(group))
             return fit(controller, groups)
 
         TrainController.fit = noted  # type: ignore[method-assign,assignment]
@@ -286,7 +286,7 @@ class Lives:
         learner = Learner(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
         first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         for step in log.steps:
-            groups = [wire.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
+            groups = [group_bytes.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
             scores = [group.scores for group in groups]
             lengths = [group.lengths for group in groups]
             train_step(learner, groups, estimate_advantages("grpo", scores, lengths))

@@ -20,8 +20,8 @@ from buffer.errors import GroupChanged
 from buffer.ledger.position import Position
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.rollouts import wire
 from buffer.run import Run
+from buffer.wire import group_bytes
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import join
 from consumer.handle.sharded_consumer import ShardedConsumer
@@ -36,7 +36,7 @@ def note(batch: Batch, folder: Path, rank: int) -> None:
     part = {
         "manifest": batch.manifest.gids,
         "gids": [group.gid for group in batch.groups],
-        "content": [checksum(wire.encode(group)) for group in batch.groups],
+        "content": [checksum(group_bytes.encode(group)) for group in batch.groups],
         "tokens": int(sum(group.lengths.sum() for group in batch.groups)),
     }
     (folder / f"{batch.step}-{rank}.json").write_bytes(orjson.dumps(part))

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from buffer.rollouts import wire
 from buffer.run import Run
+from buffer.wire import group_bytes
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Stopped
 from consumer.handle.wait_rules import WaitReason
@@ -49,8 +49,8 @@ def test_a_cancelled_take_loses_nothing_and_the_loop_continues_meanwhile(run: Ru
                         await asyncio.wait_for(consumer.take_batch(step, {"math": 13}), patience_s)
                 batch = await consumer.take_batch(step, {"math": 3})
                 again = await consumer.take_batch(step, {"math": 3})
-                assert [wire.encode(g) for g in again.groups] == [
-                    wire.encode(g) for g in batch.groups
+                assert [group_bytes.encode(g) for g in again.groups] == [
+                    group_bytes.encode(g) for g in batch.groups
                 ]
                 seen += batch.manifest.gids
                 await consumer.commit(step, keep=step)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import GroupChanged
-from buffer.rollouts.rollout import FIRST_WEIGHTS
 from buffer.run import Run
+from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import Trainers

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from buffer.model.ids import group_id, new_nonce
-from buffer.rollouts import wire
+from buffer.ids import group_id, new_nonce
 from buffer.run import Run
+from buffer.wire import group_bytes
 from consumer.handle.prefetch import Prefetcher
 from tests.consumer.conftest import Trainers
 from tests.consumer.handle.crew import at_work, wait_until
@@ -30,8 +30,8 @@ def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_take
     assert metrics["prefetch/used_groups"] == 3
     assert metrics["take/groups"] == 6
     assert not set(first.manifest.gids) & set(second.manifest.gids)
-    assert [wire.encode(g) for g in second.groups] == [
-        wire.encode(g) for g in run.buffer.load(second.manifest)
+    assert [group_bytes.encode(g) for g in second.groups] == [
+        group_bytes.encode(g) for g in run.buffer.load(second.manifest)
     ]  # as read now, without it
 
 

@@ -23,15 +23,15 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
+from buffer.ids import new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
-from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
+from buffer.wire import group_bytes
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import Trainers, die
@@ -54,7 +54,7 @@ def publish_first(consumer: RolloutConsumer) -> None:
 
 
 def content(batch: Batch) -> list[bytes]:
-    return [wire.encode(group) for group in batch.groups]
+    return [group_bytes.encode(group) for group in batch.groups]
 
 
 # -- take and commit ---------------------------------------------------------------------

@@ -10,17 +10,17 @@ import pytest
 
 from buffer.errors import SignatureError
 from buffer.groups.submit import Submission
-from buffer.model.ids import new_nonce
-from buffer.model.job import Job, PayloadRef, Result
+from buffer.ids import new_nonce
+from buffer.job import Job, PayloadRef, Result
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.signing import PRODUCER, Key, Signer, read_keys, write_keys
 from buffer.redis.store import Store
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
-from buffer.rollouts.signed_bytes import split_signed
 from buffer.run import Run
+from buffer.wire import group_bytes
+from buffer.wire.framing import split_signed
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.buffer.scene import FIRST, Scene, extend
 from tests.consumer.conftest import Trainers, die
@@ -68,7 +68,7 @@ class Yard(Scene):
         ref, commands = self.run.payloads.commands(job.gid, job.token, [data])
         self.store.write("payload write", commands)
         submission = Submission(self.store, self.keys, self.run.limits, self.run.payloads, None)
-        group = wire.decode(data)
+        group = group_bytes.decode(data)
         group = RolloutGroup(job.gid, "math", group.states)
         self.store.call("submit", *submission.call("w0", Result(job, group, 4), ref))
 
@@ -86,7 +86,7 @@ def as_stored(yard: Yard, job: Job, name: str, nonce: str = "", token: str = "")
 
 
 def unsigned(yard: Yard, job: Job) -> bytes:
-    return wire.encode(extend(yard.run.buffer.read(job.payload), Status.COMPLETED, FIRST))
+    return group_bytes.encode(extend(yard.run.buffer.read(job.payload), Status.COMPLETED, FIRST))
 
 
 def of_another_group(yard: Yard, job: Job) -> bytes:

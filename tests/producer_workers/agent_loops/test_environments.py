@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, ProcessUnavailable
-from buffer.rollouts.rollout import Status, ToolCall
+from buffer.wire.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.agent_loops.verifiers_environment import VerifiersEnvironment

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.environment import Answer, Turn

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError, GenerationError

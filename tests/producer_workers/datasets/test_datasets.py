@@ -17,7 +17,7 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from buffer.errors import ConfigError, DatasetError
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.dataset import (
     FieldName,
     HuggingFaceSection,

@@ -18,8 +18,8 @@ from PIL import Image
 
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.rollout import MediaRef, PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import MediaRef, PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.build import check_images
 from producer_workers.config.dataset import (
     ImagesSection,

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.safetensors_files import BASE_CHECKSUM
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, Generation, WeightsError
 from tests.producer_workers.engines.adapter_run import AdapterRun
 from tests.producer_workers.engines.conformance import (

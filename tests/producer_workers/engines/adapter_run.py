@@ -21,11 +21,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run
 from buffer.weights.model_loading import MODEL_LOADING
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
 from consumer.grpo.reporting.step_log import StepLog

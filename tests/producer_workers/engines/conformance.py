@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import PolicyVersion, VersionSpan
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.rollout import PolicyVersion, VersionSpan
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.transport import Announcement
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.config.distributions import Fixed

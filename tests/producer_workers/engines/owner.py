@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import psutil
 
-from buffer.rollouts.rollout import PolicyVersion
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.distributions import Bimodal, Distribution, Fixed, LogNormal
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines import build_engine

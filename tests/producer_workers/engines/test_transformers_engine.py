@@ -16,10 +16,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
-from buffer.rollouts.sampling import SampleParams
-from buffer.rollouts.wire import decode, encode
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_bytes import decode, encode
+from buffer.wire.rollout import PolicyVersion, RolloutState
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import EngineConfig, TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
-from buffer.rollouts.sampling import SampleParams
 from buffer.weights.transport import Announcement
+from buffer.wire.rollout import PolicyVersion, RolloutState
+from buffer.wire.sampling import SampleParams
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import load_tokenizer

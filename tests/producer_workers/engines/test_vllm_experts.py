@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation

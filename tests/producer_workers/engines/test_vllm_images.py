@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from buffer.errors import MediaError
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import MediaRef, PolicyVersion
-from buffer.rollouts.sampling import SampleParams
 from buffer.run import Run as RunHandle
+from buffer.wire.rollout import MediaRef, PolicyVersion
+from buffer.wire.sampling import SampleParams
 from consumer.grpo.reporting.step_log import StepLog
 from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from buffer.control.control import ControlState, Mode
-from buffer.model.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
 from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import TransportName
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

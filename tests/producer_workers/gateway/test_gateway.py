@@ -17,9 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import FIRST_WEIGHTS, RolloutState, Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
@@ -238,7 +238,7 @@ def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
         group = RolloutGroup(
             "math-0000000001", "math", run(loop_of(chat, **options), engine, states)
         )
-        states = wire.decode(wire.encode(group)).states
+        states = group_bytes.decode(group_bytes.encode(group)).states
     assert {state.status for state in states} == {Status.COMPLETED}
     assert [state.index for state in states] == [0, 0, 1, 1, 2, 2]
     engine.check(states)

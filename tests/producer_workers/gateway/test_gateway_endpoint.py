@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tool_parsers import OwnToolParser
 from producer_workers.config.distributions import Fixed

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.gateway.verifiers_agent import verifiers_agent
 from tests.producer_workers.agents import TOOL

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 
 
 def crash() -> None:

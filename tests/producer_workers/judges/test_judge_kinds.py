@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe

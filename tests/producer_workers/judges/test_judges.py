@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, JudgeError
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.judges.answers import answer_text
 from producer_workers.judges.built_in import (
     UNSAFE_TASKS,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from buffer.errors import JudgeError
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import (
     FunctionJudge,
@@ -193,7 +193,6 @@ WORKER = f"""
 import asyncio, sys
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import load_worker_judge
-from tests.producer_workers.judges.test_process_judge import ask
 
 async def main():
     judge = load_worker_judge("{HOSTILE}:score", JudgingSection())

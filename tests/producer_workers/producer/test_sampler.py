@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from buffer.errors import DatasetError
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
-from buffer.rollouts.wire import decode, encode
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_bytes import decode, encode
+from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.sampler import Sampler, TooLong

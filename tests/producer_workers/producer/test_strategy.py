@@ -13,7 +13,7 @@ from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
+from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,
     ProduceContext,

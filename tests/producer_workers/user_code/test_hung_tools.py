@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ProcessUnavailable
-from buffer.rollouts.rollout import FIRST_WEIGHTS, PolicyVersion, ToolCall, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, ToolCall, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.toolbox import Toolbox, python_tool
 from producer_workers.engines.base import Generation
 from producer_workers.user_code.user_process import REPLACED

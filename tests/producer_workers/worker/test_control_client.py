@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buffer.control.control import ControlState, Mode
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.control_client import ControlView
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from producer_workers.worker.loop_border import LoopError, LoopInput
 
 Act = Callable[[RolloutState], object]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer.model.job import Job, PayloadRef
+from buffer.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from producer_workers.worker.held_groups import Protection
 

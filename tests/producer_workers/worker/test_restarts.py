@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.staleness import AgeLimit
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.staleness import AgeLimit
 from producer_workers.worker.task_runner import restart_too_old
 
 

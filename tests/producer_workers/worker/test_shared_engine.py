@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

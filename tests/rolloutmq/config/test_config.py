@@ -11,7 +11,7 @@ from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.redis.connection.url import mask_url
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 from producer_workers.config.dataset import JsonlSection
 from producer_workers.config.task import SampleParamsSection
 from rolloutmq.config.config import Config

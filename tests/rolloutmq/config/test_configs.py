@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import JUDGES
 from producer_workers.hub import model_repository

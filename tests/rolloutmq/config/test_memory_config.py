@@ -10,7 +10,7 @@ import pytest
 
 from buffer.config.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
-from buffer.model.byte_size import format_size
+from buffer.readable import format_size
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 

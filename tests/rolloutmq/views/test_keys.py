@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from buffer.control.control import Mode
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT
 from tests.rolloutmq.populate import Scene

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
-from buffer.model.ids import new_nonce
+from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.http_endpoint import MetricsEndpoint

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.expected_conditions import presence_of_element_located
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from tests.rolloutmq.populate import Scene
 
 PATIENCE_S = 400.0

@@ -21,8 +21,8 @@ from buffer.open_run import can_wait_for_disk
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.server.check import require_all_safe
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion, RolloutState
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.views.run_view import read_run_view

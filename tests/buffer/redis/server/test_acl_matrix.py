@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from buffer.model.ids import ENDS
+from buffer.ids import ENDS
 from buffer.redis.keys import TABLE
 from buffer.redis.scripts import Arg, Script, library
 from buffer.redis.server.acl import ROLES, acl_line, user_name

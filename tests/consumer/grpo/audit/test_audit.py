@@ -18,9 +18,9 @@ from buffer.errors import ConfigError, WireError
 from buffer.ledger.audits import Position, Verdict
 from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.audit.audit_log import FILE, groups_of
 from consumer.grpo.audit.auditor import Auditor
 from consumer.grpo.audit.difference import check_auditable

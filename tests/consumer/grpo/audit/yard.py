@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from buffer.model.ids import new_nonce, split_group_id
-from buffer.model.job import Job
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.ids import new_nonce, split_group_id
+from buffer.job import Job
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.audit.auditor import Auditor
 from consumer.handle.publication import open_sender
 from consumer.handle.rollout_consumer import RolloutConsumer

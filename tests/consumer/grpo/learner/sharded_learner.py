@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner

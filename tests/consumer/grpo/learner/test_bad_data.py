@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from buffer.ledger.ledger import BatchLedger
-from buffer.rollouts.group import RolloutGroup
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from tests.consumer.grpo.test_trainer import DRAWS, GROUPS, STEPS, history, last_state, train

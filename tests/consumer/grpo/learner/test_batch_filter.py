@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status
-from buffer.rollouts.table import STATUSES
-from buffer.rollouts.wire_schema import Media
+from buffer.wire import group_bytes
+from buffer.wire.document import Media
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
+from buffer.wire.table import STATUSES
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.learner import Learner
@@ -88,7 +88,7 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
 
 
 def test_overlong_rollouts_are_masked_and_their_scores_still_count(model_dir: Path) -> None:
-    received = wire.decode(wire.encode(make_group(3, prompt=4, lengths=(3, 9, 2, 4))))
+    received = group_bytes.decode(group_bytes.encode(make_group(3, prompt=4, lengths=(3, 9, 2, 4))))
     controller = make_controller(model_dir, BatchFilter(10))
     metrics = controller.fit([received])
     assert metrics["filtered/overlong"] == 1

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, GradientNotFinite, ModelError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
-from buffer.rollouts.batch_table import BatchTable
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import WireError
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights.folder_manifest import verify
 from buffer.weights.shared_folder import FolderSender
+from buffer.wire.rollout import PolicyVersion
 
 
 def save(folder: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.tiny_model import build_tiny_model

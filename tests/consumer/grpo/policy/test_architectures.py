@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from buffer.errors import ModelError
-from buffer.rollouts.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
 TINY = {

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts.batch_table import BatchTable
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
-from buffer.rollouts.wire_schema import Media
+from buffer.wire.document import Media
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
@@ -24,6 +23,7 @@ from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import MicroBatch
 from consumer.grpo.policy.model_checks import keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 SHAPES = st.lists(

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, WireError
 from buffer.redis.media_folder import MediaFolder
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import PolicyVersion, RolloutState, Status
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

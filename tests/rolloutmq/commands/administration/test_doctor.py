@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
 from buffer.weights import folder_manifest as weights_manifest
+from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views import diagnosis
 from tests.rolloutmq.conftest import Command, json_of

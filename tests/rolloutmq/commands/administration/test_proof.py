@@ -10,10 +10,10 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.rollouts.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view

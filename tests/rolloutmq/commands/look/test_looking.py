@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from buffer.ids import group_id, new_nonce
 from buffer.ledger.position import Position
-from buffer.model.ids import group_id, new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.tracing import trace_id

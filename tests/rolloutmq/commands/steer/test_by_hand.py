@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from buffer.model.ids import group_id
+from buffer.ids import group_id
 from buffer.model.limits import TaskLimits
 from buffer.run import Run
 from tests.rolloutmq.conftest import Command, json_of

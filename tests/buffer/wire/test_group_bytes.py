@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import SchemaVersionError, WireError
-from buffer.rollouts import wire, wire_columns
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
-from buffer.rollouts.wire_columns import LAYOUT, NEEDED
-from buffer.rollouts.wire_schema import Own, Sample
+from buffer.wire import group_bytes
+from buffer.wire.columns import LAYOUT, NEEDED, pack, unpack
+from buffer.wire.document import Own, Sample
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
+from buffer.wire.sampling import SampleParams, StructuredOutput
 from tests.fuzz.promise import keep, plain
 
 ROOT = Path(__file__).parents[3]
@@ -189,25 +189,25 @@ def full() -> RolloutGroup:
 
 
 def document() -> dict[str, Any]:
-    return dict(msgpack.unpackb(wire.encode(sample())))
+    return dict(msgpack.unpackb(group_bytes.encode(sample())))
 
 
 def decode(changed: dict[str, Any]) -> RolloutGroup:
     data = msgpack.packb(changed)
     keep(data)
-    return wire.decode(data)
+    return group_bytes.decode(data)
 
 
 def test_a_large_head_and_entries_in_another_order_are_read_the_same() -> None:
     states = sample().states
     states[0].response = "long " * 200_000
     group = RolloutGroup("sums-0000000007", "sums", states)
-    data = wire.encode(group)
+    data = group_bytes.encode(group)
     document = msgpack.unpackb(data)
     document["columns"] = dict(reversed(document["columns"].items()))
     reverse = dict(reversed(document.items()))
     for other in (data, msgpack.packb(reverse)):
-        assert [plain(state) for state in wire.decode(other).states] == [
+        assert [plain(state) for state in group_bytes.decode(other).states] == [
             plain(state) for state in group.states
         ]
 
@@ -215,14 +215,14 @@ def test_a_large_head_and_entries_in_another_order_are_read_the_same() -> None:
 @settings(max_examples=150)
 @given(groups())
 def test_group_survives_the_wire(group: RolloutGroup) -> None:
-    data = wire.encode(group)
-    received = wire.decode(data)
+    data = group_bytes.encode(group)
+    received = group_bytes.decode(data)
     assert (received.gid, received.task) == (group.gid, group.task)
     assert [plain(s) for s in received.states] == [plain(s) for s in group.states]
     assert received.status == group.status
     np.testing.assert_array_equal(received.scores, group.scores)
-    assert wire.encode(received) == wire.encode_checked(group) == data
-    assert wire.encode(RolloutGroup(group.gid, group.task, received.states)) == data
+    assert group_bytes.encode(received) == group_bytes.encode_checked(group) == data
+    assert group_bytes.encode(RolloutGroup(group.gid, group.task, received.states)) == data
 
 
 def test_what_a_rollout_has_of_its_own_survives() -> None:
@@ -230,7 +230,9 @@ def test_what_a_rollout_has_of_its_own_survives() -> None:
     states[1].extra = {"row": 7, "turns": 3}
     states[1].messages = [{"role": "user", "content": True}]
     states[0].messages = [{"role": "user", "content": 1}]
-    received = wire.decode(wire.encode(RolloutGroup("sums-0000000007", "sums", states))).states
+    received = group_bytes.decode(
+        group_bytes.encode(RolloutGroup("sums-0000000007", "sums", states))
+    ).states
     assert [state.extra for state in received] == [{"row": 7}, {"row": 7, "turns": 3}]
     assert [state.messages[0]["content"] for state in received] == [1, True]
     assert received[1].messages[0]["content"] is True  # equal to 1 in Python, and not the same
@@ -298,19 +300,19 @@ BREAKS = [
 
 @pytest.mark.parametrize("spoil", BREAKS)
 def test_encode_checked_refuses_what_decode_refuses(spoil: Callable[[RolloutGroup], None]) -> None:
-    group = wire.decode(wire.encode(sample()))
-    assert wire.encode_checked(group) == wire.encode(sample())
+    group = group_bytes.decode(group_bytes.encode(sample()))
+    assert group_bytes.encode_checked(group) == group_bytes.encode(sample())
     spoil(group)
     with pytest.raises(WireError) as expected:
-        wire.decode(wire.encode(group))
+        group_bytes.decode(group_bytes.encode(group))
     with pytest.raises(WireError) as caught:
-        wire.encode_checked(group)
+        group_bytes.encode_checked(group)
     assert str(caught.value) == str(expected.value)
 
 
 def test_columns_are_views_of_the_received_bytes() -> None:
-    data = wire.encode(sample())
-    group = wire.decode(data)
+    data = group_bytes.encode(sample())
+    group = group_bytes.decode(data)
     assert np.shares_memory(group.response_ids, np.frombuffer(data, "u1"))
     for column in (group.prompt_ids, group.response_ids, group.logprobs, group.mask, group.lengths):
         assert not column.flags.owndata
@@ -364,13 +366,15 @@ def test_golden_file_is_read_by_plain_msgpack() -> None:
         "finishes": bytes([0, 1]),
         "mask": bytes([1, 0, 1]),
     }
-    assert wire.encode(sample()) == data
-    assert [plain(s) for s in wire.decode(data).states] == [plain(s) for s in sample().states]
+    assert group_bytes.encode(sample()) == data
+    assert [plain(s) for s in group_bytes.decode(data).states] == [
+        plain(s) for s in sample().states
+    ]
 
 
 def test_optional_columns_are_plain_msgpack_too() -> None:
     raw = msgpack.unpackb(GOLDEN_FULL.read_bytes())
-    assert wire.encode(full()) == GOLDEN_FULL.read_bytes()
+    assert group_bytes.encode(full()) == GOLDEN_FULL.read_bytes()
     columns = columns_of(raw)
     assert columns["routed_experts"] == struct.pack("<12h", *range(12))
     assert raw["columns"]["routed_experts"][1:] == [3, 2, 2]
@@ -394,7 +398,7 @@ def test_optional_columns_are_plain_msgpack_too() -> None:
 
 
 def test_optional_columns_lie_beside_the_others_for_the_trainer() -> None:
-    group = wire.decode(wire.encode(full()))
+    group = group_bytes.decode(group_bytes.encode(full()))
     ref_logprobs = group.column("ref_logprobs")
     teacher_logprobs = group.column("teacher_logprobs")
     experts = group.column("routed_experts")
@@ -407,7 +411,7 @@ def test_optional_columns_lie_beside_the_others_for_the_trainer() -> None:
     assert not experts.flags.owndata
     assert group.states[1].values is None
     assert group.states[1].routed_experts == "file:///experts/8"
-    plainest = wire.decode(wire.encode(sample()))
+    plainest = group_bytes.decode(group_bytes.encode(sample()))
     assert {plainest.column(n) is None for n in ("ref_logprobs", "values", "routed_experts")} == {
         True
     }
@@ -423,9 +427,9 @@ def test_experts_of_different_models_are_refused() -> None:
 def test_mask_is_left_out_when_every_token_is_trained() -> None:
     states = sample().states
     states[0].response_mask = None
-    raw = msgpack.unpackb(wire.encode(RolloutGroup("sums-0000000007", "sums", states)))
+    raw = msgpack.unpackb(group_bytes.encode(RolloutGroup("sums-0000000007", "sums", states)))
     assert "mask" not in raw["columns"]
-    assert wire.decode(msgpack.packb(raw)).mask.tolist() == [1, 1, 1]
+    assert group_bytes.decode(msgpack.packb(raw)).mask.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("schema", [0, 1, 3, "2", None, [], {}])
@@ -440,10 +444,10 @@ INFINITE = [-0.5, float("-inf"), -2.0]
 
 def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
     """The document with another column."""
-    columns = wire_columns.unpack(raw["columns"], memoryview(raw["data"]))
+    columns = unpack(raw["columns"], memoryview(raw["data"]))
     columns[name] = np.array(values, LAYOUT[name][0])
     ordered = {name: columns[name] for name in LAYOUT if name in columns}
-    directory, pieces, _ = wire_columns.pack(ordered)
+    directory, pieces, _ = pack(ordered)
     return raw | {"columns": directory, "data": b"".join(pieces)}
 
 
@@ -564,13 +568,13 @@ def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: 
     ],
 )
 def test_inconsistent_optional_columns_are_refused(name: str, values: Any, said: str) -> None:
-    raw = msgpack.unpackb(wire.encode(full()))
+    raw = msgpack.unpackb(group_bytes.encode(full()))
     with pytest.raises(WireError, match=said):
         decode(with_column(raw, name, values))
 
 
 def test_an_address_beside_rows_of_experts_is_refused() -> None:
-    raw = msgpack.unpackb(wire.encode(full()))
+    raw = msgpack.unpackb(group_bytes.encode(full()))
     raw["own"][0][1]["routed_experts"] = "file:///experts/7"
     with pytest.raises(WireError, match="rows of the column"):
         decode(raw)
@@ -581,7 +585,7 @@ def test_rewards_that_are_no_numbers_are_refused(value: float) -> None:
     states = sample().states
     states[0].reward = {"score": value}
     with pytest.raises(WireError, match="reward"):
-        wire.encode_checked(RolloutGroup("sums-0000000007", "sums", states))
+        group_bytes.encode_checked(RolloutGroup("sums-0000000007", "sums", states))
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -609,7 +613,7 @@ def test_a_column_of_no_values_in_impossible_dimensions_is_refused(shape: list[i
         b"\x90",
         b"\xc0",
         b"\x81\x01\x02",
-        wire.encode(sample()) + b"\x00",
+        group_bytes.encode(sample()) + b"\x00",
         msgpack.packb({"schema": 2, "x": msgpack.ExtType(5, b"abcd")}),
         msgpack.packb({"schema": 2, "x": msgpack.Timestamp(1, 2)}),
         b"\xdd\xff\xff\xff\xff",
@@ -622,7 +626,7 @@ def test_a_column_of_no_values_in_impossible_dimensions_is_refused(shape: list[i
 )
 def test_what_is_no_document_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
-        wire.decode(data)
+        group_bytes.decode(data)
 
 
 @pytest.mark.parametrize("depth", [40, 300, 1000, 5000, 100_000])
@@ -636,7 +640,7 @@ def test_nesting_bombs_are_refused(depth: int, where: str) -> None:
         "sample": b"\x82\xa6schema\x02\xa6shared\x81\xa6sample\x81\xa4seed" + bomb,
     }
     with pytest.raises(WireError):
-        wire.decode(keys[where])
+        group_bytes.decode(keys[where])
     if where == "extra" and depth <= 300:
         with pytest.raises(WireError, match="nested"):
             decode(document() | {"shared": {"extra": {"x": deep(depth)}}})
@@ -651,23 +655,23 @@ def test_five_megabytes_of_containers_do_not_fill_the_memory(filling: bytes) -> 
     tracemalloc.start()
     for bomb in (data, nested[:5_000_000]):
         with pytest.raises(WireError):
-            wire.decode(bomb)
+            group_bytes.decode(bomb)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100e6
 
 
 def test_too_large_documents_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_BYTES", 100)
+    monkeypatch.setattr(group_bytes, "MAX_BYTES", 100)
     with pytest.raises(WireError, match="at most 100"):
-        wire.decode(bytes(101))
+        group_bytes.decode(bytes(101))
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
-        wire.decode(data)
+        group_bytes.decode(data)
 
 
 @pytest.mark.parametrize("make", [sample, full])
@@ -675,7 +679,7 @@ def test_mutated_documents_never_do_worse_than_a_wire_error(
     make: Callable[[], RolloutGroup],
 ) -> None:
     dice = random.Random(7)
-    whole = wire.encode(make())
+    whole = group_bytes.encode(make())
     accepted = 0
     for _ in range(3000):
         data = bytearray(whole)
@@ -705,7 +709,7 @@ ANYTHING = JSON | st.binary(max_size=40) | st.floats() | st.sampled_from(ODD)
 def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(
     data: st.DataObject,
 ) -> None:
-    document = msgpack.unpackb(wire.encode(data.draw(st.sampled_from([sample, full]))()))
+    document = msgpack.unpackb(group_bytes.encode(data.draw(st.sampled_from([sample, full]))()))
     for _ in range(data.draw(st.integers(1, 3))):
         inner = document
         place = data.draw(st.sampled_from(sorted(document)))
@@ -736,13 +740,13 @@ def test_what_msgpack_cannot_hold_is_a_wire_error(thing: object) -> None:
     states = sample().states
     states[0].ground_truth = thing
     with pytest.raises(WireError, match=r"sums-0000000007|set is not part of the format"):
-        wire.encode_checked(RolloutGroup("sums-0000000007", "sums", states))
+        group_bytes.encode_checked(RolloutGroup("sums-0000000007", "sums", states))
 
 
 def test_threads_may_decode_their_first_group_at_the_same_moment() -> None:
     """A worker's threads do. msgspec dereferenced a null pointer there, which no thread can catch."""
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.buffer.rollouts.decode_at_once"], cwd=ROOT, check=False
+            [sys.executable, "-m", "tests.buffer.wire.decode_at_once"], cwd=ROOT, check=False
         )
         assert done.returncode == 0

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.rollout import RolloutState
 
 T = TypeVar("T")
 

@@ -17,11 +17,12 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
-from buffer.rollouts.column_checks import Bounds, bounds_of
-from buffer.rollouts.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
-from buffer.rollouts.seal import Seal
-from buffer.rollouts.staleness import last_trained, living_version, token_mask
-from buffer.rollouts.table import (
+from buffer.wire.checks import Bounds, bounds_of
+from buffer.wire.columns import Seal
+from buffer.wire.document import Sample, Shared
+from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.wire.staleness import last_trained, living_version, token_mask
+from buffer.wire.table import (
     STATUSES,
     Table,
     experts_of,
@@ -29,7 +30,6 @@ from buffer.rollouts.table import (
     spans_of,
     tabulate,
 )
-from buffer.rollouts.wire_schema import Sample, Shared
 
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
@@ -75,7 +75,7 @@ class RolloutGroup:
     """
 
     signatures: Sequence[str] = ()
-    """Who signed what this group is made of: the lines of `buffer.rollouts.signed_bytes`."""
+    """Who signed what this group is made of: the lines of `buffer.wire.framing`."""
 
     seal: Seal | None = None
     """Of the columns that were received, of which this group consists or is made."""
@@ -98,7 +98,7 @@ class RolloutGroup:
     def of_table(
         cls, gid: str, task: str, table: Table, bounds: Bounds, seal: Seal
     ) -> RolloutGroup:
-        """Return a received group; `buffer.rollouts.wire` has checked that the columns agree."""
+        """Return a received group; `buffer.wire.group_bytes` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
         group.task = task

@@ -2,7 +2,7 @@
 
 Neither shares anything with the other that can be changed; nor do two rollouts of a table. What
 rollouts have in common is in `shared`, as the first one has it; what another one has instead
-is in `own`. Numbers are columns (`buffer.rollouts.wire_columns`).
+is in `own`. Numbers are columns (`buffer.wire.columns`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollouts.own_copy import own_copy, read_only
-from buffer.rollouts.rollout import (
+from buffer.wire.columns import Columns
+from buffer.wire.document import Call, Media, Own, Sample, Shared, Structure
+from buffer.wire.own_copy import own_copy, read_only
+from buffer.wire.rollout import (
     MediaRef,
     RolloutState,
     Status,
@@ -25,9 +27,7 @@ from buffer.rollouts.rollout import (
     VersionSpan,
     expert_rows,
 )
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
-from buffer.rollouts.wire_columns import Columns
-from buffer.rollouts.wire_schema import Call, Media, Own, Sample, Shared, Structure
+from buffer.wire.sampling import SampleParams, StructuredOutput
 
 STATUSES = tuple(Status)
 """Column `statuses` holds positions in it: the order is part of the wire format."""

@@ -10,9 +10,9 @@ import threading
 
 import numpy as np
 
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 
 THREADS = 24
 
@@ -26,7 +26,7 @@ def main() -> None:
         group = RolloutGroup("math-0000000001", "math", [state])
         together.wait()
         for _ in range(20):
-            wire.decode(wire.encode(group))
+            group_bytes.decode(group_bytes.encode(group))
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
     for thread in threads:

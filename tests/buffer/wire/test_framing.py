@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from buffer.config.memory_budget import MemorySection
 from buffer.errors import ConfigError, WireError
-from buffer.rollouts import wire
-from buffer.rollouts.compression import MAGIC, MAX_BYTES, compress, expand
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire import group_bytes
+from buffer.wire.framing import MAX_BYTES, ZSTD_MAGIC, compress, expand
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 
 
 def group() -> RolloutGroup:
@@ -29,24 +29,26 @@ def group() -> RolloutGroup:
 @given(st.binary(max_size=5000))
 def test_what_was_compressed_comes_back(data: bytes) -> None:
     frame = compress(data, "zstd")
-    assert frame[:4] == MAGIC
+    assert frame[:4] == ZSTD_MAGIC
     assert expand(frame) == expand(memoryview(frame)) == data
 
 
 def test_plain_documents_are_left_alone() -> None:
-    data = wire.encode(group())
+    data = group_bytes.encode(group())
     assert compress(data, "none") is data
     assert expand(data) is data
 
 
 def test_wire_reads_a_document_in_a_frame_of_any_writer() -> None:
-    frame = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(wire.encode(group()))
-    assert wire.encode(wire.decode(frame)) == wire.encode(group())
+    frame = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(
+        group_bytes.encode(group())
+    )
+    assert group_bytes.encode(group_bytes.decode(frame)) == group_bytes.encode(group())
 
 
 def bomb(size: int) -> bytes:
     """A frame of a few bytes that says it holds `size` bytes, and has blocks for 1 MiB of them."""
-    header = MAGIC + bytes([0b1110_0000]) + size.to_bytes(8, "little")
+    header = ZSTD_MAGIC + bytes([0b1110_0000]) + size.to_bytes(8, "little")
     block = (128 * 1024 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
     return header + block * 8
 
@@ -55,7 +57,7 @@ def bomb(size: int) -> bytes:
 def test_inflation_bomb_is_refused_before_memory_is_set_aside(size: int) -> None:
     tracemalloc.start()
     with pytest.raises(WireError, match="at most"):
-        wire.decode(bomb(size))
+        group_bytes.decode(bomb(size))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
@@ -63,10 +65,10 @@ def test_inflation_bomb_is_refused_before_memory_is_set_aside(size: int) -> None
 
 def without_size() -> bytes:
     maker = zstandard.ZstdCompressor(write_content_size=False).compressobj()
-    return bytes(maker.compress(wire.encode(group())) + maker.flush())
+    return bytes(maker.compress(group_bytes.encode(group())) + maker.flush())
 
 
-FRAME = compress(wire.encode(group()), "zstd")
+FRAME = compress(group_bytes.encode(group()), "zstd")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ FRAME = compress(wire.encode(group()), "zstd")
         FRAME[:20] + bytes([FRAME[20] ^ 255]) + FRAME[21:],
         compress(b"no document", "zstd"),
         compress(FRAME, "zstd"),
-        MAGIC,
+        ZSTD_MAGIC,
     ],
     ids=[
         "no size",
@@ -98,13 +100,13 @@ FRAME = compress(wire.encode(group()), "zstd")
 )
 def test_damaged_or_dishonest_frames_are_wire_errors(data: bytes) -> None:
     with pytest.raises(WireError):
-        wire.decode(data)
+        group_bytes.decode(data)
 
 
 @given(st.binary(max_size=200))
 def test_random_frames_are_wire_errors(tail: bytes) -> None:
     with pytest.raises(WireError):
-        wire.decode(MAGIC + tail)
+        group_bytes.decode(ZSTD_MAGIC + tail)
 
 
 def test_missing_package_is_a_config_error_and_no_bad_payload(
@@ -112,7 +114,7 @@ def test_missing_package_is_a_config_error_and_no_bad_payload(
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match="pip install zstandard"):
-        wire.decode(FRAME)
+        group_bytes.decode(FRAME)
     with pytest.raises(ValueError, match="pip install zstandard"):
         MemorySection(compression="zstd")
-    assert wire.decode(wire.encode(group())).gid == "math-0000000001"
+    assert group_bytes.decode(group_bytes.encode(group())).gid == "math-0000000001"

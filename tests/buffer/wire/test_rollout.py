@@ -9,16 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from buffer.errors import WireError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import (
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import (
     PolicyVersion,
     RolloutState,
     Status,
     VersionSpan,
     group_status,
 )
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 
 
 def state(tokens: int = 3, **fields: Any) -> RolloutState:
@@ -167,7 +167,7 @@ def test_group_knows_its_oldest_versions(received: bool) -> None:
         [VersionSpan(0, 0, 1, "a"), VersionSpan(0, 3, 8, "a")],
     ]
     group = RolloutGroup("g-0000000000", "g", [state(spans=s) for s in spans] + [state()])
-    group = wire.decode(wire.encode(group)) if received else group
+    group = group_bytes.decode(group_bytes.encode(group)) if received else group
     assert group.oldest() == VersionSpan(1, 2, 4, "b")
     assert group.oldest_by_lineage() == {"a": 8, "b": 4}
     assert RolloutGroup("g-0000000000", "g", [state()]).oldest_by_lineage() == {}

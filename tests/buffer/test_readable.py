@@ -8,7 +8,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.model.json_text import visible
+from buffer.readable import visible
 
 UNSEEN = "\x7f\x80\x9b31m\x9d\xad\u061c\u200e\u202e\u2028\u2066\ufeff\U000e0041"
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.rollouts.rollout import RolloutState, VersionSpan
+from buffer.wire.rollout import RolloutState, VersionSpan
 
 
 def staleness(step: int, oldest_version: int) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import lt
 from typing import Any
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
@@ -114,3 +115,26 @@ def _by_offset(directory: Mapping[str, list[int]]) -> Iterable[tuple[str, list[i
     if all(map(lt, offsets, offsets[1:])):
         return directory.items()
     return sorted(directory.items(), key=lambda item: (item[1][0], math.prod(item[1][1:])))
+
+
+_REPLACED = frozenset(("mask", "statuses"))
+"""Columns that a group may get anew (`RolloutGroup.mask`, `set_status`)."""
+
+
+class Seal:
+    """The checksums of the columns of one group, made at once; `columns` may be added to later."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._decoded = [(name, column, _sum(column)) for name, column in columns.items()]
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of the columns that have changed, or were replaced."""
+        for name, column, found in self._decoded:
+            is_replaced = self._columns.get(name) is not column and name not in _REPLACED
+            if is_replaced or _sum(column) != found:
+                yield name
+
+
+def _sum(column: NDArray[Any]) -> int:
+    return isal_zlib.crc32(column)

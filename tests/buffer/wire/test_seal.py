@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import GroupChanged
-from buffer.rollouts import wire
-from buffer.rollouts.compression import compress
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import Status, VersionSpan
-from buffer.rollouts.wire_columns import LAYOUT
-from tests.buffer.rollouts.test_wire import full
+from buffer.wire import group_bytes
+from buffer.wire.columns import LAYOUT
+from buffer.wire.framing import compress
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status, VersionSpan
+from tests.buffer.wire.test_group_bytes import full
 from tests.memory_fault import overwrite
 
 
@@ -26,12 +26,12 @@ def whole() -> RolloutGroup:
     return RolloutGroup("sums-0000000008", "sums", [first, second])
 
 
-DATA = {"plain": wire.encode(whole()), "zstd": compress(wire.encode(whole()), "zstd")}
+DATA = {"plain": group_bytes.encode(whole()), "zstd": compress(group_bytes.encode(whole()), "zstd")}
 
 
 def received(kind: str = "plain") -> RolloutGroup:
     # a copy: the bytes of a constant may be shared
-    return wire.decode(memoryview(bytearray(DATA[kind])).toreadonly())
+    return group_bytes.decode(memoryview(bytearray(DATA[kind])).toreadonly())
 
 
 COLUMNS = sorted(received().table.columns)

@@ -9,8 +9,8 @@ from hashlib import sha1
 from typing import Literal
 
 from buffer.errors import RunDamaged
-from buffer.model.ids import split_group_id
-from buffer.rollouts.group import RolloutGroup
+from buffer.ids import split_group_id
+from buffer.wire.group import RolloutGroup
 
 ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
 

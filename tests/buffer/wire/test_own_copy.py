@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.own_copy import own_copy
-from buffer.rollouts.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
-from buffer.rollouts.sampling import SampleParams, StructuredOutput
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.own_copy import own_copy
+from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
+from buffer.wire.sampling import SampleParams, StructuredOutput
 
 
 def rollout(index: int) -> RolloutState:
@@ -71,9 +71,9 @@ def memory_of(found: dict[int, Any]) -> list[np.ndarray[Any, Any]]:
 def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received: bool) -> None:
     given = [rollout(index) for index in range(3)]
     group = RolloutGroup("math-0000000001", "math", given)
-    before = wire.encode(group)
+    before = group_bytes.encode(group)
     if is_received:
-        group = wire.decode(memoryview(bytearray(before)))
+        group = group_bytes.decode(memoryview(bytearray(before)))
     parties = [*(given if not is_received else []), *group.states]
     owned = [reachable(state, {}) for state in parties]
     owned.append(reachable([group.table.shared, group.table.own, group.table.columns], {}))
@@ -91,8 +91,8 @@ def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received:
                 value["ruined"] = 1
             else:
                 value.clear()
-    assert wire.encode(group) == before
-    again = wire.decode(before).states
+    assert group_bytes.encode(group) == before
+    again = group_bytes.decode(before).states
     assert [state.model_dump_json(include={"extra", "ground_truth"}) for state in again] == [
         rollout(index).model_dump_json(include={"extra", "ground_truth"}) for index in range(3)
     ]

@@ -1,6 +1,6 @@
 """The types of a document of the wire format, against which `msgspec` checks it while it reads.
 
-`buffer.rollouts.wire` describes the document. What has a type here has no other check of it.
+`buffer.wire.group_bytes` describes the document. What has a type here has no other check of it.
 """
 
 from __future__ import annotations

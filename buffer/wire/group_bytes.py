@@ -39,7 +39,7 @@ views of the received bytes.
 
 The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
 dictionary): any writer may do so, every reader must check for it. Signatures may come before it
-(`buffer.rollouts.signed_bytes`). Checksum and size of a payload are those of the stored bytes.
+(`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes.
 Scripts never see these bytes (I14).
 
 `decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
@@ -54,13 +54,12 @@ import msgpack
 import msgspec
 
 from buffer.errors import WireError
-from buffer.rollouts.compression import MAX_BYTES, expand
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.seal import Seal
-from buffer.rollouts.table import Table
-from buffer.rollouts.wire_checks import check_containers, check_table
-from buffer.rollouts.wire_columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
-from buffer.rollouts.wire_schema import SCHEMA, Document, Head, read
+from buffer.wire.checks import check_containers, check_table
+from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, Seal, pack, unpack
+from buffer.wire.document import SCHEMA, Document, Head, read
+from buffer.wire.framing import MAX_BYTES, expand
+from buffer.wire.group import RolloutGroup
+from buffer.wire.table import Table
 
 _encode_head = msgspec.msgpack.Encoder().encode
 

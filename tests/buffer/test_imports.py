@@ -9,7 +9,7 @@ import pytest
 
 import consumer
 from buffer.errors import ConfigError
-from buffer.model.dotted_path import load_object
+from buffer.imports import load_object
 
 
 @pytest.mark.parametrize(

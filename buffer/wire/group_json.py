@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
 
 
 def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:

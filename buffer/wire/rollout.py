@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.errors import WireError
-from buffer.rollouts.sampling import SampleParams
+from buffer.wire.sampling import SampleParams
 
 
 class Status(StrEnum):

@@ -12,9 +12,9 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "buffer" / "golden").glob("*.msgpack"))
@@ -33,7 +33,7 @@ def large(tmp_path: Path) -> Path:
         for i in range(17)
     ]  # fmt: skip
     path = tmp_path / "large.msgpack"
-    path.write_bytes(wire.encode(RolloutGroup("math-0000000001", "math", states)))
+    path.write_bytes(group_bytes.encode(RolloutGroup("math-0000000001", "math", states)))
     return path
 
 
@@ -45,7 +45,7 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
     found = orjson.loads(
         subprocess.run(["node", reader, path], capture_output=True, check=True, timeout=400).stdout
     )
-    group = wire.decode(path.read_bytes())
+    group = group_bytes.decode(path.read_bytes())
     assert (found["gid"], found["task"], found["prompt"]) == (
         group.gid,
         group.task,
@@ -78,6 +78,6 @@ def test_the_reader_in_the_readme_works_as_written(path: Path, tmp_path: Path) -
     said = subprocess.run(words, capture_output=True, check=True, timeout=400, text=True).stdout
     expected = [
         f"{s.index} {s.status} {s.reward} {s.response_ids.tolist()}"
-        for s in wire.decode(path.read_bytes()).states
+        for s in group_bytes.decode(path.read_bytes()).states
     ]
     assert said.splitlines() == expected

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from buffer.rollouts import wire
-from buffer.rollouts.group import RolloutGroup
-from buffer.rollouts.rollout import RolloutState, Status, VersionSpan
-from buffer.rollouts.staleness import last_step_for, stale_threshold, staleness, token_mask
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.staleness import last_step_for, stale_threshold, staleness, token_mask
 
 TWO = [VersionSpan(0, 2, 0, "a"), VersionSpan(2, 1, 4, "a")]
 
@@ -82,7 +82,7 @@ def test_group_masks_all_its_rollouts_at_once(received: bool) -> None:
         for i, (n, s, m) in enumerate(zip(sizes, spans, masks, strict=True))
     ]
     group = RolloutGroup("g-0000000000", "g", states)
-    group = wire.decode(wire.encode(group)) if received else group
+    group = group_bytes.decode(group_bytes.encode(group)) if received else group
     assert group.fresh_mask(5, 4).tolist() == [0, 0, 1, 0, 0]
     assert group.fresh_mask(5, None).tolist() == group.mask.tolist() == [1, 1, 1, 0, 0]
 

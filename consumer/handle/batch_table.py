@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollouts.group import RolloutGroup
+from buffer.wire.group import RolloutGroup
 
 Ints = NDArray[np.int64]
 

@@ -1,0 +1,39 @@
+"""Text for people: JSON that is safe on a terminal, and numbers of bytes with units."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ByteSize, GetPydanticSchema
+from pydantic_core.core_schema import no_info_after_validator_function
+
+
+def visible(text: str) -> str:
+    r"""Return JSON of the same value, with each unprintable character of a string as \uXXXX.
+
+    JSON itself demands that for the first 32 only: U+009B begins an escape sequence, and U+202E
+    reverses what follows.
+    """
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    units = character.encode("utf-16-be", errors="surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+Bytes = Annotated[
+    int,
+    # a plain int, because a Redis client sends no ByteSize
+    GetPydanticSchema(
+        lambda _, schema_of: no_info_after_validator_function(int, schema_of(ByteSize))
+    ),
+]
+"""A field that is read from a number, or from text like "8GiB" or "500MB"."""
+
+
+def format_size(number: float) -> str:
+    """Return a number of bytes with a unit: 512 B, 1.5 MiB."""
+    return ByteSize(number).human_readable(separator=" ")
