@@ -32,7 +32,8 @@ chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says s
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
 
 .PHONY: model-check
-model-check: setup ## every interleaving of small histories of the scripts, with deaths, lost and late calls; MINUTES=10
+model-check: setup ## every story fails without its line of a script; then every interleaving of small histories, with deaths, lost and late calls; MINUTES=10
+	@$(PY) -m tests.model_check --stories
 	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
 
 .PHONY: chaos-damage

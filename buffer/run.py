@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from buffer.control.continuation import BY_HAND, Start
-from buffer.control.control import RunControl
-from buffer.control.event_log import EventLog
+from buffer.control.control import EventLog, RunControl
 from buffer.control.fleet import Fleet
-from buffer.control.live_settings import LiveSettings
+from buffer.control.live_settings import LiveSettings, change_settings
 from buffer.control.observers import Observer
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.setting_change import change_settings
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
@@ -45,7 +43,7 @@ from buffer.redis.key_fields import limits_in
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.replies import Advance, no_advance, unfenced, unknown_reply
+from buffer.redis.script_calls import Advance, no_advance, unfenced, unknown_reply
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer

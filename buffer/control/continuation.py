@@ -28,7 +28,7 @@ from buffer.model.settings_record import FIELD as RECORD
 from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting
 from buffer.redis.keys import Keys
-from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 

@@ -1,4 +1,4 @@
-"""Read and change the control state of a run: pauses, weights, and the roles (I7, I10).
+"""Read and change the control state of a run: pauses, weights, roles (I7, I10); read its events.
 
 The `control` hash and its epoch decide. The message on the channel of the same name is only a hint
 that saves time: a worker that misses it learns of the change with its next claim or heartbeat. The
@@ -17,18 +17,64 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from buffer.control.histogram import Histogram, join_counts
-from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder
-from buffer.control.work import Work
+from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder, Work
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.trainer_report import ReportedStep
 from buffer.redis.eviction import EvictionWatch
-from buffer.redis.key_fields import HINT, key_gone
+from buffer.redis.key_fields import HINT, key_gone, text_fields
 from buffer.redis.keys import Keys
-from buffer.redis.replies import opened, unfenced
+from buffer.redis.script_calls import opened, unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
+
+Event = tuple[int, str, dict[str, str]]
+"""Milliseconds since 1970, name, fields."""
+
+START = "0"
+"""The position before the oldest event that is kept."""
+
+
+class EventLog:
+    """Reads the events of one run; the id of an event is the position from which to continue."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store = store
+        self._keys = keys
+
+    def newest(self) -> str:
+        """Return the id of the newest event; START if there is none."""
+        found: Any = self._store.retrying(
+            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
+        )
+        return found[0][0].decode() if found else START
+
+    def read(
+        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
+    ) -> list[tuple[str, Event]]:
+        """Return (id, event) of the events after an id, oldest first.
+
+        Waits up to `block_ms` if there is none.
+        """
+        key = self._keys.events
+        reply: Any = self._store.retrying(
+            "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)
+        )
+        if not reply:
+            return []
+        entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+        # RESP3 wraps the entries of a stream in one more list
+        entries = entries[0] if entries and isinstance(entries[0], list) else entries
+        return [(entry[0].decode(), parse_event(entry)) for entry in entries]
+
+
+def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
+    """Return the event in an entry of the stream."""
+    identity = entry[0].decode()
+    fields = text_fields(entry[1])
+    return int(identity.partition("-")[0]), fields.pop("event", "?"), fields
+
 
 Who = Literal["trainer", "operator"]
 
@@ -132,13 +178,7 @@ def shorten_reason(reason: str) -> str:
 
 
 class RunControl:
-    """Reads and changes the control state of one run.
-
-    Usage:
-        state = run.control.set_mode("operator", Mode.DRAIN)
-        run.receipts.wait(state)
-        run.control.set_mode("operator", Mode.RUN)
-    """
+    """Reads and changes the control state of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store

@@ -76,13 +76,7 @@ class Refusals:
 
 
 class Fleet:
-    """Registers, renews, fences and lists the workers of one run.
-
-    Usage:
-        run_nonce, state = run.fleet.register("w0", nonce, {"engine": "vllm"})
-        beat = run.fleet.heartbeat("w0", nonce, pulse, held)
-        run.fleet.deregister("w0", nonce)
-    """
+    """Registers, renews, fences and lists the workers of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store

@@ -21,11 +21,6 @@ PAUSE_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0, 3
 class Histogram:
     """Counts durations by upper bound; its size does not grow with their number.
 
-    Usage:
-        times = Histogram(JUDGE_BOUNDS_S)
-        times.add(0.3)
-        times.quantile_s(0.99)
-
     One thread adds; others may read.
     """
 

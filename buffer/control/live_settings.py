@@ -2,23 +2,171 @@
 
 A change is checked like a config file, stored under a new version of the run's limits by one
 script, and adopted by every process at its next heartbeat, round or batch. It belongs to the run
-(buffer/model/settings_record.py).
+(buffer/model/settings_record.py). The run's folder keeps a copy of what was set (`KeptSettings`),
+since a server may lose everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field
+import orjson
+from pydantic import ConfigDict, Field, ValidationError
 
+from buffer.config.assignments import key_path, parse_settings
 from buffer.config.problems import FIXED
 from buffer.config.section import Section
 from buffer.errors import ConfigError
+from buffer.ids import new_nonce
 from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.settings_record import TASK, task_of
+from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import stale_threshold
+
+CONFIG = "config"
+"""In place of a value: that of the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """`limits` and `record` after a change. `changed`: (before, after) by setting.
+
+    None is the value of a task that has none of its own.
+    """
+
+    limits: RunLimits
+    record: SettingsRecord
+    fields: Collection[str]
+    """the limits that differ"""
+    changed: Mapping[str, tuple[Any, Any]]
+
+    def to_meta(self) -> list[str]:
+        """Return field, value, field, value, … for the meta hash."""
+        return [*self.limits.to_meta(self.fields), FIELD, self.record.model_dump_json()]
+
+
+def change_settings(
+    limits: RunLimits,
+    record: SettingsRecord,
+    wanted: LiveSettings,
+    restored: Collection[str],
+    taken: int,
+    by: str,
+) -> SettingChange:
+    """Return what becomes of `limits` and `record` after train step `taken`; see `Run.set`.
+
+    Raises ConfigError.
+    """
+    inherited, values = _restore(limits, record, restored)
+    values |= wanted.values()
+    after = LiveSettings.of(values).applied(inherited, taken)
+    now_ms = time.time_ns() // 1_000_000
+    new_record = record.without(restored).after(wanted.values(), now_ms, by)
+    old, new = setting_values(limits), setting_values(after)
+    changed = {
+        name: (old.get(name), new.get(name))
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    }
+    return SettingChange(after, new_record, list(differences(limits, after)), changed)
+
+
+def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
+    """Return what assignments set, and the settings that get the value of the config again.
+
+    For example, "steps=300" sets one, and "steps=config" restores one. Raises ConfigError.
+    """
+    restored = [word for word in assignments if word.partition("=")[2].strip() == CONFIG]
+    given = [word for word in assignments if word not in restored]
+    return parse_settings(LiveSettings, given), [".".join(key_path(word)) for word in restored]
+
+
+def _restore(
+    limits: RunLimits, record: SettingsRecord, names: Collection[str]
+) -> tuple[RunLimits, dict[str, Any]]:
+    """Return the limits without these values of tasks, and the values that the config has."""
+    changed = limits.model_copy(deep=True)
+    values = {}
+    for name in names:
+        _require_known(name, record)
+        if name in record.configured:
+            values[name] = record.configured[name]
+            continue
+        own, field = changed.tasks[task_of(name)], name.rpartition(".")[2]
+        if field == "max_staleness":
+            field, own.stale_threshold = "stale_threshold", None
+        own.model_fields_set.discard(field)
+    return changed, values
+
+
+def _require_known(name: str, record: SettingsRecord) -> None:
+    """Raise ConfigError for a name that is no setting, or whose value in the config is unknown."""
+    task, field = task_of(name), name.rpartition(".")[2]
+    if task:
+        is_known = field in LiveTaskSettings.model_fields and record.knows(name)
+    else:
+        is_known = name in record.configured
+    if not is_known:
+        raise ConfigError(
+            f"{name} is no setting of this run, or the run does not know its config",
+            hint="`set --help` lists the settings; a run of an older version knows its config once "
+            "it was started again",
+        )
+
+
+FILE = "settings.json"
+
+
+class KeptSettings:
+    """Keeps the record of a run in its folder.
+
+    Each process of the run that has the folder writes what it read last from the server; the
+    trainer does before each step.
+    """
+
+    def __init__(self, folder: Path, nonce: str) -> None:
+        self._file = folder / FILE
+        self._nonce = nonce
+        self._last: SettingsRecord | None = None
+
+    def keep(self, record: SettingsRecord) -> None:
+        """Write the record, unless it is the one that was written last. It is on disk then."""
+        if record == self._last:
+            return
+        data = orjson.dumps({"nonce": self._nonce, "record": record.model_dump(mode="json")})
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        part = self._file.with_name(f".{FILE}.{new_nonce()[:8]}.tmp")
+        with part.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(self._file)
+        self._last = record
+
+    def read(self) -> SettingsRecord | None:
+        """Return the record; None if the folder has none of this run.
+
+        Raises ConfigError for a file that cannot be read.
+        """
+        try:
+            content = orjson.loads(self._file.read_bytes())
+            if content["nonce"] != self._nonce:
+                return None
+            return SettingsRecord.model_validate(content["record"])
+        except FileNotFoundError:
+            return None
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
+            raise ConfigError(
+                f"{self._file} does not contain the settings of a run",
+                hint="remove it: the run then begins with the values of its config, and what "
+                "`rolloutmq set` had changed must be set again",
+            ) from error
+
 
 _BY_WORKERS = (
     "each worker reads it when it starts; change the config, then restart the workers one by one"
@@ -47,12 +195,7 @@ class LiveTaskSettings(Section, TaskSettings):
 
 
 class LiveSettings(Section, LiveLimits):
-    """A change: only what was given is set.
-
-    Usage:
-
-        run.set(LiveSettings(max_tries=5, tasks={"math": LiveTaskSettings(weight=2.0)}))
-    """
+    """A change: only what was given is set."""
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 

@@ -49,12 +49,7 @@ def _ignore(_: list[str]) -> None:
 
 
 class Receipts:
-    """Reads the receipts of one run's workers and waits for them.
-
-    Usage:
-        state = run.control.set_mode("operator", Mode.KEEP)
-        seconds = run.receipts.wait(state)
-    """
+    """Reads the receipts of one run's workers and waits for them."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, fleet: Fleet) -> None:
         self._store = store

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from buffer.control.control import ControlState, Mode, RunControl
 from buffer.control.histogram import Histogram
-from buffer.control.role_holder import Role
-from buffer.control.work import Work
+from buffer.control.role_holder import Role, Work
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import new_nonce
 from buffer.redis.connection.retry import LogOnce, OutageClock
@@ -38,13 +37,6 @@ def _no_wait() -> float:
 
 class HeldRole:
     """One process's hold on a role of a run.
-
-    Usage:
-        role = HeldRole(run.control, "producer")
-        run.control.open_producer(role.nonce)
-        state = role.renew()                    # in the process's own loop, or
-        role.renew_in_background(lambda: 1.0)   # from a thread; then `check` raises what lost it
-        role.close()
 
     `waited_s` and `pauses` are the trainer's statistics, `work` is what the producer's loop does;
     they are sent with every heartbeat. While one piece of work takes longer than HUNG_S, the thread

@@ -53,12 +53,7 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """Reads the dead letters of one run.
-
-    Usage:
-        for letter in run.dead_letters.newest():
-            print(letter.gid, letter.reason)
-    """
+    """Reads the dead letters of one run."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store

@@ -24,7 +24,7 @@ from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
-from buffer.redis.replies import unfenced
+from buffer.redis.script_calls import unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 
@@ -81,15 +81,7 @@ MAX_REASON_CHARS = 2000
 
 
 class JobQueue:
-    """Moves the groups of one run between queues, workers and dead letters.
-
-    Usage:
-        claim = run.jobs.claim(worker, nonce, new_nonce(), weights, limit=8)
-        for job in claim.jobs:
-            group = run.buffer.read(job.payload)
-            ...
-            run.jobs.release(worker, job, "handback")
-    """
+    """Moves the groups of one run between queues, workers and dead letters."""
 
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, observers: Sequence[Observer] = ()

@@ -3,6 +3,10 @@
 A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
 arrival. The groups that are too stale are a range of scores, never a scan, and no answer relies on
 expiry having run (I8): what the next train step may not use is neither counted nor returned.
+
+Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or
+the order index lacks ready groups (its policy was changed), they change nothing and report it; the
+caller then calls `expire_all` or `fill_index`.
 """
 
 from __future__ import annotations
@@ -12,19 +16,85 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
-from buffer.groups.order_index import expire_all
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import unfenced, unknown_reply
+from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import AgeLimit, next_step
+
+_SLICE = 250
+"""Groups that one call moves or adds: the server answers other clients in between."""
+
+
+AGING = ("completed", "aborted")
+"""The pools whose groups become too stale."""
+
+
+def expire_all(
+    store: Store,
+    keys: Keys,
+    limits: RunLimits,
+    task: str,
+    status: str,
+    limit: int = _SLICE,
+    threshold: int | str | None = None,
+) -> int:
+    """Expire all stale groups of a pool, slice by slice; return how many there were.
+
+    `threshold`: in train steps; None: that of the task.
+    """
+    moved = 0
+    while (some := expire(store, keys, limits, task, status, limit, threshold)) == limit:
+        moved += some
+    return moved + some
+
+
+def expire(
+    store: Store,
+    keys: Keys,
+    limits: RunLimits,
+    task: str,
+    status: str,
+    limit: int,
+    threshold: int | str | None = None,
+) -> int:
+    """Move up to `limit` groups out of a pool that are too stale for the next train step.
+
+    Returns how many there were.
+    """
+    _, moved = store.call(
+        "refresh",
+        keys.slots(task=task, status=status),
+        {
+            "threshold": limits.threshold(task) if threshold is None else threshold,
+            "limit": limit,
+            "retryable": int(limits.retries_expired(task)),
+        },
+    )
+    return int(moved)
+
+
+def fill_index(store: Store, keys: Keys, limits: RunLimits, nonce: Arg, task: str) -> None:
+    """Add ready groups that the order index lacks, slice by slice. Raises Fenced."""
+    start = 0
+    scanned = _SLICE
+    while scanned == _SLICE:
+        reply = store.call(
+            "reorder",
+            keys.slots(task=task),
+            {"nonce": nonce, "policy": limits.order, "start": start, "limit": _SLICE},
+        )
+        scanned = int(unfenced(reply, "trainer")[1])
+        start += scanned
+
 
 PoolStatus = Literal["completed", "aborted", "expired"]
 
@@ -47,12 +117,7 @@ class PoolSizes:
 
 
 class Pools:
-    """Counts and reads the groups in the pools of one run.
-
-    Usage:
-        sizes = run.buffer.count_statuses()["math"]
-        groups = run.buffer.get(sizes.completed, "math")
-    """
+    """Counts and reads the groups in the pools of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
         self._store = store

@@ -23,7 +23,7 @@ from buffer.model.order_policy import OrderFunction
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
+from buffer.redis.script_calls import unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup, prompt_of
@@ -82,13 +82,7 @@ def described(
 
 
 class GroupPut:
-    """Puts groups one after the other, as one operation.
-
-    Usage:
-        intake = GroupPut(store, keys, limits, payloads, "put")
-        gid, pool = intake.put("math", make_group, retryable=True)
-        intake.close()  # so that no trace of the operation stays on the server
-    """
+    """Puts groups one after the other, as one operation."""
 
     def __init__(
         self,

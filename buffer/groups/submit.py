@@ -19,8 +19,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.payloads import PayloadStore, pin_listed
-from buffer.redis.replies import unknown_reply
-from buffer.redis.script_calls import ScriptCall, Upload
+from buffer.redis.script_calls import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
@@ -156,6 +155,9 @@ class Submission:
         status = _final_status(result)
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
+        order = ""
+        if status is not Status.FILTERED:
+            order = order_argument(group, self._limits, self._order_function)
         return {
             "gid": group.gid,
             "token": ref.token,
@@ -168,13 +170,10 @@ class Submission:
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "unparsed": group.unparsed,
-            "order": "" if status is Status.FILTERED else self._order(group),
+            "order": order,
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "chunks": ref.chunks,
         }
-
-    def _order(self, group: RolloutGroup) -> str:
-        return order_argument(group, self._limits, self._order_function)
 
 
 def order_argument(

@@ -22,7 +22,7 @@ LONGEST_DETAIL = 500
 Verdict = Literal["agrees", "differs", "impossible"]
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """What an audit found in one group; `worker` is "" where it is not known any more."""
 
     verdict: Verdict
@@ -31,20 +31,20 @@ class Finding(NamedTuple):
     detail: str
 
 
-class Position(NamedTuple):
+class AuditPosition(NamedTuple):
     """The newest audited batch: its step, and the server's time in ms when it was taken."""
 
     step: int = 0
     taken_ms: int = 0
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Position:
+    def of(cls, manifest: Manifest) -> AuditPosition:
         """Return the position of a batch."""
         found = re.search(r" taken_ms=(\d+)", manifest.header)
         return cls(manifest.step, int(found[1]) if found else 0)
 
     @classmethod
-    def parse(cls, text: str) -> Position:
+    def parse(cls, text: str) -> AuditPosition:
         """Return the position with this `str`; for other text, that before the first batch."""
         found = re.fullmatch(r"(\d+)\.(\d+)", text)
         return cls(int(found[1]), int(found[2])) if found else cls()
@@ -52,7 +52,7 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         return f"{self.step}.{self.taken_ms}" if self.step else ""
 
-    def precedes(self, other: Position) -> bool:
+    def precedes(self, other: AuditPosition) -> bool:
         """Return whether the batch at `other` was taken later; steps repeat after a rollback."""
         return other.step > self.step or other.taken_ms > self.taken_ms
 
@@ -60,7 +60,7 @@ class Position(NamedTuple):
 class AuditAccount(NamedTuple):
     """The audits of a run so far: groups by worker, and batches that were freed before theirs."""
 
-    position: Position
+    position: AuditPosition
     missed: int
     groups: dict[str, dict[Verdict, int]]
     failed: dict[str, str]
@@ -75,7 +75,12 @@ class Audits:
         self._keys = keys
 
     def record(
-        self, before: Position, after: Position, findings: Sequence[Finding], *, missed: int = 0
+        self,
+        before: AuditPosition,
+        after: AuditPosition,
+        findings: Sequence[AuditFinding],
+        *,
+        missed: int = 0,
     ) -> bool:
         """Record the findings of the batch at `after`, and bar the workers that they name.
 
@@ -99,7 +104,7 @@ class Audits:
             for name, value in raw.items()
         }
         missed = fields.get("missed", "")
-        position = Position.parse(fields.get("position", ""))
+        position = AuditPosition.parse(fields.get("position", ""))
         account = AuditAccount(position, int(missed) if missed.isdecimal() else 0, {}, {})
         for name, value in fields.items():
             kind, _, worker = name.partition(":")

@@ -16,14 +16,14 @@ import orjson
 
 from buffer.control.observers import Observer
 from buffer.errors import ConfigError, LedgerError, RunDamaged
-from buffer.groups.order_index import expire_all, fill_index
+from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys, SlotKeys
-from buffer.redis.replies import unfenced, unknown_reply
+from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
@@ -50,15 +50,7 @@ class LedgerSteps(NamedTuple):
 
 
 class BatchLedger:
-    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter.
-
-    Usage:
-        answer = ledger.take(nonce, step, {"math": 16})
-        if isinstance(answer, Manifest):
-            groups = buffer.load(answer)
-            ...
-            ledger.commit(nonce, step, keep=oldest_checkpoint)
-    """
+    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter."""
 
     def __init__(
         self,

@@ -123,11 +123,6 @@ class Position(BaseModel):
     """Records the training of a run for a checkpoint, as JSON.
 
     Passed to `RolloutConsumer.open`, it restores what a server lost: its last second, or all data.
-
-    Usage:
-        position.add(batch.manifest)
-        text = position.model_dump_json()
-        position = Position.model_validate_json(text)
     """
 
     model_config = ConfigDict(extra="forbid")

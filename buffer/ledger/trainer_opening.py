@@ -17,7 +17,7 @@ from buffer.ledger.position import Position
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.replies import opened, unfenced, unknown_reply
+from buffer.redis.script_calls import opened, unfenced, unknown_reply
 from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.opening")
@@ -42,11 +42,7 @@ class Opening:
 
 
 class TrainerOpening:
-    """Opens the `train` ledger of a run.
-
-    Usage:
-        opening = run.trainers.open(nonce, lineage=lineage, position=position)
-    """
+    """Opens the `train` ledger of a run."""
 
     def __init__(
         self,
@@ -105,7 +101,7 @@ class TrainerOpening:
             durable=True,
         )
         run = self._run_nonce(opened(reply, "trainer", keys.run), step)
-        recovery = self._reassert(nonce, position, regenerate) if position else Recovery()
+        recovery = self._recover(nonce, position, regenerate) if position else Recovery()
         self.rescore(nonce, step)
         if position is not None:
             position.run = keys.run
@@ -141,11 +137,11 @@ class TrainerOpening:
                 )
         raise unknown_reply("trainer_open", reply)
 
-    def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        reassertion = CheckpointRecovery(
+    def _recover(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
+        found = CheckpointRecovery(
             self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
         )
-        recovery = reassertion.run(position, regenerate=regenerate)
+        recovery = found.run(position, regenerate=regenerate)
         if recovery:
             log.warning(
                 "the server had lost data that the checkpoint of step %s records; recovered: %s",

@@ -14,14 +14,14 @@ for _, held in ipairs(held_groups(leased)) do
   digest = digest + mark_of(gid, token)
   local record = redis.call('HMGET', groups .. gid, 'stage', 'owner', 'token')
   if record[1] ~= 'running' or record[2] ~= worker or record[3] ~= token then
-    reply[#reply + 1] = worker .. ' leased ' .. gid .. ', and its record does not say so'
+    reply[#reply + 1] = worker .. ' holds ' .. gid .. ', and its record does not say so'
   end
 end
 if num(redis.call('HGET', leased, 'digest')) ~= digest then
-  reply[#reply + 1] = 'the digest of what ' .. worker .. ' leased does not fit'
+  reply[#reply + 1] = 'the digest of what ' .. worker .. ' holds does not fit'
 end
 local has_lease = redis.call('ZSCORE', leases, worker) and true or false
 if has_lease ~= (digest > 0) then
-  reply[#reply + 1] = worker .. (has_lease and ' has a lease and leased nothing' or ' leased groups without a lease')
+  reply[#reply + 1] = worker .. (has_lease and ' has a lease and holds nothing' or ' holds groups without a lease')
 end
 return reply

@@ -10,7 +10,7 @@
 -- ARGV threshold ''|0..   stale threshold in steps; '' = nothing is too old
 -- ARGV limit     1..1024  largest number of groups
 -- replies OK, then "gid token chunks size crc samples version" per group
---       | BLOCKED | UNORDERED (see buffer/groups/order_index.py)
+--       | BLOCKED | UNORDERED (see buffer/groups/pools.py)
 -- keeps I8 (does not rely on refresh)
 
 local cut = '-inf'

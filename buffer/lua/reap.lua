@@ -58,7 +58,7 @@ for _, worker in ipairs(silent) do
 end
 local forgotten = 0
 for _, worker in ipairs(gone) do
-  -- a worker that still leased groups is forgotten once its lease has run out
+  -- a worker that still holds groups is forgotten once its lease has run out
   if held_count(leased_by .. worker) == 0 then
     redis.call('ZREM', workers, worker)
     redis.call('UNLINK', worker_records .. worker)

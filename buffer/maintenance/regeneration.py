@@ -23,12 +23,12 @@ from buffer.ledger.position import Position
 from buffer.maintenance.remove_run import clear_keys
 from buffer.model.limits import REGENERATING
 from buffer.redis.keys import Keys
-from buffer.redis.replies import opened
+from buffer.redis.script_calls import opened
 from buffer.redis.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Leftovers:
+class RunLeftovers:
     """Counts what a server still has of a run that is to be cleared.
 
     `groups`: records of groups that are not trained. `steps`: train steps after the checkpoint.
@@ -45,18 +45,13 @@ class Regeneration:
 
     `position`: of the newest checkpoint; an empty one where there is none, so that the run starts
     from step 1. `take_over`: even while another trainer is alive.
-
-    Usage:
-        again = Regeneration(position)
-        again.leftovers(store, name, tasks)    # what goes; nothing is changed
-        run = Run.create(store, name, nonce, limits, regeneration=again)
     """
 
     def __init__(self, position: Position, *, take_over: bool = False) -> None:
         self.position = position
         self._take_over = take_over
 
-    def leftovers(self, store: Store, name: str, tasks: list[str]) -> Leftovers:
+    def leftovers(self, store: Store, name: str, tasks: list[str]) -> RunLeftovers:
         """Count what the server still has of the run, as far as it can be read. O(keys)."""
         store = store.at(Keys(name).meta)
         keys = Keys(name, spread=store.in_cluster)
@@ -78,9 +73,9 @@ class Regeneration:
         known = [count for count in entered if count is not None]
         trained = sum(map(len, self.position.trained.imported.values()))
         added_by_hand = max(0, sum(known) - trained) if len(known) == len(entered) else None
-        return Leftovers(groups, max(0, taken - self.position.step), added_by_hand)
+        return RunLeftovers(groups, max(0, taken - self.position.step), added_by_hand)
 
-    def describe(self, run: str, left: Leftovers) -> str:
+    def describe(self, run: str, left: RunLeftovers) -> str:
         """Return in a sentence what is kept, and what is generated again or lost."""
         position = self.position
         trained = sum(map(position.trained.count, _tasks(position)))

@@ -3,7 +3,7 @@
 A value that was set belongs to the run. It holds until it is set again, or until the config has
 another value than at the last start by hand. So the run's `meta` holds this record, each change of
 it is made by the script that changes the limits, and the run's folder has a copy for the case that
-the server loses everything (`buffer/control/kept_settings.py`).
+the server loses everything (`buffer/control/live_settings.py`).
 
 A setting has the name that `rolloutmq set` gives it: `max_staleness`, `tasks.math.weight`.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from buffer.errors import StoreError, StoreUnavailable
+from buffer.redis.connection.retry import NotDurable
 from buffer.redis.connection.url import mask_url
-from buffer.redis.durability import NotDurable
 
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     # (words of the client or the server, error, what happened, what to do); the first match wins

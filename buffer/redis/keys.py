@@ -7,8 +7,8 @@ an entry of `SLOTS`: then a script names it in its header, and its callers chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from buffer.errors import ScriptError
 from buffer.ids import ENDS, LANES, POOLS, valid_name
@@ -235,7 +235,10 @@ class Keys:
         return self.ages + task
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
-        return self.named(payload_name(gid, token, chunk))
+        suffix = f":{chunk}" if chunk else ""
+        if self.spread:
+            return f"{self.spread_prefix}{gid}}}:payload:{token}{suffix}"
+        return f"{self.prefix}payload:{gid}:{token}{suffix}"
 
     def named(self, name: str) -> str:
         """Return the key of a name without prefix, as snapshots store it."""
@@ -303,19 +306,19 @@ class SlotKeys(dict[str, str]):
 
     def __init__(self, keys: Keys, facts: Mapping[str, str | int]) -> None:
         self._keys = keys
-        self._facts = facts
+        self._facts = {"ledger": "train", **facts}
 
     def __missing__(self, slot: str) -> str:
         """Return the key; ScriptError for a name without one, or where a fact is missing."""
         key = self._keys.__dict__.get(slot)
         if key is None:
-            find = SLOTS.get(slot)
-            if find is None:
+            pattern = SLOTS.get(slot)
+            if pattern is None:
                 raise ScriptError(
                     f"no key is named {slot!r}", hint="see SLOTS in buffer/redis/keys.py"
                 )
             try:
-                key = find(self._keys, self._facts)
+                key = self._keys.prefix + pattern.format_map(self._facts)
             except KeyError as missing:
                 raise ScriptError(
                     f"the key {slot!r} of a script needs its {missing.args[0]}"
@@ -324,46 +327,22 @@ class SlotKeys(dict[str, str]):
         return self[slot]
 
 
-Facts = Mapping[str, Any]
-FindKey = Callable[[Keys, Facts], str]
-
-
-def _bell(who: str) -> FindKey:
-    return lambda keys, facts: keys.wake_up(who)
-
-
-def _jobs(lane: str) -> FindKey:
-    return lambda keys, facts: keys.jobs(facts["task"], lane)
-
-
-def _pool(status: str) -> FindKey:
-    return lambda keys, facts: keys.pool(facts["task"], status)
-
-
-def _ended(end: str) -> FindKey:
-    return lambda keys, facts: keys.ended(facts["task"], end)
-
-
-def _ledger(facts: Facts) -> str:
-    return str(facts.get("ledger", "train"))
-
-
-SLOTS: Mapping[str, FindKey] = {
-    "record": lambda keys, facts: keys.group(facts["gid"]),
-    "worker_record": lambda keys, facts: keys.worker(facts["worker"]),
-    "leased": lambda keys, facts: keys.leased(facts["worker"]),
-    "progress": lambda keys, facts: keys.progress(facts["task"]),
-    "jobs": lambda keys, facts: keys.jobs(facts["task"], facts["lane"]),
-    **{f"jobs_{lane}": _jobs(lane) for lane in LANES},
-    "pool": lambda keys, facts: keys.pool(facts["task"], facts["status"]),
-    **{status: _pool(status) for status in POOLS},
-    "order_index": lambda keys, facts: keys.order(facts["task"]),
-    "age_index": lambda keys, facts: keys.age(facts["task"]),
-    **{end: _ended(end) for end in ENDS},
-    "ledger": lambda keys, facts: keys.ledger(_ledger(facts)),
-    "ledger_train": lambda keys, facts: keys.ledger("train"),
-    "batch": lambda keys, facts: keys.batch(_ledger(facts), facts["step"]),
-    "batches": lambda keys, facts: keys.batches(_ledger(facts)),
-    **{f"bell_{who}": _bell(who) for who in ("workers", "producer", "trainer", "receipts")},
+SLOTS: Mapping[str, str] = {
+    "record": "group:{gid}",
+    "worker_record": "worker:{worker}",
+    "leased": "leased:{worker}",
+    "progress": "progress:{task}",
+    "jobs": "jobs:{task}:{lane}",
+    **{f"jobs_{lane}": f"jobs:{{task}}:{lane}" for lane in LANES},
+    "pool": "pool:{task}:{status}",
+    **{status: f"pool:{{task}}:{status}" for status in POOLS},
+    "order_index": "order:{task}:completed",
+    "age_index": "age:{task}",
+    **{end: f"ended:{{task}}:{end}" for end in ENDS},
+    "ledger": "ledger:{ledger}",
+    "ledger_train": "ledger:train",
+    "batch": "batch:{ledger}:{step}",
+    "batches": "batch:{ledger}:",
+    **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
 }
-"""How to build keys that depend on facts, by their names in script headers."""
+"""Keys that depend on facts, by their names in script headers."""

@@ -144,14 +144,11 @@ class PayloadStore:
                     f"the prompt of {gid} has {len(data)} bytes",
                     hint=f"at most {CHUNK_BYTES} can be stored",
                 )
-        commands = [
-            _set(self._keys.payload(gid, token), self._signed_prompt(gid, data))
-            for gid, data in stored.items()
-        ]
+        commands = []
+        for gid, data in stored.items():
+            seal = [self.signer.sign(gid, "init", [data])] if self.signer else []
+            commands.append(_set(self._keys.payload(gid, token), [*seal, data]))
         self._store.write("prompt write", commands, starts_work=True)
-
-    def _signed_prompt(self, gid: str, data: bytes) -> Pieces:
-        return [self.signer.sign(gid, "init", [data]), data] if self.signer else [data]
 
     def fits(self, prompt: bytes) -> bool:
         """Return whether `write_prompts` accepts a prompt."""

@@ -1,6 +1,10 @@
 """Calls of scripts on one server: one, several in one round trip, or behind payloads.
 
-Nothing is retried here: `buffer.redis.store` does that.
+Nothing is retried here: `buffer.redis.store` does that. A reply is a list: a status word, which is
+OK or names a refusal, and then fields; the module that calls a script makes a typed result of it.
+
+A durable call waits for the server's disk and for replicas (I6). WAIT and WAITAOF count the writes
+of their own connection, and a repeated call may have made none: they follow a write of their own.
 """
 
 from __future__ import annotations
@@ -12,14 +16,102 @@ from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
-from buffer.errors import RunDamaged, ScriptError
+from buffer.errors import Fenced, LostRun, RoleHeld, RunDamaged, ScriptError
 from buffer.redis.connection.bulk_io import Command, pipelined, send
-from buffer.redis.connection.wrong_type import WrongType
+from buffer.redis.connection.retry import NotDurable, WrongType
 from buffer.redis.connection_errors import is_acl_failure, is_missing_command
-from buffer.redis.durability import Durability
 from buffer.redis.key_fields import HINT
-from buffer.redis.keys import type_below
+from buffer.redis.keys import clock_beside, sync_beside, type_below
 from buffer.redis.scripts import Arg, KeysByName, Script
+
+
+def unknown_reply(script: str, reply: Sequence[Any]) -> ScriptError:
+    """Return the error for a reply that the caller of a script does not know."""
+    return ScriptError(
+        f"{script}: unknown reply {list(reply)}",
+        hint="do all processes of the run have the same version of rolloutmq?",
+    )
+
+
+def unfenced(reply: list[str], role: str) -> list[str]:
+    """Return the reply of a script that only the holder of a role may run, or raise Fenced."""
+    status, *_ = reply
+    if status == "FENCED":
+        raise Fenced(f"this is no longer the {role} of the run: another one was opened")
+    return reply
+
+
+def opened(reply: list[str], role: str, run: str) -> list[str]:
+    """Return the reply of trainer_open or producer_open; raise LostRun or RoleHeld."""
+    match reply:
+        case ["LOST", found, *_]:
+            holds = f"run {found[:8]}…" if found else "no run of that name"
+            raise LostRun(
+                f"this server holds {holds}, not the run {run!r} that this process knows",
+                hint="connect to the server of this run, restore its data, or start a run with "
+                "another name",
+            )
+        case ["HELD", silent_ms, *_]:
+            raise role_held(role, run, int(silent_ms))
+    return reply
+
+
+def role_held(role: str, run: str, silent_ms: int) -> RoleHeld:
+    """Return the error of a process that wants a role of which the holder is alive."""
+    return RoleHeld(
+        f"run {run!r} has a {role} that was alive {silent_ms / 1000:.1f} s ago",
+        hint="stop it, or open this one with take_over=True, which fences the other",
+        command_hint="stop it, or start this one with --take-over, which fences the other",
+    )
+
+
+Advance = Callable[[str, int], object]
+"""Receives the name of the current stage, and the number of items that it has finished so far."""
+
+
+def no_advance(what: str, done: int) -> None:
+    """Ignore progress, for callers that show none."""
+
+
+WAIT_MS = 5_000
+"""The longest wait for disk and replicas in one attempt; well below the socket's time-out."""
+
+
+class Durability(NamedTuple):
+    """Where a write must be before it is answered."""
+
+    replicas: int
+    disk: bool
+
+    @property
+    def must_wait(self) -> bool:
+        """Return whether a durable call has to wait behind its answer."""
+        return self.disk or self.replicas > 0
+
+    def behind_script(self, sync: str, key: str) -> list[Command]:
+        """Return commands to follow a script on keys of a run; `sync` is the hash of sync.lua."""
+        # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
+        # 0.5 s a call)
+        disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
+        return [("EVALSHA", sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
+
+    def behind_payloads(self, key: str) -> list[Command]:
+        """Return commands to follow writes of payloads on one node of a cluster.
+
+        The replicas for which a script waits are those of another node.
+        """
+        return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
+
+    def check(self, answers: Sequence[Any]) -> None:
+        """Raise NotDurable if the answers to these commands show that something is missing."""
+        _, replicas, *disks = answers
+        if [on_disk for on_disk, _ in disks] == [0]:
+            raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")
+        if replicas < self.replicas:
+            raise NotDurable(
+                f"only {replicas} of {self.replicas} replicas have it after {WAIT_MS} ms"
+            )
+
 
 T = TypeVar("T")
 
@@ -226,8 +318,8 @@ def _keys(calls: Sequence[Command]) -> list[str]:
 
 
 def _is_large(command: Command) -> bool:
-    values = [part for part in command if isinstance(part, list)]
-    return any(sum(map(len, pieces)) >= _LARGE_BYTES for pieces in values)
+    value = command[2]  # of SET
+    return isinstance(value, list) and sum(map(len, value)) >= _LARGE_BYTES
 
 
 def _decoded(reply: Sequence[Any]) -> list[Any]:

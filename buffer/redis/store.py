@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import redis
@@ -25,20 +26,19 @@ from buffer.errors import (
 )
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
-from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
+from buffer.redis.connection.retry import Backoff, OutageLog, WrongType, is_transient
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, mask_url
-from buffer.redis.connection.wrong_type import WrongType
 from buffer.redis.connection_errors import (
     describe_connection_error,
     is_acl_failure,
     is_missing_command,
 )
-from buffer.redis.durability import Durability
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import SlotKeys
 from buffer.redis.script_calls import (
     FIRST_KEY,
+    Durability,
     ScriptCall,
     ScriptRunner,
     Upload,
@@ -246,14 +246,9 @@ class Store:
         and wait for replicas as in `write`.
         """
 
-        def run(client: Any, positions: list[int]) -> list[Any]:
-            own = [commands[position] for position in positions]
-            if on_payloads:
-                return self._replicated(pipelined, client, own)
-            return pipelined(client, own)
-
+        run = partial(self._replicated, pipelined) if on_payloads else pipelined
         keys = [str(command[1]) for command in commands]
-        return self.retrying(what, lambda: self.servers.at_each(role, keys, run))
+        return self.retrying(what, partial(self.servers.at_each, role, keys, commands, run))
 
     def write(
         self, what: str, commands: Sequence[Command], *, starts_work: bool = False
@@ -265,13 +260,10 @@ class Store:
         `starts_work`: StoreFull at once on a full server, as in `call`.
         """
 
-        def run(client: Any, positions: list[int]) -> list[Any]:
-            return self._replicated(send, client, [commands[position] for position in positions])
-
         keys = [str(command[1]) for command in commands]
-        return self.retrying(
-            what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work
-        )
+        run = partial(self._replicated, send)
+        spread = partial(self.servers.at_each, "bulk", keys, commands, run)
+        return self.retrying(what, spread, starts_work=starts_work)
 
     def _replicated(
         self, run: Callable[[Any, list[Command]], list[Any]], client: Any, commands: list[Command]
@@ -291,13 +283,9 @@ class Store:
     ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
 
-        def run(client: Any, positions: list[int]) -> list[Parts]:
-            own_names = [names[position] for position in positions]
-            own_sizes = [sizes[position] for position in positions]
-            return receive(client, own_names, own_sizes)
-
         keys = [chunks[0] for chunks in names]
-        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))
+        items = list(zip(names, sizes, strict=True))
+        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, items, receive))
 
     def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.

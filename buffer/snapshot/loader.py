@@ -24,7 +24,7 @@ from buffer.ledger.account import Account
 from buffer.model.limits import LOADING, SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
-from buffer.redis.replies import Advance
+from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.folder import (
     Item,
@@ -43,11 +43,7 @@ BATCH_BYTES = 4 * 2**20
 
 
 class SnapshotLoader:
-    """Loads one run from a folder.
-
-    Usage:
-        SnapshotLoader(store, folder, name="demo2").load(no_advance)
-    """
+    """Loads one run from a folder."""
 
     def __init__(
         self, store: Store, folder: Path, name: str | None = None, media: Path | None = None

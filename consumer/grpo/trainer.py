@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest

@@ -31,8 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import ControlState, Mode
-from buffer.control.event_log import START, Event
+from buffer.control.control import START, ControlState, Event, Mode
 from buffer.control.roles import HeldRole
 from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
+from buffer.control.role_holder import Work
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
-from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
 from buffer.model.origin import Origin

@@ -12,7 +12,7 @@ import time
 from itertools import islice
 
 from buffer.control.progress import TaskProgress
-from buffer.control.work import Work
+from buffer.control.role_holder import Work
 from buffer.errors import ConfigError, PayloadMissing
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse

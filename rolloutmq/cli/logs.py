@@ -13,8 +13,7 @@ import orjson
 import typer
 from rich.text import Text
 
-from buffer.control.control import Mode
-from buffer.control.event_log import START, Event
+from buffer.control.control import START, Event, Mode
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.cli.log_files import Entry, LogFiles

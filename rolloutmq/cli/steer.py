@@ -11,9 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.kept_settings import KeptSettings
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.control.setting_change import parse_change
+from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run

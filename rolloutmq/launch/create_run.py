@@ -10,7 +10,7 @@ from pathlib import Path
 from redis.exceptions import NoPermissionError
 
 from buffer.control.continuation import Start
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RunExists
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from buffer.control.kept_settings import KeptSettings
+from buffer.control.live_settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer

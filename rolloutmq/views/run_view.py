@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.control.event_log import Event, parse_event
+from buffer.control.control import Event, parse_event
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.event_log import Event
+from buffer.control.control import Event
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.console import plain

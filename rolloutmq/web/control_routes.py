@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from buffer.control.control import Mode
-from buffer.control.event_log import parse_event
-from buffer.control.setting_change import parse_change
+from buffer.control.control import Mode, parse_event
+from buffer.control.live_settings import parse_change
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.views.operator_mode import set_operator_mode

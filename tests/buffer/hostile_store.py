@@ -20,8 +20,8 @@ from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot
 from buffer.redis.scripts import Arg, Script, library
 from buffer.redis.store import Store
+from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.keyspace import exact
-from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.time_machine import Moment, put_back, remember
 
 Call = tuple[str, list[str], list[bytes]]
@@ -115,11 +115,13 @@ def bad_values(kind: str) -> Iterator[bytes]:
     yield from (value for value in (*ABSURD, *near) if not fits(kind, value))
 
 
-class HostileStore(OneByOneStore):
+class HostileStore(FaultyStore):
     """`faults`: what a script did not refuse, by name of the script."""
 
+    one_by_one = True
+
     def __init__(self, url: str, raw: redis.Redis, run: str) -> None:
-        super().__init__(url, raw, run)
+        super().__init__(url, raw, run=run)
         self.tried: Counter[str] = Counter()
         self.visits: Counter[str] = Counter()
         self.faults: dict[str, list[str]] = {name: [] for name in library()}

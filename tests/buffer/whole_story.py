@@ -13,7 +13,7 @@ from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly
 from buffer.ledger import audits
-from buffer.ledger.audits import Finding
+from buffer.ledger.audits import AuditFinding
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.model.manifest import Manifest
@@ -177,8 +177,13 @@ def put_right_by_hand(scene: Scene) -> None:
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
     assert scene.run.fleet.unbar("w0") == 2
-    findings = [Finding("agrees", "w0", late, "little"), Finding("differs", "w1", late, "much")]
-    assert scene.run.audits.record(audits.Position(), audits.Position(1, 1), findings, missed=1)
+    findings = [
+        AuditFinding("agrees", "w0", late, "little"),
+        AuditFinding("differs", "w1", late, "much"),
+    ]
+    assert scene.run.audits.record(
+        audits.AuditPosition(), audits.AuditPosition(1, 1), findings, missed=1
+    )
     for gid, before in (
         (swapped.gid, "dead"),
         (removed.gid, "dead"),

@@ -91,9 +91,10 @@ class LightTrainer:
         batch = self.consumer.take_batch(step, shares, checkpoint=self._make_room)
         self._note_delivery(batch)
         self._note_held(batch)
-        self._position.add(batch.manifest)
         if step % SYNC_INTERVAL == 1:
             self._interrupt()
+        # a stop in between would leave a checkpoint of a step that was not trained
+        self._position.add(batch.manifest)
         before = self._chain
         self._chain = _link(self._chain, step, batch.groups)
         self._history.note(

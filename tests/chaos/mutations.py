@@ -16,34 +16,10 @@ from typing import Any
 import numpy as np
 
 from buffer.redis.connection import bulk_io
-from buffer.redis.scripts import Script, assemble, sources
+from buffer.redis.scripts import Script
+from tests.model_check.mutation import read_mutations
 
-MUTATIONS = {
-    # I1
-    "reaped-and-gone": ("include/take_back",
-                        "      local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)\n",
-                        "      local place = 'waiting'\n"),
-    "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, unpack(given[n]))\n", ""),
-    "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
-    # I2
-    "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
-    # I3
-    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, start + drawn)\n", ""),
-    # I4, I5
-    "batch-stays-in-pool": ("include/next_in_order", "  redis.call('ZREM', pool, unpack(members))\n", ""),
-    "batch-is-no-record": (
-        "take_batch",
-        "if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end\n",
-        "",
-    ),
-    # I6
-    "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
-    # I8
-    "nothing-is-too-old": ("take_batch",
-                           "cuts[n] = threshold and int(step - threshold) or '-inf'\n",
-                           "cuts[n] = '-inf'\n"),
-}  # fmt: skip
-"""Name: (file, what is there, what takes its place)."""
+MUTATIONS = {one.chaos: one for one in read_mutations() if one.chaos}
 
 MEMORY = "memory-is-lent-twice"
 """Not a script: `lend_twice`."""
@@ -57,11 +33,7 @@ LENT_PIECES = 2
 
 def scripts_of(name: str) -> Mapping[str, Script]:
     """All scripts of the mutated build `name`."""
-    file, old, new = MUTATIONS[name]
-    texts = sources()
-    assert texts[file].count(old) == 1, f"{file}.lua has no longer exactly one {old!r}"
-    texts[file] = texts[file].replace(old, new)
-    return assemble(texts)
+    return MUTATIONS[name].scripts()
 
 
 def lend_twice() -> None:

@@ -15,7 +15,6 @@ from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.final_look import COUNTED
 from tests.chaos.history import Event
 from tests.chaos.lost_results import lost_results
-from tests.chaos.mutations import MUTATIONS, scripts_of
 from tests.truth.witness import content, digest
 
 BATCH = 2
@@ -342,8 +341,3 @@ def test_an_enqueue_without_an_answer_may_have_happened() -> None:
     final(story)["counters"]["t"] |= {"enqueued": 11, "cursor": 11}
     final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
     assert judge(story).clean, judge(story)
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_of_the_harness_still_fit_the_scripts(name: str) -> None:
-    assert scripts_of(name)

@@ -1,12 +1,14 @@
 """Explore the histories, or look for each mutation of the scripts.
 
 python -m tests.model_check --minutes 10
+python -m tests.model_check --stories
 python -m tests.model_check --mutations
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,19 +17,29 @@ import typer
 
 from tests.model_check.explore import Violation, explore
 from tests.model_check.histories import HISTORIES, History
-from tests.model_check.mutants import RESULTS, look_for_mutations
+from tests.model_check.mutants import look_for_mutations, stories_that_do_not_fail
 from tests.model_check.world import World
 
 
 def main(
     minutes: Annotated[float, typer.Option(help="for all histories together")] = 10.0,
     only: Annotated[str, typer.Option(help="histories whose name has this word")] = "",
-    mutations: Annotated[bool, typer.Option(help="look for each mutation instead")] = False,
-    results: Annotated[Path, typer.Option(help="mutations that it has are skipped")] = RESULTS,
+    mutations: Annotated[
+        bool, typer.Option(help="look for the mutations without a result instead")
+    ] = False,
+    stories: Annotated[
+        bool, typer.Option(help="require that each mutation breaks its story instead")
+    ] = False,
 ) -> None:
     """Explore histories and print how much of each was seen."""
     if mutations:
-        sys.exit(look_for_mutations(only, results))
+        sys.exit(look_for_mutations(only))
+    if stories:
+        with tempfile.TemporaryDirectory() as folder:
+            missed = stories_that_do_not_fail(only, Path(folder))
+        for mutation in missed:
+            typer.echo(f"NOT NOTICED {mutation.story}: {mutation}")
+        sys.exit(bool(missed))
     chosen = [history for history in HISTORIES if only in history.name]
     end = time.monotonic() + 60 * minutes
     for number, history in enumerate(chosen):

@@ -1,71 +1,63 @@
-"""Look for each mutation of the scripts with the model checker.
-
-`RESULTS` has one line per mutation: its name, the history that finds it (empty: none does), and what
-breaks.
-"""
+"""Look for each mutation of the scripts: with its story, and with the model checker."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import pytest
 import typer
 
+from buffer.errors import RolloutMQError
 from buffer.redis.scripts import library
-from tests.buffer.invariants.batch_mutations import BATCHES
-from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
-from tests.buffer.invariants.mutation import Mutation
-from tests.buffer.invariants.one_place_mutations import ONE_PLACE
-from tests.buffer.invariants.running_mutations import RUNNING
-from tests.chaos import mutations as chaos_mutations
+from buffer.redis.store import Store
+from tests.buffer.invariants.test_stories import tell
 from tests.model_check.explore import Violation, checked, explore, explore_from
 from tests.model_check.finish import finish
 from tests.model_check.histories import HISTORIES, History
+from tests.model_check.mutation import Mutation, read_mutations, write_mutations
 from tests.model_check.operations import Finished
 from tests.model_check.server_image import Image, frozen
 from tests.model_check.world import SETTINGS, Made, State, World
+from tests.servers import start_server
 
-_OF_CHAOS = [
-    Mutation("chaos", file, old, lambda _: None, new=new)
-    for file, old, new in chaos_mutations.MUTATIONS.values()
-]
-_ALL = [*_OF_CHAOS, *ONE_PLACE, *BATCHES, *RUNNING, *BYTE_COUNT]
-MUTATIONS = list({(one.file, one.old, one.new, str(one.limits)): one for one in _ALL}.values())
-"""each once, although several tests use some"""
-RESULTS = Path(__file__).with_name("mutations.tsv")
 STATES = 400
 """of each history, with the scripts as they are"""
 BRANCHES, STATES_OF_A_BRANCH = 3, 40
 """explored of each history, from calls that a mutated script carries out in another way"""
 
 
-class Result(NamedTuple):
-    """How a mutation was found. `history`: empty if no history finds it."""
+def stories_that_do_not_fail(only: str, folder: Path) -> list[Mutation]:
+    """Tell the story of each mutation to its scripts, on a server; return those without an effect."""
+    missed = []
+    with start_server("valkey", folder) as server, server.connect() as raw:
+        for mutation in read_mutations():
+            if not mutation.story or only not in str(mutation):
+                continue
+            store = Store(server.url, deadline_s=2.0)
+            store.scripts = mutation.scripts()
+            raw.script_load(store.scripts.get(mutation.file, store.scripts["claim"]).source)
+            try:
+                tell(mutation.story, mutation.limits, store, raw)
+                missed.append(mutation)
+            except (AssertionError, RolloutMQError, pytest.fail.Exception) as error:
+                # a script that only crashes has not been noticed by the story
+                if "user_script" in str(error):
+                    missed.append(mutation)
+            finally:
+                store.close()
+    return missed
 
-    name: str
-    history: str = ""
-    broken: str = ""
 
-
-def name_of(mutation: Mutation) -> str:
-    """Return a name that no other mutation has."""
-    changed = [mutation.old, mutation.new] if mutation.new else [mutation.old]
-    limits = [str(dict(mutation.limits))] if mutation.limits else []
-    texts = [" ".join(text.split()) for text in changed]
-    return " | ".join([mutation.invariant, mutation.file, *texts, *limits])
-
-
-def find(mutation: Mutation) -> Result:
-    """Return which history finds a mutation.
+def find(mutation: Mutation) -> tuple[str, str]:
+    """Return which history finds a mutation ("": none), and what breaks.
 
     Each call of a changed script, in the states that the scripts as they are lead to, is carried
     out by the mutated one; where it does something else, what follows is explored, too.
     """
-    name = name_of(mutation)
     scripts = mutation.scripts()
     changed = {one for one, script in scripts.items() if script.source != library()[one].source}
     histories = [one for one in HISTORIES if changed & {call.what for call in _seen(one, {})[1]}]
@@ -76,8 +68,8 @@ def find(mutation: Mutation) -> Result:
         try:
             differs |= _follow(world, [call for call in made if call.what in changed])
         except Violation as violation:
-            return Result(name, history.name, str(violation).partition("\n")[0][:100])
-    return Result(name, "", _NOT_FOUND[bool(histories) + differs])
+            return history.name, str(violation).partition("\n")[0][:100]
+    return "", _NOT_FOUND[bool(histories) + differs]
 
 
 _NOT_FOUND = ("no history calls it", "no call of a history is changed by it", "it breaks nothing")
@@ -138,22 +130,15 @@ def _unlike(history: History, mutation: Mutation) -> dict[str, Any]:
     return {name: value for name, value in mutation.limits.items() if same.get(name) != value}
 
 
-def look_for_mutations(only: str, results: Path) -> int:
-    """Look for each mutation that `results` does not have; return how many are not found."""
-    known = {result.name: result for result in read_results(results)}
-    for mutation in MUTATIONS:
-        name = name_of(mutation)
-        if only not in name or name in known:
+def look_for_mutations(only: str) -> int:
+    """Look for each mutation that the file has no result of; return how many are not found."""
+    mutations = read_mutations()
+    missed = 0
+    for mutation in mutations:
+        if only not in str(mutation) or mutation.history or mutation.explained:
             continue
-        known[name] = find(mutation)
-        typer.echo(known[name])
-        with results.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file, "excel-tab", lineterminator="\n").writerow(known[name])
-    return sum(not result.history for result in known.values())
-
-
-def read_results(results: Path) -> Iterator[Result]:
-    if results.exists():
-        with results.open(encoding="utf-8", newline="") as file:
-            for row in csv.reader(file, "excel-tab"):
-                yield Result(*row)
+        mutation.history, mutation.broken = find(mutation)
+        missed += not mutation.history
+        typer.echo(f"{mutation}: {mutation.history or 'NOT FOUND'}: {mutation.broken}")
+        write_mutations(mutations)
+    return missed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model_check.explained import EXPLAINED
 from tests.model_check.explore import Explored, Violation, explore
 from tests.model_check.histories import HISTORIES, History
-from tests.model_check.mutants import MUTATIONS, RESULTS, name_of, read_results
+from tests.model_check.mutation import read_mutations
 from tests.model_check.processes import Janitor, Producer, Trainer, Worker
 from tests.model_check.world import Budget, World
 
@@ -49,28 +48,16 @@ def test_the_first_states_of_each_history(history: History) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "history"),
     [
-        ("enqueue", "move_cursor(", SMALL[0]),
         ("enqueue", "~= nonce then return {'FENCED'}", SMALL[0]),
-        ("take_batch", "'EXISTS', batch", SMALL[1]),
-        ("take_batch", "~= nonce then return {'FENCED'}", SMALL[1]),
         ("commit", "SETBIT", SMALL[1]),
     ],
 )
 def test_a_script_without_a_line_is_found(file: str, line: str, history: History) -> None:
     """The search itself can fail: a missing line leads to a history that breaks an invariant."""
-    (mutation, *_) = [one for one in MUTATIONS if one.file == file and line in one.old]
+    (mutation, *_) = [one for one in read_mutations() if one.file == file and line in one.old]
     world = World(history.limits, history.prepare, mutation.scripts())
     try:
         with pytest.raises(Violation, match=r"after\n  1\. "):
             explore(world, history.processes, history.budget, finish_each=20)
     finally:
         world.close()
-
-
-def test_each_mutation_is_found_or_explained() -> None:
-    """`python -m tests.model_check --mutations` looks for those that the results do not have."""
-    results = list(read_results(RESULTS))
-    assert sorted(one.name for one in results) == sorted(map(name_of, MUTATIONS))
-    assert {one.history for one in results} <= {history.name for history in HISTORIES} | {""}
-    explained = [name for names in EXPLAINED.values() for name in names]
-    assert sorted(one.name for one in results if not one.history) == sorted(explained)

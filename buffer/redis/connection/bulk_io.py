@@ -21,7 +21,7 @@ import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
-from buffer.redis.connection.wrong_type import named
+from buffer.redis.connection.retry import named
 
 log = logging.getLogger("rolloutmq.buffer")
 
@@ -81,18 +81,15 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     return answers
 
 
-def receive(
-    client: redis.Redis,
-    names: Sequence[Sequence[str]],
-    sizes: Sequence[int],
-) -> list[Parts]:
-    """Return the values of several keys for each entry of `names`, in one round trip.
+def receive(client: redis.Redis, entries: Sequence[tuple[Sequence[str], int]]) -> list[Parts]:
+    """Return the values of the keys of each entry (keys, size), in one round trip.
 
-    `sizes` are the bytes of all values of an entry; 0 if unknown. The values of an entry are joined
+    The size is that of all values in bytes; 0 if unknown. The values of an entry are joined
     to one part; if some are missing, there is a None for each of those instead. Parts are
     read-only, and share memory that this call allocates.
     """
-    commands = [("GET", name) for keys in names for name in keys]
+    commands = [("GET", name) for keys, _ in entries for name in keys]
+    sizes = [size for _, size in entries]
     pool: Any = client.connection_pool
     connection = pool.get_connection()
     try:
@@ -101,7 +98,7 @@ def receive(
             inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
             if all(sizes):
                 inbox.fill(sum(sizes))
-            return [inbox.payload(len(keys)) for keys in names]
+            return [inbox.payload(len(keys)) for keys, _ in entries]
     except _NotAValue:
         connection.disconnect()
     except BaseException:
@@ -110,7 +107,7 @@ def receive(
     finally:
         pool.release(connection)
     found = iter(pipelined(client, commands))
-    return [[next(found) for _ in keys] for keys in names]
+    return [[next(found) for _ in keys] for keys, _ in entries]
 
 
 def _is_real(connection: Any) -> bool:

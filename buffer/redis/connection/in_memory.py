@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from buffer.errors import ConfigError
 from buffer.imports import install_command
-from buffer.redis.connection.wrong_type import NamingClient
+from buffer.redis.connection.retry import NamingClient
 
 try:
     import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts

@@ -21,6 +21,7 @@ from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 Role = Literal["control", "bulk", "bells"]
 """The use of a connection: each has its own, so that a large payload never delays a heartbeat."""
@@ -63,18 +64,23 @@ class Servers:
         return bool(self._map())
 
     def at_each(
-        self, role: Role, keys: Sequence[str], run: Callable[[Any, list[int]], list[T]]
+        self,
+        role: Role,
+        keys: Sequence[str],
+        items: Sequence[Item],
+        run: Callable[[Any, list[Item]], list[T]],
     ) -> list[T]:
-        """Call `run(client, positions)` once per server and return all answers in order of `keys`.
+        """Call `run(client, items)` once per server and return all answers in order of `items`.
 
-        `positions` are those of the keys that the server holds; `run` returns an answer for each.
+        Each call gets the items whose keys the server holds; `run` returns an answer for each.
         """
         positions: dict[Any, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(self.client(role, key), []).append(position)
         answers: dict[int, T] = {}
-        for client, of_server in positions.items():
-            answers |= zip(of_server, run(client, of_server), strict=True)
+        for client, own in positions.items():
+            found = run(client, [items[position] for position in own])
+            answers |= zip(own, found, strict=True)
         return [answers[position] for position in range(len(keys))]
 
     def masters(self) -> list[tuple[str, Any]]:

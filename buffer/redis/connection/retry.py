@@ -9,8 +9,11 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import redis
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -27,6 +30,37 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+
+class WrongType(ResponseError):
+    """A command found another type of value under `key`."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"WRONGTYPE {key} is of another type")
+        self.key = key
+
+
+class NamingClient(redis.Redis):
+    """A client of the library whose commands name the key in such an error."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Run a command as the library does. Raises WrongType."""
+        try:
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except ResponseError as error:
+            raise named(error, args) from error
+
+
+def named(error: Exception, command: Sequence[Any]) -> Exception:
+    """Return an error of a command with its key; a script has several, and names none."""
+    is_known = isinstance(error, WrongType) or str(command[0]).startswith("EVAL")
+    if is_known or not (isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")):
+        return error
+    words = [part.decode() if isinstance(part, bytes) else str(part) for part in command[1:3]]
+    # XREAD has options before its keys
+    words += [part for part in command[3:] if isinstance(part, str)]
+    return WrongType(next((word for word in words if word.startswith("rmq")), words[0]))
+
+
 log = logging.getLogger("rolloutmq.store")
 
 SYSTEM_RANDOM = random.SystemRandom()
@@ -35,6 +69,11 @@ SYSTEM_RANDOM = random.SystemRandom()
 A judge or a trainer may seed the generator of the process. Two workers with one seed would then
 pause and retry in step.
 """
+
+
+class NotDurable(TimeoutError):
+    """A write is done, but not yet where it must be before it is answered."""
+
 
 _TRANSIENT = (
     ConnectionError,

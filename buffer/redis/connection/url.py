@@ -27,7 +27,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
-from buffer.redis.connection.wrong_type import NamingClient
+from buffer.redis.connection.retry import NamingClient
 
 _WORD = re.compile(r"[^\s'\"]+")
 # the "//" behind a scheme; a URL with a missing or misspelled scheme may hold a password as well

@@ -56,11 +56,6 @@ def valkey_binary() -> Path:
 class EmbeddedServer:
     """Starts, adopts or stops the Valkey server of one folder; any process may.
 
-    Usage:
-
-        with EmbeddedServer(Path("runs/demo/valkey")) as server:
-            store = Store(server.url)
-
     Args:
         folder: holds its data, log, lock and socket; created if missing.
         port: a TCP port on 127.0.0.1 instead of a Unix socket. Every user of this machine can then

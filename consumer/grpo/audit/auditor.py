@@ -30,7 +30,7 @@ from pathlib import Path
 
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.ids import NAME
-from buffer.ledger.audits import Finding, Position
+from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.run import Run
 from buffer.weights.registry import find_version, open_receiver
@@ -166,16 +166,16 @@ class Auditor:
         add_batch(self._config.run.folder, manifest.step, made)
         findings = [self._finding(each) for each in chosen]
         missed = max(0, manifest.step - before.step - 1) if before.step else 0
-        if self._run.audits.record(before, Position.of(manifest), findings, missed=missed):
+        if self._run.audits.record(before, AuditPosition.of(manifest), findings, missed=missed):
             self._act(manifest.step, findings)
         return True
 
-    def _next_batch(self, before: Position) -> Manifest | None:
+    def _next_batch(self, before: AuditPosition) -> Manifest | None:
         """Return the oldest batch behind a position that still has its record."""
         found = None
         for step in range(self._run.ledger.steps().taken, 0, -1):
             manifest = self._run.ledger.manifest(step)
-            if manifest is None or not before.precedes(Position.of(manifest)):
+            if manifest is None or not before.precedes(AuditPosition.of(manifest)):
                 break
             found = manifest
             if not before.step:
@@ -222,10 +222,10 @@ class Auditor:
             except (ModelError, WireError, OSError) as error:
                 each.problem = str(error)
 
-    def _finding(self, chosen: _Chosen) -> Finding:
+    def _finding(self, chosen: _Chosen) -> AuditFinding:
         _, gid, worker, _ = chosen.made
         if chosen.problem or not chosen.group:
-            return Finding("impossible", worker, gid, chosen.problem)
+            return AuditFinding("impossible", worker, gid, chosen.problem)
         found = chosen.difference
         tolerance = self._config.audit.tolerance
         names = ", ".join(map(str, sorted(versions_of(chosen.group))))
@@ -233,9 +233,9 @@ class Auditor:
             f"its logprobs are {found.rms:.3g} nats from those of the weights {names} (root mean "
             f"square of {found.tokens} tokens; [audit] tolerance is {tolerance:g})"
         )
-        return Finding("differs" if found.rms > tolerance else "agrees", worker, gid, detail)
+        return AuditFinding("differs" if found.rms > tolerance else "agrees", worker, gid, detail)
 
-    def _act(self, step: int, findings: Sequence[Finding]) -> None:
+    def _act(self, step: int, findings: Sequence[AuditFinding]) -> None:
         """Log the findings of a batch, and revoke what barred workers hold."""
         for verdict, worker, gid, detail in findings:
             level = logging.INFO if verdict == "agrees" else logging.WARNING

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from buffer.config.assignments import parse_settings
-from buffer.control.kept_settings import FILE, KeptSettings
-from buffer.control.live_settings import LiveSettings
-from buffer.control.setting_change import parse_change
+from buffer.control.live_settings import FILE, KeptSettings, LiveSettings, parse_change
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.buffer.echo_store import EchoStore
+from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.histories.all_moves import AllMoves
 from tests.buffer.histories.model import TASKS, WORKERS
 from tests.servers import Server, start_server
@@ -187,7 +187,7 @@ def test_random_histories_agree_with_the_model(server: Server) -> None:
         store.replies.clear()
 
     with server.connect() as raw:
-        store = EchoStore(server.url, raw)
+        store = FaultyStore(server.url, raw)
         live()
         store.close()
     for name, number in sorted(said.items()):

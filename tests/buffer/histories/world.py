@@ -10,7 +10,7 @@ import redis
 
 from buffer.ids import LANES, POOLS
 from buffer.model.limits import RunLimits, TaskLimits
-from tests.buffer.echo_store import MUTATING, EchoStore
+from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,
     MAX_TRIES,
@@ -32,7 +32,7 @@ class World(Model):
 
     def __init__(
         self,
-        store: EchoStore,
+        store: FaultyStore,
         raw: redis.Redis,
         name: str,
         tail_batch: int,

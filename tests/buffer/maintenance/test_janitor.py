@@ -4,7 +4,7 @@ I13).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 import pytest
@@ -14,6 +14,7 @@ from buffer.ids import group_id
 from buffer.janitor import Swept
 from buffer.redis.store import Store
 from buffer.run import Run
+from tests.buffer.faulty_store import Died, FaultyStore
 from tests.buffer.scene import Scene
 from tests.servers import Server
 
@@ -103,51 +104,27 @@ def test_janitor_of_a_run_that_was_replaced_touches_nothing(scene: Scene) -> Non
     assert {name: value for name, value in before.items() if name != "meta"} == scene.dump()
 
 
-class Killed(BaseException):
-    """What no code catches."""
-
-
-class DyingStore(Store):
-    """Dies behind its n-th exchange with the server."""
-
-    lives = 0
-
-    def retrying(
-        self,
-        what: str,
-        operation: Callable[[], T],
-        *,
-        deadline_s: float | None = None,
-        starts_work: bool = False,
-    ) -> T:
-        answer = super().retrying(what, operation, deadline_s=deadline_s, starts_work=starts_work)
-        self.lives -= 1
-        if self.lives == 0:
-            raise Killed
-        return answer
-
-
 @pytest.fixture
-def dying(store: Store) -> Iterator[DyingStore]:
-    opened = DyingStore(store.url, deadline_s=5.0)
+def dying(store: Store) -> Iterator[FaultyStore]:
+    opened = FaultyStore(store.url)
     yield opened
     opened.close()
 
 
 @pytest.mark.parametrize("lives", range(1, 16))
 def test_a_janitor_may_die_behind_every_step(
-    scene: Scene, server: Server, dying: DyingStore, lives: int
+    scene: Scene, server: Server, dying: FaultyStore, lives: int
 ) -> None:
     steps = 14 if server.kind == "cluster" else 13
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
-    assert isinstance(victim.store, DyingStore)
+    assert isinstance(victim.store, FaultyStore)
     victim.store.lives = lives
     died = True
     try:
         victim.janitor.sweep()
         died = False
-    except Killed:
+    except Died:
         pass
     scene.run.janitor.sweep()
     assert scene.run.janitor.sweep() == Swept()

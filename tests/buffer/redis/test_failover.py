@@ -125,7 +125,7 @@ def come_back(cluster: Cluster, dead: Node, promoted: Node) -> None:
 def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.redis.durability.WAIT_MS", 300)
+    monkeypatch.setattr("buffer.redis.script_calls.WAIT_MS", 300)
     store = Store(watched.url, deadline_s=PATIENT_S)
     raw: Any = patient(watched.url)
     scene = Scene(store, raw, "demo", WAIT_ONE)

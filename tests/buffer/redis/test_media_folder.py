@@ -202,7 +202,7 @@ def test_what_a_crash_left_is_found_by_a_later_sweep(
 def test_sweep_looks_at_some_folders_at_a_time(
     scene_with_media: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.maintenance.media_sweep.LOOK", 2)
+    monkeypatch.setattr("buffer.janitor.LOOK", 2)
     scene = scene_with_media()
     illustrate(scene, 5)
     scene.enqueue(5, samples=[0] * 5)

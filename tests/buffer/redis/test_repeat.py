@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from buffer.model.limits import RunLimits
-from tests.buffer.echo_store import MUTATING, EchoStore
+from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.whole_story import tell_a_whole_story
 from tests.servers import STORES, Server
@@ -19,8 +19,8 @@ HINT = "sync"
 
 
 @pytest.fixture
-def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[EchoStore]:
-    store = EchoStore(
+def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[FaultyStore]:
+    store = FaultyStore(
         server.url, redis_client, run=run_name, repeats=[name for name in MUTATING if name != HINT]
     )
     yield store
@@ -37,7 +37,7 @@ def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[E
     indirect=["server"],
 )
 def test_no_script_changes_anything_when_it_runs_again(
-    echo: EchoStore,
+    echo: FaultyStore,
     redis_client: redis.Redis,
     run_name: str,
     tail_batch: int,

@@ -252,7 +252,7 @@ def imports_of(path: Path) -> list[Path]:
 @pytest.mark.parametrize("name", BODIES)
 def test_every_refusal_is_known_to_its_caller(name: str) -> None:
     callers = [path for path in MODULES if name in literals(path)]
-    # a reply may be passed to a module of the room, which passes it to buffer.redis.replies
+    # a reply may be passed to a module of the room, which passes it to buffer.redis.script_calls
     shared = {module for path in callers for module in imports_of(path)}
     readers = {*callers, *shared, *(module for path in shared for module in imports_of(path))}
     known = {word for reader in readers for word in literals(reader)}

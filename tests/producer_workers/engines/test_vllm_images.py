@@ -292,7 +292,7 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It does so before and after an update."""
-    monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
+    monkeypatch.setattr("buffer.janitor.PASS_S", 0.0)
     for n in range(2):
         # of the size that needs no interpolation: training makes the places of patches differ
         # (tiny_vision_model.py)

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.ledger.audits import Finding, Position
+from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene
@@ -129,8 +129,10 @@ def test_recipe_says_what_the_command_says(
         .replace("chain_sum-0000000042", "math-0000000002")
         .replace("chain_sum", "math")
     )
-    found = Finding("differs", "w0", "math-0000000002", "its logprobs are 0.3 nats from others")
-    assert scene.run.audits.record(Position(), Position(2, 1), [found])
+    found = AuditFinding(
+        "differs", "w0", "math-0000000002", "its logprobs are 0.3 nats from others"
+    )
+    assert scene.run.audits.record(AuditPosition(), AuditPosition(2, 1), [found])
     answer = ask(server, line.replace("train:7", "train:2"))
     assert CHECKS[question](answer, lambda *args: json_of(command(*args, "--json"))), (line, answer)
 

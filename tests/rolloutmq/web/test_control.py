@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.control.control import Mode
-from buffer.ledger.audits import Finding, Position
+from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
@@ -162,8 +162,10 @@ def test_the_reason_of_a_barred_worker_is_where_workers_are_listed(
     chromium: Chrome, address: str, scene: Scene, shots: Path
 ) -> None:
     gid = "math-0000000002"
-    found = Finding("differs", "w0", gid, "its logprobs are 0.42 nats from those of the weights")
-    assert scene.run.audits.record(Position(), Position(2, 1), [found])
+    found = AuditFinding(
+        "differs", "w0", gid, "its logprobs are 0.42 nats from those of the weights"
+    )
+    assert scene.run.audits.record(AuditPosition(), AuditPosition(2, 1), [found])
     go(chromium, address, "workers")
     text = until(chromium, "w0 is barred")
     assert f"it failed the audit of {gid}: its logprobs are 0.42 nats" in text

@@ -20,8 +20,8 @@ from buffer.ids import ENDS
 from buffer.redis.keys import TABLE
 from buffer.redis.scripts import Arg, Script, library
 from buffer.redis.server.acl import ROLES, acl_line, user_name
+from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.keyspace import exact
-from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.redis.server.test_acl import PASSWORD, words
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.time_machine import put_back, remember
@@ -143,14 +143,16 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
                 )
 
 
-class MatrixStore(OneByOneStore):
+class MatrixStore(FaultyStore):
     """Records the roles that could change a run with a script.
 
     `changed`: these roles by script; `half_done`: roles that were denied it too late.
     """
 
+    one_by_one = True
+
     def __init__(self, url: str, raw: Any, run: str) -> None:
-        super().__init__(url, raw, run)
+        super().__init__(url, raw, run=run)
         self.visits = Counter[str]()
         self.changing = Counter[str]()
         self.changed: dict[str, set[str]] = defaultdict(set)

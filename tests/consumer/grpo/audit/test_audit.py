@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from buffer.errors import ConfigError, WireError
-from buffer.ledger.audits import Position, Verdict
+from buffer.ledger.audits import AuditPosition, Verdict
 from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
 from buffer.run import Run
@@ -250,10 +250,10 @@ def test_an_auditor_dies_at_any_point_and_of_two_one_counts(
         yard.auditor().audit_next()
     assert counts(yard) == {}
 
-    def be_slow(before: Position, *rest: object, **more: object) -> bool:
+    def be_slow(before: AuditPosition, *rest: object, **more: object) -> bool:
         assert record(before, *rest, **more)  # type: ignore[arg-type]
         assert record(before, *rest, **more)  # type: ignore[arg-type]  # its reply was lost
-        return record(before, Position(1, 1), [])
+        return record(before, AuditPosition(1, 1), [])
 
     monkeypatch.setattr(yard.run.audits, "record", be_slow)
     assert yard.auditor().audit_next()

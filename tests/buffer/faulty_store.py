@@ -1,21 +1,24 @@
-"""A store whose replies get lost: it sends again what it sent, and the second time must change
-nothing (I13).
+"""A store for tests: it repeats calls, dies behind one, or shows each before it is made.
+
+A repeated call is one whose reply was lost: the second time must change nothing (I13).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.script_calls import Upload
-from buffer.redis.scripts import Arg, KeysByName, library
+from buffer.redis.scripts import Arg, KeysByName, Script, library
+from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump
-from tests.buffer.two_trip_store import TwoTripStore
+
+T = TypeVar("T")
 
 MUTATING = sorted(
     name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0]
@@ -26,18 +29,30 @@ class Died(BaseException):
     """What no code catches."""
 
 
-class EchoStore(TwoTripStore):
+class FaultyStore(Store):
     """Repeats the scripts named in `repeats`, and compares the key space of `run` before and after.
+
+    A subclass with `one_by_one` makes each call by itself: `look` is told of it first, with its
+    keys and arguments as the server gets them; its script is loaded.
 
     What works in slices is repeated where a slice was the last one: the one before is repeated by
     its caller.
     """
 
+    one_by_one = False
+    lives = 0
+    """exchanges with the server until the process dies; 0: it does not"""
+
     def __init__(
-        self, url: str, raw: redis.Redis, *, run: str = "", repeats: Sequence[str] = ()
+        self,
+        url: str,
+        raw: redis.Redis | None = None,
+        *,
+        run: str = "",
+        repeats: Sequence[str] = (),
     ) -> None:
         super().__init__(url, deadline_s=10.0)
-        self.raw = raw
+        self.raw: Any = raw
         self.run = run
         self.repeats = repeats
         # shared with the copies of this store for other nodes
@@ -46,7 +61,7 @@ class EchoStore(TwoTripStore):
         """`script STATUS` of those that may change something"""
         self.has_died = False
         self._dies_in = "nothing"
-        self._lives = 0
+        self._calls_left = 0
 
     def call(
         self,
@@ -58,6 +73,10 @@ class EchoStore(TwoTripStore):
         *,
         durable: bool = False,
     ) -> list[Any]:
+        if self.one_by_one:
+            entry = library()[script]
+            self.raw.script_load(entry.source)
+            self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
         if script == self._dies_in or not self._dies_in:
             args = self._come_nearer_to_death(args)
         reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
@@ -69,8 +88,48 @@ class EchoStore(TwoTripStore):
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
 
+    def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
+        """Receive a call that is about to be made."""
+
+    def call_and_read(
+        self,
+        script: str,
+        keys: KeysByName,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg],
+        read: Command,
+    ) -> tuple[list[Any], Any]:
+        reply = self.call(script, keys, args, (), tail_args)
+        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
+
+    def call_many(
+        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
+    ) -> list[list[Any]]:
+        if self.one_by_one:
+            return [self.call(script, *call) for call in calls]
+        return super().call_many(script, calls)
+
+    def retrying(
+        self,
+        what: str,
+        operation: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        starts_work: bool = False,
+    ) -> T:
+        answer = super().retrying(what, operation, deadline_s=deadline_s, starts_work=starts_work)
+        if self.lives:
+            self.lives -= 1
+            if not self.lives:
+                raise Died
+        return answer
+
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         uploads = list(uploads)
+        if self.one_by_one:
+            for commands, _ in uploads:
+                self.write("upload", commands)
+            return [self.call(script, *call, durable=True) for _, call in uploads]
         replies = super().upload_and_call(script, key, uploads)
         for reply in replies:
             self._note(script, reply)
@@ -94,7 +153,7 @@ class EchoStore(TwoTripStore):
         """
         self.has_died = False
         self._dies_in = script
-        self._lives = calls
+        self._calls_left = calls
         with suppress(Died):
             yield
         self._dies_in = "nothing"
@@ -104,10 +163,10 @@ class EchoStore(TwoTripStore):
             self.replies[f"{script} {reply[0]}"] += 1
 
     def _come_nearer_to_death(self, args: Mapping[str, Arg]) -> Mapping[str, Arg]:
-        if self._lives == 0:
+        if self._calls_left == 0:
             self.has_died = True
             raise Died
-        self._lives -= 1
+        self._calls_left -= 1
         return {**args, "limit": 1} if "limit" in args else args
 
     @contextmanager
