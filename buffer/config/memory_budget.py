@@ -57,7 +57,7 @@ class MemorySection(Section):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield that the marks are in the wrong order."""
+        """Yield a problem if the marks are in the wrong order."""
         if self.low_water > self.high_water:
             yield f"low_water = {self.low_water} must not exceed high_water = {self.high_water}"
 
@@ -125,7 +125,7 @@ class RetentionSection(Section):
     """archived batches that stay; their bytes count against the memory budget"""
 
     def problems(self) -> Iterator[str]:
-        """Yield that `batches` does not fit the policy."""
+        """Yield a problem if `batches` does not fit the policy."""
         if self.policy == "last" and not self.batches:
             yield 'policy = "last" needs batches = N of at least 1'
         if self.policy == "none" and self.batches:

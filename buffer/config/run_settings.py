@@ -134,7 +134,7 @@ class LeaseSection(Section):
     """a worker that sent no heartbeat for this time counts as gone; default: 3 * lease_ms"""
 
     def problems(self) -> Iterator[str]:
-        """Yield why the times do not fit together."""
+        """Yield a problem if the times do not fit together."""
         # two lost heartbeats must not cost a lease
         if self.heartbeat_ms * 3 > self.lease_ms:
             yield (

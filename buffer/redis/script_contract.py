@@ -31,7 +31,7 @@ body reads this key before it writes anything, or that the key only carries a hi
 last. A script reads keys with a prefix, or their length, before it writes. A test puts a wrong type
 at every key of every script.
 
-`Header.prologue` is Lua that refuses what does not fit, before the script reads or writes anything,
+`ScriptHeader.prologue` is Lua that refuses what does not fit, before the script does anything,
 and declares the locals.
 """
 
@@ -165,14 +165,14 @@ def _accepts(kind: str, at: str) -> str:
 
 # eq=False: there is one header of each script, so identity is equality, and its hash is cheap
 @dataclass(frozen=True, slots=True, eq=False)
-class Header:
+class ScriptHeader:
     """The contract of one script."""
 
     slots: tuple[Slot, ...]
     writes: bool
 
     @classmethod
-    def parse(cls, body: str) -> Header:
+    def parse(cls, body: str) -> ScriptHeader:
         """Parse the header of a script. Raises ScriptError for a line that is not one."""
         matches = list(_SLOT.finditer(body))
         if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):

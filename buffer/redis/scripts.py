@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Protocol
 
 from buffer.errors import ScriptError
-from buffer.redis.script_contract import Header
+from buffer.redis.script_contract import ScriptHeader
 
 Arg = str | int | float | bytes
 
@@ -42,7 +42,7 @@ class Script:
 
     name: str
     source: str
-    header: Header
+    header: ScriptHeader
 
     @property
     def sha(self) -> str:
@@ -107,7 +107,7 @@ def _assemble(name: str, texts: Mapping[str, str]) -> Script:
     The name comes first, so that it is seen in SLOWLOG.
     """
     shebang, _, rest = texts[name].partition("\n")
-    header = Header.parse(texts[name])
+    header = ScriptHeader.parse(texts[name])
     included: dict[str, str] = {}
     _include([*header.checks(), *includes(rest)], texts, included)
     parts = [

@@ -8,8 +8,13 @@ from typing import Any, Protocol
 
 from buffer.config.run_settings import PolicySection, RunSection
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.reporting import SamplesSection, WandbSection
-from consumer.config.trainer import AuditSection, EvaluationSection, TrainerSection
+from consumer.config.trainer import (
+    AuditSection,
+    EvaluationSection,
+    SamplesSection,
+    TrainerSection,
+    WandbSection,
+)
 
 
 class TrainingConfig(Protocol):

@@ -136,7 +136,7 @@ class ReasoningGymSection(_DatasetKind):
     """problems reserved for evaluation"""
 
     def problems(self) -> Iterator[str]:
-        """Yield that the splits take everything."""
+        """Yield a problem if the splits leave nothing to train on."""
         if self.warm_start_size + self.held_out_size >= self.size:
             yield (
                 f"warm_start_size = {self.warm_start_size} and "
@@ -189,7 +189,7 @@ class HuggingFaceSection(_Files):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield what a folder does not have."""
+        """Yield settings of the Hub that a folder does not have."""
         for key in ("revision", "subset"):
             if getattr(self, key) and not is_id(self.path):
                 yield f"{key} is for a data set on the Hub: {self.path} is none"

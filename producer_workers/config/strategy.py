@@ -58,7 +58,7 @@ class StrategySection(Section, TaskSettings):
         return name
 
     def problems(self) -> Iterator[str]:
-        """Yield what kind sync excludes."""
+        """Yield settings that kind sync excludes."""
         runs_ahead = self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
         if self.kind == "sync" and runs_ahead:
             yield (

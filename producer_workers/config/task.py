@@ -119,7 +119,7 @@ class SampleParamsSection(Section):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield that the bounds of a length are in the wrong order."""
+        """Yield a problem if the bounds of a length are in the wrong order."""
         if self.min_tokens > self.max_tokens:
             yield f"min_tokens = {self.min_tokens} must not exceed max_tokens = {self.max_tokens}"
 
@@ -236,7 +236,7 @@ class TaskSection(Section):
         return judge
 
     def problems(self) -> Iterator[str]:
-        """Yield what the judge and the size of a group make impossible."""
+        """Yield problems of the judge and of the size of a group."""
         unsafe = [name for name in self.judges if name in JUDGES and JUDGES[name].is_unsafe]
         if unsafe and self.judging.kind == "inline":
             yield (

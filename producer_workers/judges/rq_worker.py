@@ -36,10 +36,10 @@ from buffer.errors import ConfigError, JudgeError
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys
-from buffer.redis.server.process import OWNER, follow_owner
 from buffer.redis.store import Store
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
+from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.judges.judge import judge_all, rollout_of
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.token_columns import columns_of

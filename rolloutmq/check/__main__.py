@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from buffer.redis.server.process import follow_owner
+from producer_workers.follow_owner import follow_owner
 from rolloutmq.check.finding import findings_of, units_of
 from rolloutmq.config.load import inspect_config
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.redis.server.process import OWNER
+from producer_workers.follow_owner import OWNER
 from rolloutmq.check.finding import Finding
 
 START_S = 120.0

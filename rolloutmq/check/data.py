@@ -203,7 +203,7 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
 def _without_text(
     name: str, tokenizer: Tokenizer, first: Sequence[RolloutState]
 ) -> Iterator[Finding]:
-    """Yield that the chat template drops what the user says: another text is the same prompt."""
+    """Yield an error if the chat template drops the text of the user."""
     for state in first[:1]:
         messages = state.messages or []
         other = [

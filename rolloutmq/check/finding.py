@@ -79,7 +79,7 @@ class Unit:
 
 
 def findings_of(unit: Unit) -> Iterator[Finding]:
-    """Yield what a unit finds; what it raises is a finding, too."""
+    """Yield the findings of a unit; an exception becomes a finding."""
     try:
         yield from unit.run()
     except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything

@@ -16,8 +16,8 @@ def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding
     """Yield the mistakes of the file, and what it allows and hardly means."""
     for problem in problems:
         yield Finding("config", "error", problem)
-    for doubt in config.warnings():
-        yield Finding("config", "warning", doubt)
+    for warning in config.warnings():
+        yield Finding("config", "warning", warning)
     if not problems:
         tasks = plural(len(config.training_tasks), "training task")
         groups = plural(config.plan.batch_size, "group")

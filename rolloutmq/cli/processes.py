@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
+from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
+from rolloutmq.process_log import log_json
 
 if TYPE_CHECKING:
     from buffer.run import Run

@@ -1,8 +1,9 @@
-"""A whole config file: every section, what they demand of each other, and the limits of the run."""
+"""A whole config file: every section, the rules between them, and the limits of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from buffer.config.memory_budget import MemorySection, RetentionSection
@@ -18,12 +19,13 @@ from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.reporting import SamplesSection, WandbSection
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     AuditSection,
     EvaluationSection,
+    SamplesSection,
     TrainerSection,
+    WandbSection,
 )
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
@@ -33,13 +35,14 @@ from producer_workers.config.worker import JudgesSection, ProducerSection, Worke
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,
-    disagreements,
     memory_problem,
+    rule_violations,
+    run_checks,
     too_many_problems,
     training,
 )
 from rolloutmq.config.launch import LaunchSection
-from rolloutmq.config.warnings import doubts
+from rolloutmq.config.warnings import config_warnings
 
 
 class Config(Section):
@@ -100,13 +103,13 @@ class Config(Section):
         return self.engine.has_model
 
     def problems(self) -> Iterator[str]:
-        """Yield what the sections demand of each other and do not get."""
-        return disagreements(dict(self))
+        """Yield violations of cross-section rules."""
+        return rule_violations(dict(self))
 
     def warnings(self) -> list[str]:
-        """Return what is allowed, but hardly meant."""
+        """Return warnings about settings that have no effect, or waste work."""
         strategies = {name: self.strategy_of(name) for name in self.tasks}
-        return list(doubts({**dict(self), "strategies": strategies}))
+        return list(config_warnings({**dict(self), "strategies": strategies}))
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
@@ -120,19 +123,8 @@ class Config(Section):
         """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
         if not budget:
             return ""
-        return "; ".join(
-            memory_problem(
-                self.tasks,
-                self.producer,
-                self.trainer,
-                self.retention,
-                self.policy,
-                self.strategy,
-                self.plan,
-                self.memory,
-                budget,
-            )
-        )
+        check = partial(memory_problem, budget=budget)
+        return "; ".join(run_checks([check], dict(self)))
 
     # -- what is derived from it ---------------------------------------------
 
@@ -167,12 +159,8 @@ class Config(Section):
         budget = self.memory.budget(maxmemory_bytes)
         return RunLimits(
             **self.strategy.model_dump(include=set(TaskSettings.model_fields)),
-            lease_ms=self.lease.lease_ms,
-            heartbeat_ms=self.lease.heartbeat_ms,
-            worker_timeout_ms=self.lease.worker_timeout_ms,
+            **self.lease.model_dump(),
             role_timeout_ms=self.lease.lease_ms,
-            max_tries=self.lease.max_tries,
-            pause_timeout_s=self.lease.pause_timeout_s,
             stale_threshold=self.policy.stale_threshold,
             token_threshold=self.policy.token_threshold,
             sync_weights_interval=self.policy.sync_weights_interval,

@@ -1,4 +1,4 @@
-"""What the sections of a config demand of each other.
+"""Rules between the sections of a config.
 
 A check gets sections by the names of its parameters, so that it runs on a file in which other
 sections have mistakes, and all mistakes are reported at once.
@@ -35,13 +35,13 @@ WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_b
 Check = Callable[..., Iterator[str]]
 
 
-def disagreements(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong between `sections`, given by name; a wrong one is left out."""
+def rule_violations(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield violations of the rules between `sections`, given by name; invalid ones are missing."""
     return run_checks(_CHECKS, sections)
 
 
 def run_checks(checks: Iterable[Check], sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `checks` find in `sections`; one of a section that is left out does not run."""
+    """Yield what `checks` find in `sections`; a check of a missing section does not run."""
     for check in checks:
         parameters = inspect.signature(check).parameters.values()
         names = {each.name for each in parameters if each.default is each.empty}
@@ -315,7 +315,7 @@ def _evaluation_is_one_batch(tasks: TaskSections, evaluation: EvaluationSection)
 
 
 def too_many_problems(task: str, problems: int) -> str:
-    """Return that an evaluation cannot have that many problems, and what to do."""
+    """Return the message for an evaluation with too many problems."""
     return (
         f"task {task} has {problems} problems, and an evaluation has at most {MOST_PROBLEMS}: "
         f"set [evaluation] groups = {MOST_PROBLEMS}, or reserve fewer"

@@ -1,4 +1,4 @@
-"""What a config allows and hardly means: settings that cannot act, or that waste work."""
+"""Warnings about a config: settings that have no effect, or waste work."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Strategies = Mapping[str, StrategySection]
 """The strategy of each task, its own keys included."""
 
 
-def doubts(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is allowed and hardly meant; `sections` by name, and `strategies` by task."""
+def config_warnings(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about `sections`, given by name, with `strategies` by task."""
     return run_checks(_CHECKS, sections)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
 from buffer.redis.connection.retry import Backoff
-from buffer.redis.server.process import OWNER
+from producer_workers.follow_owner import OWNER
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which a restart would fail in the same way."""

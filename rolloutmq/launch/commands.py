@@ -11,7 +11,8 @@ import typer
 
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
-from buffer.redis.server.process import follow_owner, log_json
+from consumer.training.checkpoint import CheckpointFolder
+from producer_workers.follow_owner import follow_owner
 from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
@@ -28,6 +29,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, emit, table
 from rolloutmq.presets import open_config
+from rolloutmq.process_log import log_json
 from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from typing import Any
 
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
 from buffer.open_run import can_wait_for_disk, wait_for_run
-from buffer.redis.server.process import follow_owner, log_json
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
@@ -29,6 +28,7 @@ from producer_workers.config.engine import SimulatedConfig
 from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.follow_owner import follow_owner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
@@ -38,6 +38,7 @@ from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.process_log import log_json
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
 from tests.chaos.mutations import MEMORY, MUTATIONS, lend_twice, scripts_of

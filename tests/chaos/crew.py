@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from buffer.redis.server.process import OWNER
+from producer_workers.follow_owner import OWNER
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.history import History
 from tests.chaos.plan import FENCED, LOST, Folders

@@ -70,8 +70,6 @@ class Role:
     """patterns of keys to write, behind the run's prefix"""
     more: tuple[str, ...] = ()
     """further commands"""
-    writes_more: str = ""
-    """further commands that write these keys"""
     sees: bool = True
     """whether the user may read the run"""
     asks_judges: bool = False
@@ -151,7 +149,7 @@ def _rules_of_run(keys: Keys, role: Role) -> list[str]:
     rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +evalsha)")
     if role.writes:
         written = [*(f"~{keys.prefix}{name}" for name in role.writes), f"~{prefixes[1]}*"]
-        rules.append(f"({' '.join(written)} {_WRITE}{role.writes_more})")
+        rules.append(f"({' '.join(written)} {_WRITE})")
     return rules
 
 

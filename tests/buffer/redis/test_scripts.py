@@ -13,7 +13,7 @@ import pytest
 import buffer.redis.keys
 from buffer.errors import ScriptError
 from buffer.redis.keys import SLOTS, TABLE, Keys
-from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
+from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
 from buffer.redis.scripts import Arg, Script, assemble, includes, library, sources
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
@@ -98,19 +98,6 @@ def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(na
             assert not large & set(arguments)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, text in BODIES.items() if " in each_unit do" in text]
-)
-def test_units_are_named_as_in_the_header(name: str) -> None:
-    tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
-    are_joined = any(tail.most is None for tail in tails)
-    names = [unit for tail in tails if are_joined or len(tail.names) > 1 for unit in tail.names]
-    for loop in re.findall(r"for (.*) in each_unit do", code_of(name)):
-        _, *units = loop.split(", ")
-        assert len(units) <= len(names)
-        assert all(unit in (name, "_") for unit, name in zip(units, names, strict=False))
-
-
 HOMES = {function: topic for topic in TOPICS for function in functions_of(f"include/{topic}")}
 
 
@@ -119,23 +106,6 @@ def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
     code = re.sub(r"'[^']*'", "''", code_of(name))
     used = set(re.findall(r"(?<![.\w])\w+", code)) - functions_of(name)
     assert {HOMES[word] for word in used if word in HOMES} == set(includes(SOURCES[name]))
-
-
-@pytest.mark.parametrize("topic", TOPICS)
-def test_include_says_what_it_provides_and_is_used(topic: str) -> None:
-    title, _, provided = TOPICS[topic].partition("\n")[0].removeprefix("-- ").partition(": ")
-    assert title == topic
-    assert functions_of(f"include/{topic}") - {"find", "call"} <= {
-        topic,
-        *re.findall(r"\w+", provided),
-    }
-    checks = {check for script in library().values() for check in script.header.checks()}
-    assert topic in checks | {name for text in SOURCES.values() for name in includes(text)}
-
-
-def test_each_function_is_declared_in_one_include() -> None:
-    declared = [function for topic in TOPICS for function in functions_of(f"include/{topic}")]
-    assert len(declared) == len(set(declared))
 
 
 def test_include_that_does_not_exist_is_refused() -> None:
@@ -311,7 +281,7 @@ def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
         "-- ARGV role  trainer|producer",
         "-- ARGV step  0..",
     ]
-    script = Script("demo", "", Header.parse("\n".join(lines)))
+    script = Script("demo", "", ScriptHeader.parse("\n".join(lines)))
     args: dict[str, Arg] = {"role": "trainer", "step": 7}
     assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", 7])
     with pytest.raises(ScriptError, match=r"demo.*missing \['step'\]"):
@@ -325,13 +295,6 @@ def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
             script.arrange({"control": "c"}, args, **tail)
 
 
-def test_scripts_say_their_name_and_keep_their_hash() -> None:
-    for name, script in library().items():
-        assert script.source.split("\n")[1] == f"-- rolloutmq {name}"
-        assert re.fullmatch("[0-9a-f]{40}", script.sha)
-    assert len({script.sha for script in library().values()}) == len(BODIES)
-
-
 def test_header_is_read_with_types_and_bounds() -> None:
     lines = [
         "#!lua",
@@ -340,22 +303,11 @@ def test_header_is_read_with_types_and_bounds() -> None:
         "-- KEYS c, d  LIST, ZSET x1..9",
     ]
     lines += ["-- ARGV e  ''|0..  steps", "-- ARGV f  0|1", "-- ARGV g, h  name, 1..9 xKEYS"]
-    header = Header.parse("\n".join(lines))
+    header = ScriptHeader.parse("\n".join(lines))
     assert header.fixed("KEYS") == ("a", "b")
     assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
     assert header.fixed("ARGV") == ("e", "f")
     assert header.tail("ARGV") == Slot("ARGV", 3, True, ("g", "h"), ("name", "1..9"), 0, None)
-    prologue = header.prologue()
-    assert (
-        "local e = as_int(ARGV[1], 0, 9007199254740991)\nif not (e or ARGV[1] == '') then"
-        in prologue
-    )
-    assert "is_count(#KEYS - 2, 2, 1, 9)" in prologue
-    assert "local f = ARGV[2] == '1'" in prologue
-    assert "call('ZCARD', KEYS[i + 1])" in prologue
-    assert "call('HLEN', KEYS[1])" not in prologue
-    assert "local a, b = KEYS[1], KEYS[2]" in prologue
-    assert "return n, KEYS[k], KEYS[k + 1], ARGV[a], tonumber(ARGV[a + 1]) end" in prologue
     assert header.checks() == ["refuse", "as_int", "is_count"]
     assert [header.type_of(place) for place in range(1, 7)] == [
         "HASH",
@@ -365,14 +317,6 @@ def test_header_is_read_with_types_and_bounds() -> None:
         "LIST",
         "ZSET",
     ]
-
-
-def test_tail_of_one_name_is_a_list() -> None:
-    header = Header.parse(
-        "#!lua\n-- KEYS a  HASH\n-- KEYS b  ZSET x0..9\n-- ARGV c, d  name, name x0..9"
-    )
-    assert "local b = {unpack(KEYS, 2)}" in header.prologue()
-    assert "return n, ARGV[a], ARGV[a + 1] end" in header.prologue()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +336,7 @@ def test_tail_of_one_name_is_a_list() -> None:
 )
 def test_header_line_without_a_contract_is_refused(line: str) -> None:
     with pytest.raises(ScriptError, match=r"header|nothing follows a tail"):
-        Header.parse(f"#!lua\n{line}")
+        ScriptHeader.parse(f"#!lua\n{line}")
 
 
 def test_every_named_type_is_known_and_used() -> None:

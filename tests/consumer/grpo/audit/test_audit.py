@@ -16,7 +16,6 @@ import pytest
 
 from buffer.errors import ConfigError, WireError
 from buffer.ledger.audits import AuditPosition, Verdict
-from buffer.redis.server import process
 from buffer.redis.signing import Key, write_keys
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
@@ -296,7 +295,7 @@ def command(
 ) -> Iterator[Callable[..., str]]:
     """Run `rolloutmq ARGS…` in this process, and return what it prints."""
     monkeypatch.setenv("REDIS_URL", yard.run.store.url)
-    monkeypatch.setattr(process, "log_json", lambda *_: None)
+    monkeypatch.setattr("rolloutmq.cli.processes.log_json", lambda *_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def run(*args: str) -> str:

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from buffer.redis.server.process import OWNER
+from producer_workers.follow_owner import OWNER
 
 PROGRAM = """
 import signal, sys
-from buffer.redis.server import process
-process.ORPHAN_S = 0.2
+from producer_workers import follow_owner
+follow_owner.ORPHAN_S = 0.2
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-process.follow_owner()
+follow_owner.follow_owner()
 signal.pause()
 """
 

@@ -6,7 +6,7 @@ import logging
 import sys
 
 from buffer.errors import ConfigError
-from buffer.redis.server.process import MINUTE_S, OncePerMinute
+from rolloutmq.process_log import MINUTE_S, OncePerMinute
 
 
 def failed(row: int, kind: type[Exception] = KeyError) -> logging.LogRecord:
