@@ -24,7 +24,7 @@ from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
 from producer_workers.datasets.dataset import Dataset
-from producer_workers.datasets.image_prompt import ImagePrompts
+from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
@@ -37,11 +37,15 @@ from producer_workers.engines.base import (
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.images import ImageReader
 from producer_workers.judges.function_judge import call_here, function_rules
-from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
-from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.load import is_called_inline, load_judge, load_worker_judge, make_judge
-from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.judges.load import (
+    HttpJudge,
+    is_called_inline,
+    load_judge,
+    load_worker_judge,
+    make_judge,
+)
+from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler

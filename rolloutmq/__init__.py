@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from producer_workers.engines.base import Engine
     from producer_workers.judges.judge import GroupJudge, Judge
     from producer_workers.producer.producer import AgentLoopManager
-    from producer_workers.user_code.runs_inline import runs_inline
+    from producer_workers.user_code.border import runs_inline
     from producer_workers.worker.worker import Worker
     from rolloutmq.testing import RehearsalError, rehearse
 else:
@@ -96,9 +96,15 @@ else:
         "ToolCall": "buffer.wire.rollout",
         "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",
+<<<<<<< HEAD
         "runs_inline": "producer_workers.user_code.runs_inline",
         "padded_tensors": "consumer.handle.torch_dataset",
         "publish": "consumer.handle.publication",
+=======
+        "runs_inline": "producer_workers.user_code.border",
+        "padded_tensors": "consumer.batches.torch_dataset",
+        "publish": "consumer.publication",
+>>>>>>> c83e13d2cf8c1dcc44bd00e156eaa61c52b5bbc1
         "rehearse": "rolloutmq.testing",
         "run_all": "producer_workers.agent_loops.single_turn",
     }

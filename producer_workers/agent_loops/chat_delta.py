@@ -49,7 +49,7 @@ class ChatDelta:
         self._names = _names(tokenizer)
         self._checked: set[tuple[bool, tuple[str, ...]]] = set()
         self._keep_turns = keep_turns
-        self._end_of_turn([_USER, _THOUGHT], generation=False)
+        self._turn_with_thought()
 
     def tokens(
         self, messages: Messages, *, end_turn: bool = False, has_thought: bool = True
@@ -103,7 +103,7 @@ class ChatDelta:
         return self._between([{"role": "assistant", "content": word} for word in "bc"], messages)
 
     def _between(self, turns: Messages, messages: Messages) -> tuple[list[int], int]:
-        """Return the same for two turns: where the template's output differs, the turn is."""
+        """Return the same for two turns, which differ where the turn is."""
         whole, other = (self._encode([_USER, turn, *messages], generation=True) for turn in turns)
         differs = _first_difference(whole, other)
         if differs is None:
@@ -132,7 +132,7 @@ class ChatDelta:
         self._checked.add((has_thought, roles))
 
     def _refuse_what_rewrites(self, messages: Messages) -> None:
-        turn, end = self._end_of_turn([_USER, _THOUGHT], generation=False)
+        turn, end = self._turn_with_thought()
         try:
             whole = self._encode([_USER, _THOUGHT, *messages], generation=True)
         except ConfigError:  # this template wants a call before a result
@@ -145,10 +145,10 @@ class ChatDelta:
                 "the model then reads its turns as it wrote them",
             )
 
-    def _end_of_turn(self, messages: Messages, *, generation: bool) -> tuple[list[int], int]:
-        """Return the tokens of a conversation that the model's turn ends, and that turn's end."""
-        whole = self._encode(messages, generation=generation)
-        other = self._encode(messages[:-1], generation=generation)
+    def _turn_with_thought(self) -> tuple[list[int], int]:
+        """Return the tokens of a conversation that such a turn ends, and that turn's end."""
+        whole = self._encode([_USER, _THOUGHT], generation=False)
+        other = self._encode([_USER], generation=False)
         differs = _first_difference(whole, other)
         return whole, self._first_end(whole, len(other) if differs is None else differs)
 

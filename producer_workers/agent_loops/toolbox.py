@@ -29,11 +29,9 @@ from buffer.imports import load_object
 from buffer.wire.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.config.sandbox import BUBBLEWRAP
-from producer_workers.user_code.border import Border
+from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import ProcessFunction, call_of
-from producer_workers.user_code.program import Limits
-from producer_workers.user_code.rules import Rules
-from producer_workers.user_code.sandbox import check_sandbox, run_program
+from producer_workers.user_code.sandbox import Limits, check_sandbox, run_program
 from producer_workers.user_code.user_function import UserFunction
 
 LONGEST_RESULT = 8192

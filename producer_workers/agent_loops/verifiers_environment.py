@@ -20,7 +20,7 @@ from typing import Any
 
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.user_code.checked_result import check_reward
+from producer_workers.user_code.rollout_border import check_reward
 
 
 class VerifiersEnvironment:

@@ -22,10 +22,8 @@ from buffer.imports import load_object
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.datasets.dataset import Dataset, Place, Problem
 from producer_workers.datasets.records import raised_at
-from producer_workers.user_code.border import Border
+from producer_workers.user_code.border import Border, Rules, is_marked_inline
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
-from producer_workers.user_code.rules import Rules
-from producer_workers.user_code.runs_inline import is_marked_inline
 
 _SECTION: TypeAdapter[DatasetSection] = TypeAdapter(DatasetSection)
 

@@ -24,10 +24,9 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, UserCodeError
 from buffer.imports import load_object
-from producer_workers.user_code.border import Border
-from producer_workers.user_code.checked_result import check_reward
+from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import call_of
-from producer_workers.user_code.rules import Rules
+from producer_workers.user_code.rollout_border import check_reward
 
 _THREADS = 256
 """Plain functions that run at the same time in a worker itself; more wait."""

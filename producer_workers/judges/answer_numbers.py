@@ -11,7 +11,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from producer_workers.judges.plain_text import plain
+from producer_workers.judges.answers import plain
 
 _LONGEST = 50
 """Digits of the longest number that is read."""

@@ -22,8 +22,7 @@ from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
 from producer_workers.judges.answers import Span, answer_text, spans
 from producer_workers.judges.expressions import Truth
-from producer_workers.user_code.program import Limits
-from producer_workers.user_code.sandbox import run_program
+from producer_workers.user_code.sandbox import Limits, run_program
 
 SOURCE_PREFIX = "reasoning_gym/"
 # Their verifiers pass the answer to eval, or to sympy's parse_expr, which evals. A test checks that

@@ -14,8 +14,7 @@ from producer_workers.judges.answer_numbers import (
     read_number,
     whole_number,
 )
-from producer_workers.judges.answers import Span, spans
-from producer_workers.judges.plain_text import plain, powers
+from producer_workers.judges.answers import Span, plain, powers, spans
 
 _SEGMENT = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"

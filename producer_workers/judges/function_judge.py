@@ -15,11 +15,10 @@ from typing import Any
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
-from producer_workers.judges.token_columns import take_columns
-from producer_workers.user_code.border import load_border
+from producer_workers.judges.judge import take_columns
+from producer_workers.user_code.border import Rules, load_border
 from producer_workers.user_code.process_function import Call, ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS, Shape
-from producer_workers.user_code.rules import Rules
 from producer_workers.user_code.user_function import UserFunction
 
 LIMIT_S: float = JudgingSection().timeout_s

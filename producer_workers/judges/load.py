@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, JudgeError
 from buffer.imports import load_object
+from buffer.wire.group import UNPARSED
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
-from producer_workers.judges.composed_judge import compose
 from producer_workers.judges.function_judge import (
     LIMIT_S,
     FunctionJudge,
@@ -19,9 +22,16 @@ from producer_workers.judges.function_judge import (
     GroupProcessJudge,
     ProcessJudge,
 )
-from producer_workers.judges.http_judge import HttpJudge
-from producer_workers.judges.judge import AnyJudge
-from producer_workers.user_code.runs_inline import is_marked_inline
+from producer_workers.judges.judge import (
+    AnyJudge,
+    GroupJudge,
+    judge_all,
+    rollout_fields,
+    take_columns,
+)
+from producer_workers.user_code.border import is_marked_inline
+from producer_workers.user_code.http_request import Service, check_aiohttp
+from producer_workers.user_code.rollout_border import check_answer
 from producer_workers.user_code.sandbox import check_sandbox
 
 
@@ -100,3 +110,85 @@ def make_judge(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
         weights = {judges: 1.0} if isinstance(judges, str) else judges
         branches[source] = [(load(name), weight) for name, weight in weights.items()]
     return compose(branches)
+
+
+Weighted = Sequence[tuple[AnyJudge, float]]
+
+
+class ComposedJudge:
+    """Judges by `branches`, from pattern to judges with weights.
+
+    It sees whole groups, since one of its judges may need them.
+    """
+
+    name = "composed"
+
+    def __init__(self, branches: Mapping[str, Weighted]) -> None:
+        self._branches = branches
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        """Return the reward of one rollout."""
+        return (await self.judge_group([state]))[0]
+
+    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """See `GroupJudge`. All rollouts of a group have one data source."""
+        judges = self._judges_of(states[0].data_source)
+        columns = await asyncio.gather(*(judge_all(judge, states) for judge, _ in judges))
+        weights = [weight for _, weight in judges]
+        names = [judge.name for judge, _ in judges]
+        return [_sum(names, weights, rewards) for rewards in zip(*columns, strict=True)]
+
+    def _judges_of(self, source: str | None) -> Weighted:
+        for pattern, judges in self._branches.items():
+            if fnmatchcase(source or "", pattern):
+                return judges
+        known = ", ".join(self._branches)
+        raise JudgeError(
+            f"no judge for data source {source!r}", hint=f'known: {known}; "*" fits every source'
+        )
+
+
+class ComposedSingleJudge:
+    """The same where no judge needs the group: a rollout is judged as soon as it ended."""
+
+    name = "composed"
+
+    def __init__(self, composed: ComposedJudge) -> None:
+        self.judge = composed.judge
+
+
+def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
+    """Combine many judges into one."""
+    composed = ComposedJudge(branches)
+    sees_group = any(
+        isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges
+    )
+    return composed if sees_group else ComposedSingleJudge(composed)
+
+
+def _sum(
+    names: Sequence[str], weights: Sequence[float], rewards: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return the weighted sum; a single judge of weight 1 keeps its reward."""
+    if len(rewards) == 1 and weights[0] == 1.0:
+        return rewards[0]
+    parts = {name: reward["score"] for name, reward in zip(names, rewards, strict=True)}
+    score = sum(weight * reward["score"] for weight, reward in zip(weights, rewards, strict=True))
+    unparsed = [reward[UNPARSED] for reward in rewards if UNPARSED in reward]
+    return {**parts, "score": score} | ({UNPARSED: min(unparsed)} if unparsed else {})
+
+
+class HttpJudge:
+    """Judges at one URL. `judging` limits the time of an answer and the number of retries."""
+
+    def __init__(self, url: str, judging: JudgingSection) -> None:
+        what = f"judge {url}"
+        check_aiohttp(what)
+        self.name = url
+        hint = "check the service, or raise [tasks.<name>.judging] timeout_s"
+        self._service = Service(what, url, judging.timeout_s, judging.retries, hint)
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        """Return the checked reward. Raises JudgeError after the last try."""
+        answer = await self._service.ask(rollout_fields(state))
+        return take_columns(self.name, state, check_answer(self.name, answer))

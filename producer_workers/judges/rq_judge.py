@@ -29,10 +29,9 @@ from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.function_judge import function_rules
-from producer_workers.judges.judge import rollout_fields
+from producer_workers.judges.judge import rollout_fields, take_columns
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.judges.token_columns import take_columns
-from producer_workers.user_code.checked_result import check_answers
+from producer_workers.user_code.rollout_border import check_answers
 
 T = TypeVar("T")
 

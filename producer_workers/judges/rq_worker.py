@@ -40,10 +40,9 @@ from buffer.redis.store import Store
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
 from producer_workers.follow_owner import OWNER, follow_owner
-from producer_workers.judges.judge import judge_all, rollout_of
+from producer_workers.judges.judge import columns_of, judge_all, rollout_of
 from producer_workers.judges.load import load_judge
-from producer_workers.judges.token_columns import columns_of
-from producer_workers.user_code.process_limits import limit_memory, lower
+from producer_workers.user_code.function_server import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
 

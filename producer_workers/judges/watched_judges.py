@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram
+from buffer.control.observers import Observer, all_of
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
-from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.user_code.user_function import outcome_of
 
 T = TypeVar("T")
@@ -148,3 +150,29 @@ class _WatchedGroupJudge:
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         rewards: list[dict[str, float]] = await self._run(lambda: self._judge.judge_group(states))
         return rewards
+
+
+class JudgeTimes:
+    """Counts the answers of one worker's judges by the time they took, failures too.
+
+    `asked` counts answers, failures included; `failed` the failures; `seconds` is the sum of their
+    times. Measured on the event loop, read by the heartbeat's thread.
+    """
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
+        self.failed = 0
+        self.histogram = Histogram(JUDGE_BOUNDS_S)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count the time in the block as one answer, unless a pause ends it."""
+        began = time.monotonic()
+        try:
+            with all_of(observer.judging() for observer in self._observers):
+                yield
+        except JudgeError:
+            self.failed += 1
+            self.histogram.add(time.monotonic() - began)
+            raise
+        self.histogram.add(time.monotonic() - began)

@@ -23,7 +23,7 @@ from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
-from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
+from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
 
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 """What a sampler adds to `extra`: where the prompt comes from."""

@@ -15,9 +15,8 @@ from typing import Any
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.errors import UserCodeError
 from buffer.model.order_policy import Finished, OrderFunction
-from producer_workers.user_code.border import Border
+from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import BlockingCall, call_of
-from producer_workers.user_code.rules import Rules
 
 LIMIT_S = 30.0
 """Time for one decision: groups are not submitted, or not started, before it is made."""

@@ -8,9 +8,14 @@ The first one, number 0, is the end of the start.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
+import os
+import resource
+import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,11 +25,8 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from producer_workers.user_code.border import Border, load_border
-from producer_workers.user_code.contained_tasks import contain_exits
-from producer_workers.user_code.process_limits import end_with_parent, limit_memory
-from producer_workers.user_code.rules import Failure, Mode
-from producer_workers.user_code.user_function import Outcome, attempt, outcome_of
+from producer_workers.user_code.border import Border, Failure, Mode, load_border
+from producer_workers.user_code.user_function import CallOutcome, attempt, contain_exits, outcome_of
 
 HEADER = struct.Struct("<QQ")
 READY = 0
@@ -65,9 +67,9 @@ def main(order: Order) -> None:
         if order["memory_mb"]:
             limit_memory(order["memory_mb"])  # after the imports, which are not the function's
     except BaseException as error:  # the module of a user may raise anything while it is imported
-        connection.sendall(_frame(READY, border, Outcome(error=error)))
+        connection.sendall(_frame(READY, border, CallOutcome(error=error)))
         raise
-    connection.sendall(_frame(READY, border, Outcome()))
+    connection.sendall(_frame(READY, border, CallOutcome()))
     server = _Server(order["name"], border, function)
     if order["mode"] == "coroutines":
         asyncio.run(server.serve_coroutines(connection))
@@ -142,18 +144,45 @@ async def _awaited(made: Any) -> Any:
     return await made
 
 
-def _frame(number: int, border: Border, outcome: Outcome) -> bytes:
+def _frame(number: int, border: Border, outcome: CallOutcome) -> bytes:
     try:
         data = _encoded(border, outcome)
     except Exception as error:  # what a function returns may be anything
-        data = _encoded(border, Outcome(error=TypeError(f"its result cannot be sent: {error}")))
+        data = _encoded(border, CallOutcome(error=TypeError(f"its result cannot be sent: {error}")))
     return HEADER.pack(number, len(data)) + data
 
 
-def _encoded(border: Border, outcome: Outcome) -> bytes:
+def _encoded(border: Border, outcome: CallOutcome) -> bytes:
     if outcome.error is not None:
         return msgspec.msgpack.encode(Answer(failure=Failure.of(outcome.error, border)))
     data = msgspec.msgpack.encode(Answer(outcome.result))
     if len(data) > LONGEST_ANSWER:
         raise ValueError(f"it has {len(data)} bytes, and at most {LONGEST_ANSWER} are sent")
     return data
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Limit the address space of this process, and write no core file."""
+    lower(resource.RLIMIT_AS, memory_mb * 2**20)
+    lower(resource.RLIMIT_CORE, 0)
+
+
+def lower(limit: int, value: int) -> None:
+    """Set a limit to `value`, or to what is allowed."""
+    _, hard = resource.getrlimit(limit)
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (most, most))
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, `parent`, ends in any way.
+
+    Only on Linux. Elsewhere it ends once it reads from its parent again.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)

@@ -20,10 +20,8 @@ from functools import cache
 from typing import Any
 
 from buffer.errors import RolloutMQError
-from producer_workers.user_code.border import load_border
+from producer_workers.user_code.border import ROOM, Rules, is_marked_inline, load_border
 from producer_workers.user_code.function_server import Order
-from producer_workers.user_code.rules import ROOM, Rules
-from producer_workers.user_code.runs_inline import is_marked_inline
 from producer_workers.user_code.user_function import TURNS, UserFunction
 from producer_workers.user_code.user_process import Ended, UserProcess
 

@@ -25,13 +25,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from buffer.errors import ConfigError, SandboxUnavailable
+from pydantic import BaseModel, ValidationError
+
+from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavailable
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.external_sandbox import run_at
-from producer_workers.user_code.http_request import check_aiohttp
-from producer_workers.user_code.program import DEFAULT_LIMITS, Limits, Outcome
+from producer_workers.user_code.http_request import LONGEST_ANSWER, Service, check_aiohttp
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -39,6 +40,47 @@ _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", 
 
 LONGEST_OUTPUT = 64 * 1024
 """Bytes of stdout and of stderr that are kept. A program that writes `file_mb` is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one program. `time_s` limits both the wall clock and the CPU time.
+
+    `memory_mb` is its address space, `file_mb` one file and what it prints, `files` those that are
+    open at once, `disk_mb` all files together (bubblewrap only, in memory).
+    """
+
+    time_s: float = 10.0
+    memory_mb: int = 1024
+    file_mb: int = 16
+    files: int = 64
+    disk_mb: int = 64
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """How a program ended, and the first 64 KiB of its outputs.
+
+    `exit_code` is negative, or above 128, for a signal. It is None where `problem` says which limit
+    was reached.
+    """
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    problem: str = ""
+
+    def describe(self) -> str:
+        """Return what it printed, and what went wrong."""
+        if self.problem:
+            return f"{self.stdout}error: {self.problem}"
+        if self.exit_code == 0:
+            return self.stdout
+        last = self.stderr.strip().splitlines()[-1:] or [f"exit code {self.exit_code}"]
+        return f"{self.stdout}error: {last[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +128,7 @@ def isolation() -> tuple[str, ...]:
 
 def run_program(
     program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS, sandbox: str = BUBBLEWRAP
-) -> Outcome:
+) -> ProgramResult:
     """Run a program, and keep nothing of it.
 
     Blocks for little more than `limits.time_s`, and longer for a service that does not answer.
@@ -145,7 +187,7 @@ def _at_most(limit: int, value: int) -> int:
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
-def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
+def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
     """Read what a program writes until it ends, and end it with its children at a limit."""
     deadline = time.monotonic() + limits.time_s
     outputs = [bytearray(), bytearray()]
@@ -162,7 +204,7 @@ def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
-    return Outcome(None if problem else process.returncode, stdout, stderr, problem)
+    return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)
 
 
 def _read(
@@ -191,3 +233,56 @@ def _read(
     except subprocess.TimeoutExpired:
         return "the time limit was reached"
     return ""
+
+
+RETRIES = 3
+"""Further attempts where a service does not answer."""
+
+WAIT_S = 30.0
+"""Time that a service has beside that of the program: for its queue."""
+
+
+class _Result(BaseModel):
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _Answer(BaseModel):
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str = ""
+    run_result: _Result | None = None
+
+
+async def run_at(url: str, program: str, stdin: str, limits: Limits) -> ProgramResult:
+    """Return how a program ended. Raises JudgeError where the service fails."""
+    what = f"sandbox {url}"
+    hint = "check the service"
+    service = Service(what, _address(url), limits.time_s + WAIT_S, RETRIES, hint)
+    question = {
+        "code": program,
+        "language": "python",
+        "stdin": stdin,
+        "run_timeout": limits.time_s,
+        "memory_limit_MB": limits.memory_mb,
+    }
+    try:
+        given = await service.ask(question)
+    except AnswerTooLong:  # only what the program printed makes an answer that long
+        return ProgramResult(None, "", "", f"it wrote more than {LONGEST_ANSWER >> 20} MiB")
+    try:
+        answer = _Answer.model_validate(given)
+    except ValidationError as error:
+        raise JudgeError(f"{what} answered {given!r:.200}", hint="see external_sandbox") from error
+    result = answer.run_result
+    if result is None or answer.status == "SandboxError" or result.status == "Error":
+        raise JudgeError(f"{what} failed: {answer.message[:200] or answer.status}", hint=hint)
+    if result.status == "TimeLimitExceeded":
+        late = "the time limit was reached"
+        return ProgramResult(None, result.stdout or "", result.stderr or "", late)
+    return ProgramResult(result.return_code or 0, result.stdout or "", result.stderr or "")
+
+
+def _address(url: str) -> str:
+    return url.rstrip("/").removesuffix("/run_code") + "/run_code"

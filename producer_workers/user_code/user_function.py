@@ -13,16 +13,15 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from buffer.errors import ProcessUnavailable
+from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
-from producer_workers.user_code.border import Border
-from producer_workers.user_code.rules import Failure, Rules
+from producer_workers.user_code.border import Border, Failure, Rules
 
 TURNS = 4
 """Calls of one function that run in threads at once, where nothing else is said."""
@@ -34,20 +33,20 @@ LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
 """The last calls in threads of this process: name, begin and end, in seconds of time.monotonic."""
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """How a call ended. As a value: a future cannot carry StopIteration, a task no SystemExit."""
 
     result: Any = None
     error: BaseException | None = None
 
 
-def attempt(what: str, call: Callable[[], Any]) -> Outcome:
+def attempt(what: str, call: Callable[[], Any]) -> CallOutcome:
     """Return how the call of `what` ended."""
     began_s = time.monotonic()
     try:
-        return Outcome(call())
+        return CallOutcome(call())
     except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
-        return Outcome(error=error)
+        return CallOutcome(error=error)
     finally:
         LAST_CALLS.append((what, began_s, time.monotonic()))
 
@@ -62,12 +61,12 @@ class _Caller:
 
     def start(
         self, call: Callable[[], Any], then: Callable[[_Caller], None]
-    ) -> asyncio.Future[Outcome]:
+    ) -> asyncio.Future[CallOutcome]:
         """Return the future of the outcome of `call`. `then` gets this thread once it is free."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Outcome] = loop.create_future()
+        future: asyncio.Future[CallOutcome] = loop.create_future()
 
-        def resolve(outcome: Outcome) -> None:
+        def resolve(outcome: CallOutcome) -> None:
             then(self)
             if not future.done():
                 future.set_result(outcome)
@@ -85,12 +84,12 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
         loop.call_soon_threadsafe(callback)
 
 
-async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> Outcome:
+async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> CallOutcome:
     """Return how the coroutine of `what` ended."""
     try:
-        return Outcome(await call())
+        return CallOutcome(await call())
     except BaseException as error:  # also SystemExit, which would end the event loop
-        return Outcome(error=error)
+        return CallOutcome(error=error)
 
 
 class UserFunction:
@@ -125,7 +124,7 @@ class UserFunction:
     def close(self) -> None:
         """Do nothing: its threads cannot be ended."""
 
-    def _checked(self, outcome: Outcome, arguments: tuple[Any, ...]) -> Any:
+    def _checked(self, outcome: CallOutcome, arguments: tuple[Any, ...]) -> Any:
         error = outcome.error
         if isinstance(error, ProcessUnavailable):  # of a tool that comes with this project
             raise error
@@ -137,26 +136,26 @@ class UserFunction:
                 error = fault
         raise self._rules.failed(Failure.of(error, self._border)) from error
 
-    async def _in_loop(self, call: Callable[[], Any]) -> Outcome:
+    async def _in_loop(self, call: Callable[[], Any]) -> CallOutcome:
         async def settle() -> Any:
             made = call()
             return await made if inspect.isawaitable(made) else made
 
         return await self._limited(asyncio.ensure_future(outcome_of(self._rules.what, settle)))
 
-    async def _in_turn(self, call: Callable[[], Any]) -> Outcome:
+    async def _in_turn(self, call: Callable[[], Any]) -> CallOutcome:
         await self._turns.acquire()
         work = asyncio.ensure_future(self._in_thread(call))
         work.add_done_callback(self._end_turn)
         # a thread whose result is not wanted any more still has its turn
         return await asyncio.shield(work)
 
-    def _end_turn(self, work: asyncio.Future[Outcome]) -> None:
+    def _end_turn(self, work: asyncio.Future[CallOutcome]) -> None:
         self._turns.release()
         if not work.cancelled():
             work.exception()  # retrieved here, as its caller may be gone
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
+    async def _in_thread(self, call: Callable[[], Any]) -> CallOutcome:
         if not self._idle:
             if self._threads >= self._most:
                 raise ProcessUnavailable(
@@ -170,7 +169,7 @@ class UserFunction:
         # a thread that is over the limit comes back once its call ends
         return await self._limited(self._idle.pop().start(call, self._idle.append))
 
-    async def _limited(self, work: asyncio.Future[Outcome]) -> Outcome:
+    async def _limited(self, work: asyncio.Future[CallOutcome]) -> CallOutcome:
         try:
             done, _ = await asyncio.wait({work}, timeout=self._rules.limit_s)
         finally:
@@ -178,3 +177,58 @@ class UserFunction:
         if not done:
             raise self._rules.over_limit()
         return work.result()
+
+
+_ENDS = (SystemExit, KeyboardInterrupt)
+"""What ends an event loop. A real Ctrl-C is a signal, which a worker handles otherwise."""
+
+
+class UserExit(RolloutMQError):
+    """The code of a loop, an environment or an agent called sys.exit."""
+
+
+class Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises UserExit where `inner` raises what would end more than itself."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._inner.send(value)
+        except (*_ENDS, GeneratorExit) as error:  # nobody has closed it: that is not a `send`
+            raise _refusal(error) from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._inner.throw(*error)
+        except _ENDS as exit:
+            raise _refusal(exit) from exit
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return cast("Generator[Any, Any, Any]", self)
+
+    def __iter__(self) -> Contained:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+
+def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
+    """Contain both in every task that `loop` starts from now on."""
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+) -> asyncio.Task[Any]:
+    return asyncio.Task(Contained(coroutine), loop=loop, **options)
+
+
+def _refusal(error: BaseException) -> UserExit:
+    return UserExit(describe(error), hint="raise another error: this one would end the worker")

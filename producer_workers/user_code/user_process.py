@@ -23,9 +23,8 @@ import msgspec
 import orjson
 
 from buffer.errors import ProcessUnavailable
-from producer_workers.user_code.border import Border
+from producer_workers.user_code.border import ROOM, Border, Rules
 from producer_workers.user_code.function_server import HEADER, READY, Answer, Order
-from producer_workers.user_code.rules import ROOM, Rules
 
 log = logging.getLogger("rolloutmq.worker")
 

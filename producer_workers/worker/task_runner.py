@@ -23,8 +23,8 @@ from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.user_code.contained_tasks import Contained
 from producer_workers.user_code.process_function import Call
+from producer_workers.user_code.user_function import Contained
 from producer_workers.worker.loop_border import LoopInput
 
 log = logging.getLogger("rolloutmq.worker")

@@ -50,7 +50,7 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.contained_tasks import contain_exits
+from producer_workers.user_code.user_function import contain_exits
 from producer_workers.user_code.user_process import REPLACED
 from producer_workers.worker.claims import Claims, Vacancy, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView

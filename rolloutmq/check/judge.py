@@ -16,9 +16,8 @@ from producer_workers.config.task import RUNS_PROGRAMS, TaskSection, judge_names
 from producer_workers.judges.built_in import final_number, number_span
 from producer_workers.judges.expressions import Truth
 from producer_workers.judges.judge import AnyJudge, judge_all
-from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_worker_judge, make_judge
-from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from rolloutmq.check.finding import Finding
 
 NOTHING = "nothing"

@@ -11,9 +11,8 @@ import typer
 
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
-from consumer.training.checkpoint import CheckpointFolder
-from producer_workers.follow_owner import follow_owner
 from consumer.grpo.checkpoint import CheckpointFolder
+from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
 from rolloutmq.console import console

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zlib import crc32
 
 from buffer.wire.rollout import RolloutState
-from producer_workers.user_code.runs_inline import runs_inline
+from producer_workers.user_code.border import runs_inline
 
 
 @runs_inline

@@ -20,7 +20,7 @@ from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.load import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD
 from tests.pipeline.yard import FIRST, TASK, Yard

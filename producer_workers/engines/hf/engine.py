@@ -29,6 +29,7 @@ from producer_workers.engines.base import (
     EngineLoad,
     Generation,
     GenerationError,
+    GrowingResponse,
     PauseMode,
     WeightsError,
 )
@@ -42,7 +43,6 @@ from producer_workers.engines.model_folder import (
     has_tied_head,
     read_shapes,
 )
-from producer_workers.engines.response import GrowingResponse
 
 logger = logging.getLogger(__name__)
 

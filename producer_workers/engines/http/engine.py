@@ -28,6 +28,7 @@ from producer_workers.engines.base import (
     EngineError,
     Generation,
     GenerationError,
+    GrowingResponse,
     PauseMode,
     WeightsError,
 )
@@ -41,7 +42,6 @@ from producer_workers.engines.http.server import (
     gather_quietly,
 )
 from producer_workers.engines.http.weights import ServerAdapters, ServerWeights
-from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.vllm.api import REASONS, sampling_arguments, structure_arguments
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import logging
 from rolloutmq.process_log import log_json
-from consumer.training.metric_writers import ProgressBar
+from consumer.grpo.reporting.metric_writers import ProgressBar
 from consumer.grpo.reporting.metric_writers import ProgressBar
 log_json("trainer", "demo")
 bar = ProgressBar(2, 5)

@@ -34,8 +34,7 @@ from producer_workers.config.engine import (
     TransformersConfig,
 )
 from producer_workers.datasets.dataset import Dataset
-from producer_workers.datasets.image_prompt import ImagePrompts
-from producer_workers.datasets.image_records import show_images
+from producer_workers.datasets.image_records import ImagePrompts, show_images
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, shown

@@ -22,9 +22,8 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify
-from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
-from producer_workers.judges.load import judge_from_function, load_judge, make_judge
+from producer_workers.judges.load import HttpJudge, judge_from_function, load_judge, make_judge
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 

@@ -25,7 +25,7 @@ from producer_workers.judges.function_judge import (
 )
 from producer_workers.judges.judge import AnyJudge, judge_all
 from producer_workers.judges.load import load_worker_judge
-from producer_workers.user_code import runs_inline
+from producer_workers.user_code import border
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 
@@ -184,7 +184,7 @@ def test_a_process_runs_programs_in_the_sandbox_of_its_judge() -> None:
     asyncio.run(scenario())
 
 
-@runs_inline.runs_inline
+@border.runs_inline
 def declared(**_: Any) -> float:
     return 1.0
 

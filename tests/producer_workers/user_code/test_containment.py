@@ -24,8 +24,8 @@ from producer_workers.datasets.open import open_dataset
 from producer_workers.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.checked_result import check_answer
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
+from producer_workers.user_code.rollout_border import check_answer
 from producer_workers.user_code.user_process import REPLACED
 from tests.producer_workers.user_code import deeds
 

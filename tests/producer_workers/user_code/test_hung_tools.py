@@ -58,7 +58,7 @@ def test_a_tool_that_cannot_be_called_is_no_answer_to_a_model(
         named = Toolbox([f"{MINE}:tool"])
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         service = Toolbox([python_tool("http://127.0.0.1:1")])
-        monkeypatch.setattr("producer_workers.user_code.external_sandbox.RETRIES", 0)
+        monkeypatch.setattr("producer_workers.user_code.sandbox.RETRIES", 0)
         program = ToolCall(id="0", name="python", arguments={"code": "print(1)"})
         for toolbox, call in ((given, asked("fine")), (named, asked("fine")), (service, program)):
             with pytest.raises(ProcessUnavailable):

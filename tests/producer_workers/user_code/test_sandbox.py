@@ -24,9 +24,14 @@ from buffer.errors import ConfigError, JudgeError, SandboxUnavailable
 from producer_workers.judges.built_in import python_tests
 from producer_workers.judges.load import load_judge
 from producer_workers.user_code import bubblewrap, http_request
-from producer_workers.user_code.program import Limits, Outcome
-from producer_workers.user_code.sandbox import LONGEST_OUTPUT, check_sandbox, run_program
-from producer_workers.user_code.syscall_filter import MACHINES, filter_program
+from producer_workers.user_code.bubblewrap import MACHINES, filter_program
+from producer_workers.user_code.sandbox import (
+    LONGEST_OUTPUT,
+    Limits,
+    ProgramResult,
+    check_sandbox,
+    run_program,
+)
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 
 QUICK = Limits(time_s=20.0, disk_mb=4)
@@ -37,7 +42,7 @@ each_sandbox = pytest.mark.parametrize(
 )
 
 
-def attack(program: str, limits: Limits = QUICK) -> Outcome:
+def attack(program: str, limits: Limits = QUICK) -> ProgramResult:
     return run_program(program, "", limits)
 
 
@@ -249,7 +254,7 @@ def test_a_caged_program_inherits_no_open_file() -> None:
 def test_a_caged_program_ends_with_its_worker() -> None:
     worker = subprocess.Popen(
         [sys.executable, "-c",
-         "from producer_workers.user_code.program import Limits\n"
+         "from producer_workers.user_code.sandbox import Limits\n"
          "from producer_workers.user_code.sandbox import run_program\n"
          "run_program('import time; time.sleep(600)', limits=Limits(time_s=600.0))"],
     )  # fmt: skip

@@ -13,17 +13,12 @@ from safetensors.torch import load_file, save_file
 from buffer.errors import ConfigError, ModelError
 from consumer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
 from consumer.config.trainer import TrainerSection
-from consumer.learner.critic import Critic
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.models.tiny_model import build_tiny_model
-from consumer.weights.optimizers import make_optimizer
-from rolloutmq.config.cross_section_rules import rule_violations
 from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.models.tiny_model import build_tiny_model
+from rolloutmq.config.cross_section_rules import rule_violations
 from rolloutmq.config.launch import LaunchSection
 from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
 
