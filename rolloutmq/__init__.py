@@ -96,15 +96,9 @@ else:
         "ToolCall": "buffer.wire.rollout",
         "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",
-<<<<<<< HEAD
-        "runs_inline": "producer_workers.user_code.runs_inline",
+        "runs_inline": "producer_workers.user_code.border",
         "padded_tensors": "consumer.handle.torch_dataset",
         "publish": "consumer.handle.publication",
-=======
-        "runs_inline": "producer_workers.user_code.border",
-        "padded_tensors": "consumer.batches.torch_dataset",
-        "publish": "consumer.publication",
->>>>>>> c83e13d2cf8c1dcc44bd00e156eaa61c52b5bbc1
         "rehearse": "rolloutmq.testing",
         "run_all": "producer_workers.agent_loops.single_turn",
     }
