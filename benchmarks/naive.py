@@ -47,7 +47,7 @@ def as_arrays(group: RolloutGroup) -> dict[str, Any]:
     names = ("prompt_ids", "lengths", "response_ids", "logprobs", "mask")
     return {
         "gid": group.gid,
-        "texts": group.table.responses,
+        "texts": group.head.responses,
         **{name: getattr(group, name).tobytes() for name in names},
     }
 

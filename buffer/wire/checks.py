@@ -17,10 +17,10 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import Columns
-from buffer.wire.document import Own, Shared
+from buffer.wire.columns import OPTIONAL, Columns
+from buffer.wire.document import Head, Own, Shared
 from buffer.wire.rollout import expert_rows
-from buffer.wire.table import NO_FINISH, STATUSES, Table
+from buffer.wire.table import NO_FINISH, STATUSES
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
@@ -70,41 +70,37 @@ def _has_short_head(data: bytes | memoryview) -> bool:
     return True
 
 
-def check_table(table: Table) -> Bounds:
-    """Check the table of a group, whose values have the types of the format.
+def check_group(head: Head, columns: Columns) -> Bounds:
+    """Check the parts of a group, whose values have the types of the format.
 
     Return the bounds of its columns. Raises WireError.
     """
-    _check_texts(table)
-    return check_columns(table)
+    _check_texts(head)
+    _check_shapes(head, columns)
+    bounds = _check_values(columns)
+    _check_optional(head, columns)
+    _check_experts(head, columns)
+    _check_spans(head, columns)
+    return bounds
 
 
-def _check_texts(table: Table) -> None:
+def _check_texts(head: Head) -> None:
     last = -1
-    for n in table.own:
-        if not last < n < len(table.responses):
-            raise WireError(f"at own: position {n} of {len(table.responses)} rollouts")
+    for n, _ in head.own:
+        if not last < n < len(head.responses):
+            raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
         last = n
-    for name, names in (
-        ("finish_reasons", table.finish_reasons),
-        ("lineages", table.lineages),
-        ("rewards", table.reward_names),
-        ("teachers", table.teachers),
-    ):
+    for name in ("finish_reasons", "lineages", "rewards", "teachers"):
+        names = getattr(head, name)
         if len(names) > 1 and len(set(names)) != len(names):
             raise WireError(f"at {name}: a name twice")
     try:
-        check_plain("the texts", _untyped([table.shared, *table.own.values()]))
+        check_plain("the texts", _untyped([head.shared, *(own for _, own in head.own)]))
     except WireError:
-        _name_text(table)
+        check_plain("shared", _untyped([head.shared]))
+        for n, own in head.own:
+            check_plain(f"own.{n}", _untyped([own]))
         raise
-
-
-def _name_text(table: Table) -> None:
-    """Raise the error of the first text of a table that has one, with its place."""
-    check_plain("shared", _untyped([table.shared]))
-    for n, own in table.own.items():
-        check_plain(f"own.{n}", _untyped([own]))
 
 
 def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
@@ -167,8 +163,14 @@ BIGGEST = 2**53 - 1
 
 _LARGEST = float(np.finfo("<f4").max)
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
-_OPTIONAL = ("ref_logprobs", "values", "token_rewards")
-_PER_TOKEN = ("response_ids", "logprobs", "mask", *_OPTIONAL)
+_PER_TOKEN = ("response_ids", "logprobs", "mask", *OPTIONAL)
+_NAMED = {
+    "finishes": "finish_reasons",
+    "rewards": "rewards",
+    "spans": "lineages",
+    "teacher_logprobs": "teachers",
+}
+"""Columns that are there if the head has names for them."""
 
 
 class Bounds(NamedTuple):
@@ -195,35 +197,26 @@ def bounds_of(columns: Columns) -> Bounds:
     )
 
 
-def check_columns(table: Table) -> Bounds:
-    """Check the columns of a group, and return their bounds. Raises WireError."""
-    _check_lengths(table)
-    bounds = _check_values(table.columns)
-    _check_finishes(table)
-    _check_rewards(table)
-    _check_optional(table)
-    _check_teachers(table)
-    _check_experts(table)
-    _check_spans(table)
-    return bounds
-
-
-def _check_lengths(table: Table) -> None:
-    columns = table.columns
-    rollouts = len(table.responses)
-    for name in _PER_ROLLOUT:
-        if name in columns and len(columns[name]) != rollouts:
-            raise WireError(
-                f"at columns.{name}: {len(columns[name])} values for {rollouts} rollouts"
-            )
+def _check_shapes(head: Head, columns: Columns) -> None:
+    rollouts = len(head.responses)
     lengths = columns["lengths"].tolist()
-    if min(lengths) < 0:
+    if len(lengths) == rollouts and min(lengths) < 0:
         raise WireError("at columns.lengths: a negative length")
     tokens = sum(lengths)
-    for name in _PER_TOKEN:
-        if name in columns and len(columns[name]) != tokens:
+    for name, names in _NAMED.items():
+        if (name in columns) != bool(getattr(head, names)):
+            raise WireError(f"at columns.{name}: the column and {names} need each other")
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(_PER_ROLLOUT, (rollouts,)),
+        **dict.fromkeys(_PER_TOKEN, (tokens,)),
+        "rewards": (rollouts, len(head.rewards)),
+        "teacher_logprobs": (len(head.teachers), tokens),
+    }
+    for name, column in columns.items():
+        if name in shapes and column.shape != shapes[name]:
             raise WireError(
-                f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens"
+                f"at columns.{name}: shape {list(column.shape)}, expected {list(shapes[name])} "
+                f"of {rollouts} rollouts with {tokens} response tokens"
             )
 
 
@@ -244,78 +237,41 @@ def _check_values(columns: Columns) -> Bounds:
     return bounds
 
 
-def _check_finishes(table: Table) -> None:
-    finishes = table.columns.get("finishes")
-    if finishes is None:
-        if table.finish_reasons:
-            raise WireError("at finish_reasons: the column finishes is missing")
+def _check_spans(head: Head, columns: Columns) -> None:
+    if "spans" not in columns:
         return
-    used = set(finishes.tobytes()) - {NO_FINISH}
-    if not used or max(used) >= len(table.finish_reasons):
-        raise WireError(f"at columns.finishes: a value without a name in {table.finish_reasons}")
-
-
-def _check_rewards(table: Table) -> None:
-    rewards = table.columns.get("rewards")
-    names = 0 if rewards is None else rewards.shape[1]
-    if names != len(table.reward_names) or (rewards is not None and not names):
-        raise WireError(f"at columns.rewards: {names} columns for {len(table.reward_names)} names")
-    if rewards is None:
-        return
-    if len(rewards) != len(table.responses):
-        raise WireError(
-            f"at columns.rewards: {len(rewards)} rows for {len(table.responses)} rollouts"
-        )
-    # trainers compute with float32; NaN compares as False
-    if any([abs(value) > _LARGEST for value in rewards.ravel().tolist()]):
-        raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
-
-
-def _check_spans(table: Table) -> None:
-    spans = table.columns.get("spans")
-    if spans is None:
-        if table.lineages:
-            raise WireError("at lineages: there are no spans")
-        return
+    spans = columns["spans"]
     if spans.shape[1] != 5 or not len(spans):
         raise WireError(f"at columns.spans: shape {list(spans.shape)}, expected [n, 5]")
-    lengths = table.columns["lengths"].tolist()
-    members = len(lengths)
-    lineages = len(table.lineages)
+    lengths = columns["lengths"].tolist()
     last = 0
     # a loop: a rollout has one span or a few, and every call of numpy costs as much as five of them
-    for n, (rollout, start, length, version, lineage) in enumerate(spans.tolist()):
+    for n, span in enumerate(spans.tolist()):
+        rollout, start, length, version, lineage = span
         if not (
-            last <= rollout < members
+            last <= rollout < len(lengths)
             and start >= 0
             and 0 <= length <= lengths[rollout] - start
             and 0 <= version <= BIGGEST
-            and 0 <= lineage < lineages
+            and 0 <= lineage < len(head.lineages)
         ):
-            raise _wrong_span(table, n, last)
+            raise _wrong_span(f"at columns.spans.{n}: {span}", span, lengths, last, head)
         last = rollout
 
 
-def _wrong_span(table: Table, n: int, last: int) -> WireError:
-    """Return what is wrong with span n; `last`: the rollout of the span before."""
-    span = table.columns["spans"][n].tolist()
-    where = f"at columns.spans.{n}: {span}"
-    lengths = table.columns["lengths"].tolist()
+def _wrong_span(
+    where: str, span: Sequence[int], lengths: Sequence[int], last: int, head: Head
+) -> WireError:
+    """Return what is wrong with a span; `last`: the rollout of the span before."""
     if min(span) < 0 or max(span) > BIGGEST:
         return WireError(f"{where} has a value below 0 or from 2^53 on")
     if span[0] >= len(lengths):
         return WireError(f"{where} has a rollout that is none of {len(lengths)}")
-    if span[4] >= len(table.lineages):
-        return WireError(f"{where} has a lineage that is none of {len(table.lineages)}")
+    if span[4] >= len(head.lineages):
+        return WireError(f"{where} has a lineage that is none of {len(head.lineages)}")
     if span[0] < last:
         return WireError(f"{where}: rollouts are not in order")
     return WireError(f"{where} is outside of {lengths[span[0]]} tokens")
-
-
-def _check_optional(table: Table) -> None:
-    for name in _OPTIONAL:
-        if name in table.columns:
-            _check_whole(name, table.columns[name], table.columns["lengths"].tolist())
 
 
 def _check_whole(name: str, column: NDArray[Any], lengths: Sequence[int]) -> None:
@@ -332,26 +288,24 @@ def _check_whole(name: str, column: NDArray[Any], lengths: Sequence[int]) -> Non
         raise WireError(f"at columns.{name}: NaN for some tokens of a rollout, but not for all")
 
 
-def _check_teachers(table: Table) -> None:
-    column = table.columns.get("teacher_logprobs")
-    rows = 0 if column is None else len(column)
-    if rows != len(table.teachers) or (column is not None and not rows):
-        raise WireError(
-            f"at columns.teacher_logprobs: {rows} rows for {len(table.teachers)} teachers"
-        )
-    if column is None:
-        return
-    lengths = table.columns["lengths"].tolist()
-    if column.shape[1] != sum(lengths):
-        raise WireError(
-            f"at columns.teacher_logprobs: {column.shape[1]} values for {sum(lengths)} tokens"
-        )
-    for row in column:
+def _check_optional(head: Head, columns: Columns) -> None:
+    if "finishes" in columns:
+        used = set(columns["finishes"].tobytes()) - {NO_FINISH}
+        if not used or max(used) >= len(head.finish_reasons):
+            raise WireError(f"at columns.finishes: a value without a name: {head.finish_reasons}")
+    # trainers compute with float32; NaN compares as False
+    rewards = columns["rewards"].ravel().tolist() if "rewards" in columns else ()
+    if any([abs(value) > _LARGEST for value in rewards]):
+        raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
+    lengths = columns["lengths"].tolist()
+    for name in OPTIONAL:
+        if name in columns:
+            _check_whole(name, columns[name], lengths)
+    for row in columns.get("teacher_logprobs", ()):
         _check_whole("teacher_logprobs", row, lengths)
 
 
-def _check_experts(table: Table) -> None:
-    columns = table.columns
+def _check_experts(head: Head, columns: Columns) -> None:
     experts = columns.get("routed_experts")
     inline = columns.get("has_experts")
     if experts is None and inline is None:
@@ -366,7 +320,7 @@ def _check_experts(table: Table) -> None:
     rows = sum(expert_rows(prompt, lengths[n]) for n in positions)
     if len(experts) != rows:
         raise WireError(f"at columns.routed_experts: {len(experts)} rows, its rollouts have {rows}")
-    if any(n in table.own and table.own[n].routed_experts is not None for n in positions):
+    if any(inline[n] and own.routed_experts is not None for n, own in head.own):
         raise WireError("at own: routed_experts of a rollout that has rows of the column")
     if np.minimum.reduce(experts, axis=None) < 0:
         raise WireError("at columns.routed_experts: a negative expert")

@@ -41,6 +41,9 @@ LAYOUT = {
 }
 """Type and number of dimensions of every column."""
 
+OPTIONAL = ("ref_logprobs", "values", "token_rewards")
+"""Columns over all tokens, with NaN for a rollout without."""
+
 NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statuses")
 
 ALIGNMENT = 8

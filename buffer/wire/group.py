@@ -9,7 +9,7 @@ makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,15 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.columns import Seal
-from buffer.wire.document import Sample, Shared
+from buffer.wire.columns import OPTIONAL, Columns, Seal
+from buffer.wire.document import Head, Own, Sample, Shared
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.staleness import last_trained, living_version, token_mask
-from buffer.wire.table import (
-    STATUSES,
-    Table,
-    experts_of,
-    rollouts,
-    spans_of,
-    tabulate,
-)
+from buffer.wire.table import STATUSES, Experts, experts_of, rollouts, spans_of, tabulate
 
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
 
-_OPTIONAL = frozenset(("ref_logprobs", "values", "token_rewards", "teacher_logprobs"))
 _EXPIRED = STATUSES.index(Status.EXPIRED)
 
 
@@ -67,11 +59,6 @@ class RolloutGroup:
     ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
     (nan for a rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each
     rollout whose experts are not elsewhere).
-
-    Usage:
-
-        group = RolloutGroup("math-0000000007", "math", states)
-        for state in group.states: ...
     """
 
     signatures: Sequence[str] = ()
@@ -85,27 +72,21 @@ class RolloutGroup:
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         try:
-            table = tabulate(states)
+            self.head, self.columns = tabulate(gid, task, states)
         except WireError as error:
             raise WireError(f"group {gid}: {error.message}", hint=error.hint) from error
-        self.gid = gid
-        self.task = task
-        self.table = table
         self._states: list[RolloutState] | None = None
         self._bounds: Bounds | None = None
 
     @classmethod
-    def of_table(
-        cls, gid: str, task: str, table: Table, bounds: Bounds, seal: Seal
-    ) -> RolloutGroup:
-        """Return a received group; `buffer.wire.group_bytes` has checked that the columns agree."""
+    def received(cls, head: Head, columns: Columns, bounds: Bounds) -> RolloutGroup:
+        """Return a group of parts that `buffer.wire.group_bytes` has checked."""
         group = cls.__new__(cls)
-        group.gid = gid
-        group.task = task
-        group.table = table
+        group.head = head
+        group.columns = columns
+        group.seal = Seal(columns)
         group._states = None
         group._bounds = bounds
-        group.seal = seal
         return group
 
     def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
@@ -116,12 +97,27 @@ class RolloutGroup:
         return group
 
     def __len__(self) -> int:
-        return len(self.table.responses)
+        return len(self.head.responses)
+
+    @property
+    def gid(self) -> str:
+        """Return the id of the group."""
+        return self.head.gid
+
+    @property
+    def task(self) -> str:
+        """Return the name of the group's task."""
+        return self.head.task
 
     @property
     def shared(self) -> Shared:
         """Return what the rollouts have in common: the prompt, and how they are sampled."""
-        return self.table.shared
+        return self.head.shared
+
+    @cached_property
+    def own(self) -> dict[int, Own]:
+        """Return what single rollouts have instead or besides, by position."""
+        return dict(self.head.own)
 
     @property
     def states(self) -> list[RolloutState]:
@@ -130,7 +126,7 @@ class RolloutGroup:
         They are copies: to change one does not change the group.
         """
         if self._states is None:
-            self._states = list(rollouts(self.table))
+            self._states = list(rollouts(self.head, self.columns))
         return self._states
 
     def check_unchanged(self) -> None:
@@ -152,39 +148,34 @@ class RolloutGroup:
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
         """Return the token ids of the prompt, int32[P]."""
-        return self.table.columns["prompt_ids"]
+        return self.columns["prompt_ids"]
 
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Return the number of response tokens of each rollout, int32[k]."""
-        return self.table.columns["lengths"]
+        return self.columns["lengths"]
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
         """Return the token ids of all responses, int32[sum R]."""
-        return self.table.columns["response_ids"]
+        return self.columns["response_ids"]
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
         """Return the logprobs of all response tokens, float32[sum R]."""
-        return self.table.columns["logprobs"]
+        return self.columns["logprobs"]
 
     @property
     def mask(self) -> NDArray[np.uint8]:
         """Return which response tokens are trained, uint8[sum R]. It may be replaced."""
-        columns = self.table.columns
-        if "mask" not in columns:
-            columns["mask"] = np.ones(len(self.response_ids), "u1")
-        return columns["mask"]
+        if "mask" not in self.columns:
+            self.columns["mask"] = np.ones(len(self.response_ids), "u1")
+        return self.columns["mask"]
 
     @mask.setter
     def mask(self, mask: NDArray[np.uint8]) -> None:
-        self.table.columns["mask"] = mask
+        self.columns["mask"] = mask
         self._states = None
-
-    def column(self, name: str) -> NDArray[Any] | None:
-        """Return a column of `rollouts.wire_columns.LAYOUT`; None where no rollout has it."""
-        return self.table.columns.get(name)
 
     def optional_columns(self) -> dict[str, NDArray[np.float32]]:
         """Return the token columns that only some groups have, float32[sum R] each, by name.
@@ -192,21 +183,15 @@ class RolloutGroup:
         Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>. The values of a
         rollout without are nan.
         """
-        columns = self.table.columns
-        if _OPTIONAL.isdisjoint(columns):
-            return {}
-        names = ("ref_logprobs", "values", "token_rewards")
-        found = {name: columns[name] for name in names if name in columns}
-        for teacher, row in zip(
-            self.table.teachers, columns.get("teacher_logprobs", ()), strict=True
-        ):
-            found[f"teacher_logprobs/{teacher}"] = row
+        found = {name: self.columns[name] for name in OPTIONAL if name in self.columns}
+        for n, teacher in enumerate(self.head.teachers):
+            found[f"teacher_logprobs/{teacher}"] = self.columns["teacher_logprobs"][n]
         return found
 
     @property
     def bounds(self) -> Bounds:
         """Return the bounds of the columns, which are known of a received group."""
-        return self._bounds or bounds_of(self.table.columns)
+        return self._bounds or bounds_of(self.columns)
 
     @property
     def scores(self) -> NDArray[np.float32]:
@@ -219,25 +204,24 @@ class RolloutGroup:
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
     def _rewards(self, name: str) -> NDArray[np.float32]:
-        if name not in self.table.reward_names:
+        if name not in self.head.rewards:
             return np.full(len(self), np.nan, "<f4")
-        column = self.table.reward_names.index(name)
-        return self.table.columns["rewards"][:, column].astype("<f4")
+        return self.columns["rewards"][:, self.head.rewards.index(name)].astype("<f4")
 
     @property
     def truncated(self) -> NDArray[np.bool_]:
         """Return whether each rollout ended at its token limit, bool[k]."""
-        reasons = self.table.finish_reasons
+        reasons = self.head.finish_reasons
         if "length" not in reasons:
             return np.zeros(len(self), np.bool_)
-        truncated: NDArray[np.bool_] = self.table.columns["finishes"] == reasons.index("length")
+        truncated: NDArray[np.bool_] = self.columns["finishes"] == reasons.index("length")
         return truncated
 
     @property
     def token_limits(self) -> NDArray[np.int32]:
         """Return `max_tokens` of each rollout, int32[k]."""
         limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
-        for n, own in self.table.own.items():
+        for n, own in self.head.own:
             if isinstance(own.sample, Sample):
                 limits[n] = own.sample.max_tokens
         return limits
@@ -245,7 +229,7 @@ class RolloutGroup:
     @property
     def errors(self) -> list[str]:
         """Return the different errors of the rollouts, sorted."""
-        return sorted({own.error for own in self.table.own.values() if own.error})
+        return sorted({own.error for _, own in self.head.own if own.error})
 
     @property
     def multimodal(self) -> list[MediaRef]:
@@ -262,34 +246,34 @@ class RolloutGroup:
         Segments of one session share it; any other rollout is a session of its own.
         """
         sessions = [f"#{n}" for n in range(len(self))]
-        for n, own in self.table.own.items():
+        for n, own in self.head.own:
             if own.session_id:
-                sessions[n] = f"{int(self.table.columns['indices'][n])}/{own.session_id}"
+                sessions[n] = f"{int(self.columns['indices'][n])}/{own.session_id}"
         return sessions
 
     @property
     def status(self) -> Status:
         """Return the status of the group (`group_status`)."""
-        return _status_of(frozenset(self.table.columns["statuses"].tolist()))
+        return _status_of(frozenset(self.columns["statuses"].tolist()))
 
     def set_status(self, status: Status) -> None:
         """Give all rollouts this status."""
         codes = np.full(len(self), STATUSES.index(status), "u1")
-        self.table.columns["statuses"] = codes
+        self.columns["statuses"] = codes
         self._states = None
 
     # -- ages ----------------------------------------------------------------
 
     def oldest(self) -> VersionSpan | None:
         """Return the span with the oldest policy version; None where no token was sampled."""
-        spans = (span for spans in spans_of(self.table) for span in spans)
+        spans = (span for spans in self.spans() for span in spans)
         return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
 
     def oldest_by_lineage(self) -> dict[str, int]:
         """Return the oldest policy version of each lineage of weights in the group."""
         # of all lineages, because only the server knows which are still in use
         oldest: dict[str, int] = {}
-        for spans in spans_of(self.table):
+        for spans in self.spans():
             for span in spans:
                 if span.length:
                     known = oldest.get(span.lineage, span.version)
@@ -312,12 +296,12 @@ class RolloutGroup:
 
     def _only_weights(self) -> tuple[str, int] | None:
         """Return the lineage and version of all tokens; None if they differ or one has expired."""
-        rows = self.table.columns["spans"].tolist() if "spans" in self.table.columns else []
+        rows = self.columns["spans"].tolist() if "spans" in self.columns else []
         weights = {(lineage, version) for _, _, length, version, lineage in rows if length}
-        if len(weights) != 1 or _EXPIRED in self.table.columns["statuses"].tolist():
+        if len(weights) != 1 or _EXPIRED in self.columns["statuses"].tolist():
             return None
         ((lineage, version),) = weights
-        return self.table.lineages[lineage], version
+        return self.head.lineages[lineage], version
 
     def last_by_lineage(self) -> dict[str, int]:
         """Return the newest version that keeps every rollout trainable, by lineage of weights.
@@ -341,7 +325,7 @@ class RolloutGroup:
         """
         ages: set[tuple[Any, ...]] = set()
         newest: dict[str, int] = {}
-        codes = self.table.columns["statuses"].tolist()
+        codes = self.columns["statuses"].tolist()
         for code, (part, found) in zip(codes, self._parts(), strict=True):
             spans = [span for span in found if span.length]
             if not spans:
@@ -370,13 +354,17 @@ class RolloutGroup:
             masks.append(own if fresh is None else fresh)
         return np.concatenate(masks)
 
-    def experts(self) -> list[NDArray[np.int16] | str | None]:
+    def spans(self) -> list[list[VersionSpan]]:
+        """Return the spans of each member."""
+        return spans_of(self.head, self.columns)
+
+    def experts(self) -> list[Experts]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
-        return experts_of(self.table)
+        return experts_of(self.head, self.columns)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
         """Yield the part of the token columns that each rollout has, and its spans."""
         ends = np.cumsum(self.lengths).tolist()
         lengths = self.lengths.tolist()
-        for end, length, spans in zip(ends, lengths, spans_of(self.table), strict=True):
+        for end, length, spans in zip(ends, lengths, self.spans(), strict=True):
             yield slice(end - length, end), spans

@@ -54,12 +54,11 @@ import msgpack
 import msgspec
 
 from buffer.errors import WireError
-from buffer.wire.checks import check_containers, check_table
-from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, Seal, pack, unpack
-from buffer.wire.document import SCHEMA, Document, Head, read
+from buffer.wire.checks import check_containers, check_group
+from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
+from buffer.wire.document import SCHEMA, Head, read
 from buffer.wire.framing import MAX_BYTES, expand
 from buffer.wire.group import RolloutGroup
-from buffer.wire.table import Table
 
 _encode_head = msgspec.msgpack.Encoder().encode
 
@@ -81,7 +80,7 @@ def encode(group: RolloutGroup) -> bytes:
 
     Raises WireError for values that the format does not have.
     """
-    directory, pieces, size = pack(_written(group.table.columns))
+    directory, pieces, size = pack(_written(group.columns))
     return b"".join(_document(_head(group, directory), pieces, size))
 
 
@@ -98,10 +97,10 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
 
     The group must not change until the pieces are sent.
     """
-    directory, pieces, size = pack(_written(group.table.columns))
+    directory, pieces, size = pack(_written(group.columns))
     head = _head(group, directory)
     read(head + _PADS[0] + _NO_DATA)
-    check_table(group.table)
+    check_group(group.head, group.columns)
     return _document(head, pieces, size)
 
 
@@ -112,23 +111,15 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
         SchemaVersionError: written by another version.
         WireError: the bytes are no complete, consistent group.
     """
-    document = read_document(expand(data))
-    table = _table(document)
-    seal = Seal(table.columns)
-    return RolloutGroup.of_table(document.gid, document.task, table, check_table(table), seal)
-
-
-def read_document(data: bytes | memoryview) -> Document:
-    """Return the document, whose columns and untyped values are not checked.
-
-    Raises WireError for bytes that are no document of limited size.
-    """
+    data = expand(data)
     if len(data) > MAX_BYTES:
         raise WireError(
             f"the document has {len(data)} bytes", hint=f"at most {MAX_BYTES} are accepted"
         )
     check_containers(data)
-    return read(data)
+    document = read(data)
+    columns = unpack(document.columns, document.data)
+    return RolloutGroup.received(document, columns, check_group(document, columns))
 
 
 def _written(columns: Columns) -> Columns:
@@ -141,19 +132,9 @@ def _written(columns: Columns) -> Columns:
 
 def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
     """Return the beginning of the document, up to the last value before `pad`."""
-    table = group.table
-    head = Head(
-        gid=group.gid,
-        task=group.task,
-        shared=table.shared,
-        own=sorted(table.own.items()),
-        responses=table.responses,
-        finish_reasons=table.finish_reasons,
-        lineages=table.lineages,
-        rewards=table.reward_names,
-        teachers=table.teachers,
-        columns=directory,
-    )
+    # of a received group, the head is the document: its data is not written again
+    fields = {name: getattr(group.head, name) for name in Head.__struct_fields__}
+    head = Head(**fields | {"columns": directory})
     try:
         packed: bytes = _encode_head(head)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -169,19 +150,3 @@ def _document(head: bytes, pieces: list[bytes | memoryview], size: int) -> list[
     missing = -(len(head) + len(_PADS[0]) + _BIN_32.size) % ALIGNMENT
     start = b"".join([head, _PADS[missing], _BIN_32.pack(_BIN_32_TYPE, size)])
     return [start, *pieces]
-
-
-def _table(document: Document) -> Table:
-    own = dict(document.own)
-    if len(own) != len(document.own):
-        raise WireError("at own: a position twice")
-    return Table(
-        document.shared,
-        own,
-        document.responses,
-        document.finish_reasons,
-        document.lineages,
-        document.rewards,
-        document.teachers,
-        unpack(document.columns, document.data),
-    )

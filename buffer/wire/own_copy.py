@@ -7,10 +7,11 @@ from, what its siblings get, or what the next try gets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,49 +30,37 @@ def own_copy(value: T) -> T:
     Containers are lists, dicts, sets, tuples, dataclasses and pydantic models. Other objects (an
     image, a tensor, a client) are the same in the copy: not all of them can be copied.
     """
-    copied: T = _copied(value)
-    return copied
-
-
-def _copied(value: Any) -> Any:
-    kind = type(value)
+    given = cast(Any, value)
+    kind = type(given)
+    made: Any = given
     if kind in _IMMUTABLE:
         return value
     if kind is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if kind is list:
-        return [_copied(item) for item in value]
-    return _copied_other(value)
+        made = {key: own_copy(item) for key, item in given.items()}
+    elif kind is list:
+        made = [own_copy(item) for item in given]
+    elif isinstance(given, np.ndarray | bytearray | set):
+        made = copy(given)
+    elif isinstance(given, dict):  # of a class of its own; lists in the same way
+        made = copy(given)
+        made.update({key: own_copy(item) for key, item in given.items()})
+    elif isinstance(given, list):
+        made = copy(given)
+        made[:] = [own_copy(item) for item in given]
+    elif isinstance(given, tuple):
+        items = [own_copy(item) for item in given]
+        made = given._make(items) if hasattr(given, "_make") else tuple(items)
+    elif isinstance(given, BaseModel):
+        made = _with_own(given, vars(given))
+    elif is_dataclass(given) and not isinstance(given, type):
+        made = _with_own(given, [field.name for field in fields(given)])
+    return cast(T, made)
 
 
-def _copied_other(value: Any) -> Any:
-    if isinstance(value, np.ndarray | bytearray):
-        return value.copy()
-    made: Any
-    if isinstance(value, dict):  # of a class of its own; lists in the same way
-        made = copy(value)
-        made.update({key: _copied(item) for key, item in value.items()})
-        return made
-    if isinstance(value, list):
-        made = copy(value)
-        made[:] = [_copied(item) for item in value]
-        return made
-    if isinstance(value, set):
-        return copy(value)
-    if isinstance(value, tuple):
-        items = [_copied(item) for item in value]
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
-    if isinstance(value, BaseModel):
-        return _with_own(value, vars(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return _with_own(value, [field.name for field in fields(value)])
-    return value
-
-
-def _with_own(value: Any, names: Any) -> Any:
+def _with_own(value: Any, names: Iterable[str]) -> Any:
     made = copy(value)
     for name in names:
-        object.__setattr__(made, name, _copied(getattr(value, name)))
+        object.__setattr__(made, name, own_copy(getattr(value, name)))
     return made
 
 
@@ -85,7 +74,7 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
         if name == "routed_experts" and isinstance(value, np.ndarray):
             made.__dict__[name] = read_only(value)
         else:
-            made.__dict__[name] = instead[name] if name in instead else _copied(value)
+            made.__dict__[name] = instead[name] if name in instead else own_copy(value)
     return made
 
 

@@ -178,7 +178,7 @@ class EvaluationPlan:
             self._record(step, task, groups)
 
     def _record(self, step: int, task: str, groups: list[RolloutGroup]) -> None:
-        columns = [group.column("spans") for group in groups]
+        columns = [group.columns.get("spans") for group in groups]
         newest = max((spans[:, 3].max() for spans in columns if spans is not None), default=step)
         metrics = self._evaluator.evaluate(groups)
         metrics["eval/newest_version"] = float(newest)

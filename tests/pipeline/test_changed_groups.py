@@ -72,7 +72,7 @@ def test_tokens_that_changed_are_not_submitted(
     claimed.clear()
 
     def judge(**_: Any) -> float:
-        overwrite(claimed[0].table.columns[column])
+        overwrite(claimed[0].columns[column])
         return 1.0
 
     with pytest.raises(GroupChanged, match=f"{gid}: {column}"):

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
-from buffer.wire.table import spans_of
 from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
@@ -94,7 +93,7 @@ class LossWitness:
             note_micro_batch(self._note, step, self._rank, number, groups, batch)
 
     def _begin(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        sizes = {group.gid: len(group.table.responses) for group in groups}
+        sizes = {group.gid: len(group.head.responses) for group in groups}
         self._note("batch", step=step, rank=self._rank, groups=sizes)
 
 
@@ -132,9 +131,9 @@ def members_in(
             response,
             batch.rollout_logprobs[part].numpy(),
             batch.mask[part].numpy(),
-            spans_of(group.table)[n],
+            group.spans()[n],
         )
-        found |= {"gid": group.gid, "member": int(group.table.columns["indices"][n])}
+        found |= {"gid": group.gid, "member": int(group.columns["indices"][n])}
         found["is_predicted"] = bool(np.array_equal(response, targets[part]))
         found["reward"] = float(group.scores[n])
         if advantages is not None:

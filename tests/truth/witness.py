@@ -27,7 +27,6 @@ from xxhash import xxh3_128_hexdigest
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import VersionSpan
 from buffer.wire.sampling import SampleParams
-from buffer.wire.table import spans_of
 
 if TYPE_CHECKING:
     # judges load this file for `score_of`, each in a process of its own
@@ -105,13 +104,13 @@ def runs(mask: NDArray[Any]) -> list[list[float]]:
 def members_of(group: RolloutGroup) -> Iterator[Content]:
     """Yield the content of each rollout of a group, and its reward, from the group's columns."""
     ends = np.cumsum(group.lengths).tolist()
-    spans = spans_of(group.table)
+    spans = group.spans()
     for n, (end, length) in enumerate(zip(ends, group.lengths.tolist(), strict=True)):
         part = slice(end - length, end)
         columns = (group.response_ids[part], group.logprobs[part], group.mask[part])
         yield {
             "gid": group.gid,
-            "member": int(group.table.columns["indices"][n]),
+            "member": int(group.columns["indices"][n]),
             "reward": float(group.scores[n]),
             **content(group.prompt_ids, *columns, spans[n]),
         }

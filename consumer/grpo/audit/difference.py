@@ -31,7 +31,6 @@ from buffer.errors import WireError
 from buffer.ids import NAME
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
-from buffer.wire.table import spans_of
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.reader import check_content
 
@@ -108,7 +107,7 @@ def _logprobs(learner: Learner, group: RolloutGroup) -> NDArray[np.float32]:
 def _parts(group: RolloutGroup) -> Iterator[tuple[PolicyVersion, slice]]:
     """Yield the weights of each span, and its part of the token columns."""
     starts = np.cumsum(group.lengths) - group.lengths
-    for start, spans in zip(starts.tolist(), spans_of(group.table), strict=True):
+    for start, spans in zip(starts.tolist(), group.spans(), strict=True):
         for span in spans:
             first = start + span.start
             if span.length:

@@ -34,7 +34,7 @@ def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Sce
 
 def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) -> None:
     results = finished(scene, 3)
-    results[1].group.table.columns["spans"][0, 2] = 99
+    results[1].group.columns["spans"][0, 2] = 99
     first, second, third = scene.run.buffer.submit_many("w0", results)
     assert (first, third) == (Stored(Status.COMPLETED, 1), Stored(Status.COMPLETED, 2))
     assert isinstance(second, WireError)
@@ -52,7 +52,7 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = finished(scene, 20)
-    results[7].group.table.columns["spans"][0, 2] = 99
+    results[7].group.columns["spans"][0, 2] = 99
     prepared: list[str] = []
     prepare = group_bytes.pieces_checked
 

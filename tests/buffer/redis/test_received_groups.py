@@ -69,7 +69,7 @@ class _Stored:
 
 
 def _bytes(group: RolloutGroup) -> dict[str, bytes]:
-    return {name: column.tobytes() for name, column in group.table.columns.items()}
+    return {name: column.tobytes() for name, column in group.columns.items()}
 
 
 def test_no_group_changes_while_others_are_read(scene: Scene) -> None:

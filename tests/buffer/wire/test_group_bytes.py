@@ -246,11 +246,11 @@ def deep(levels: int) -> Any:
 
 
 def break_span(group: RolloutGroup) -> None:
-    group.table.columns["spans"] = np.array([[0, 0, 99, 0, 0]])
+    group.columns["spans"] = np.array([[0, 0, 99, 0, 0]])
 
 
 def break_logprob(group: RolloutGroup) -> None:
-    group.table.columns["logprobs"] = np.full(3, np.nan, "<f4")
+    group.columns["logprobs"] = np.full(3, np.nan, "<f4")
 
 
 def break_length(group: RolloutGroup) -> None:
@@ -258,7 +258,7 @@ def break_length(group: RolloutGroup) -> None:
 
 
 def break_token(group: RolloutGroup) -> None:
-    group.table.columns["prompt_ids"] = np.array([-1], "<i4")
+    group.columns["prompt_ids"] = np.array([-1], "<i4")
 
 
 def break_sample(group: RolloutGroup) -> None:
@@ -266,7 +266,7 @@ def break_sample(group: RolloutGroup) -> None:
 
 
 def break_member(group: RolloutGroup) -> None:
-    group.table.own[2] = Own()
+    group.head.own.append((2, Own()))
 
 
 def break_nesting(group: RolloutGroup) -> None:
@@ -399,9 +399,9 @@ def test_optional_columns_are_plain_msgpack_too() -> None:
 
 def test_optional_columns_lie_beside_the_others_for_the_trainer() -> None:
     group = group_bytes.decode(group_bytes.encode(full()))
-    ref_logprobs = group.column("ref_logprobs")
-    teacher_logprobs = group.column("teacher_logprobs")
-    experts = group.column("routed_experts")
+    ref_logprobs = group.columns.get("ref_logprobs")
+    teacher_logprobs = group.columns.get("teacher_logprobs")
+    experts = group.columns.get("routed_experts")
     assert ref_logprobs is not None
     assert teacher_logprobs is not None
     assert experts is not None
@@ -412,9 +412,9 @@ def test_optional_columns_lie_beside_the_others_for_the_trainer() -> None:
     assert group.states[1].values is None
     assert group.states[1].routed_experts == "file:///experts/8"
     plainest = group_bytes.decode(group_bytes.encode(sample()))
-    assert {plainest.column(n) is None for n in ("ref_logprobs", "values", "routed_experts")} == {
-        True
-    }
+    assert {
+        plainest.columns.get(n) is None for n in ("ref_logprobs", "values", "routed_experts")
+    } == {True}
 
 
 def test_experts_of_different_models_are_refused() -> None:
@@ -458,14 +458,14 @@ def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
         (("more",), 1, "more"),
         (("responses",), [], "responses"),
         (("responses",), ["a"], "position 1 of 1 rollouts"),
-        (("responses",), ["a"] * 3, "2 values for 3 rollouts"),
+        (("responses",), ["a"] * 3, "of 3 rollouts"),
         (("responses",), ["a", 7], "responses.1"),
-        (("finish_reasons",), [], "without a name"),
+        (("finish_reasons",), [], "finish_reasons need"),
         (("finish_reasons",), ["stop", "stop"], "twice"),
-        (("lineages",), [], "a lineage that is none of 0"),
-        (("rewards",), [], "1 columns for 0 names"),
+        (("lineages",), [], "lineages need"),
+        (("rewards",), [], "rewards need"),
         (("rewards",), ["a", "a"], "twice"),
-        (("teachers",), ["a"], "0 rows for 1 teachers"),
+        (("teachers",), ["a"], "teachers need"),
         (("own",), [[2, {}]], "position 2 of 2"),
         (("own",), [[1, {}], [0, {}]], "position 0"),
         (("own", 0, 0), -1, "own.0.0"),
@@ -515,8 +515,8 @@ def test_inconsistent_documents_are_refused_with_the_path(
         ("finishes", [255, 255], "without a name"),
         ("rewards", [[1.0], [float("inf")]], "range of float32"),
         ("rewards", [[-1e39], [1.0]], "range of float32"),
-        ("rewards", [[1.0]], "1 rows for 2 rollouts"),
-        ("rewards", [[], []], "0 columns for 1 names"),
+        ("rewards", [[1.0]], "shape \\[1, 1\\], expected \\[2, 1\\]"),
+        ("rewards", [[], []], "shape \\[2, 0\\], expected \\[2, 1\\]"),
         ("spans", [[0, 0, 4, 0, 0]], "outside of 3"),
         ("spans", [[1, 0, 1, 0, 0]], "outside of 0"),
         ("spans", [[0, -1, 1, 0, 0]], "below 0"),
@@ -527,21 +527,21 @@ def test_inconsistent_documents_are_refused_with_the_path(
         ("spans", [[1, 0, 0, 0, 0], [0, 0, 1, 0, 0]], "not in order"),
         ("spans", [[0, 0, 1, 0, 1]], "a lineage that is none of 1"),
         ("spans", [[0, 0, 1, 0]], "expected .n, 5."),
-        ("lengths", [3, 1], "for 4 response tokens"),
+        ("lengths", [3, 1], "with 4 response tokens"),
         ("lengths", [4, -1], "negative"),
-        ("lengths", [3, 0, 0], "for 2 rollouts"),
+        ("lengths", [3, 0, 0], "shape \\[3\\], expected \\[2\\]"),
         ("lengths", [2**31 - 1, 2**31 - 1], "response tokens"),
         ("response_ids", [1, -1, 1], "negative"),
         ("prompt_ids", [-1], "negative"),
         ("logprobs", NAN, "logprobs"),
         ("logprobs", INFINITE, "logprobs"),
         ("mask", [1, 2, 1], "mask"),
-        ("values", [], "0 values for 3"),
+        ("values", [], "shape \\[0\\], expected \\[3\\]"),
         ("values", INFINITE, "columns.values: an infinite"),
         ("values", NAN, "NaN for some"),
         ("token_rewards", NAN, "NaN for some"),
         ("ref_logprobs", [float("nan")] * 3, "no rollout"),
-        ("teacher_logprobs", [[0, 0, 0]], "1 rows for 0 teachers"),
+        ("teacher_logprobs", [[0, 0, 0]], "teachers need"),
         ("routed_experts", [[[1]]] * 4, "need each other"),
         ("has_experts", [1, 0], "need each other"),
     ],
@@ -563,8 +563,8 @@ def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: 
         ("has_experts", [0, 0], "need each other"),
         ("has_experts", [2, 0], "neither 0 nor 1"),
         ("teacher_logprobs", [[-1, -2, -3], [np.nan, -1, -4]], "NaN for some"),
-        ("teacher_logprobs", [[-1, -2], [-1, -4]], "2 values for 3 tokens"),
-        ("teacher_logprobs", [[-1, -2, -3]], "1 rows for 2 teachers"),
+        ("teacher_logprobs", [[-1, -2], [-1, -4]], "shape \\[2, 2\\], expected \\[2, 3\\]"),
+        ("teacher_logprobs", [[-1, -2, -3]], "shape \\[1, 3\\], expected \\[2, 3\\]"),
     ],
 )
 def test_inconsistent_optional_columns_are_refused(name: str, values: Any, said: str) -> None:

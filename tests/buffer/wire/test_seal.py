@@ -34,7 +34,7 @@ def received(kind: str = "plain") -> RolloutGroup:
     return group_bytes.decode(memoryview(bytearray(DATA[kind])).toreadonly())
 
 
-COLUMNS = sorted(received().table.columns)
+COLUMNS = sorted(received().columns)
 
 
 @given(st.sampled_from(sorted(DATA)), st.sampled_from(COLUMNS), st.floats(0, 1), st.booleans())
@@ -42,7 +42,7 @@ def test_a_changed_byte_of_any_column_is_found_and_named(
     kind: str, name: str, place: float, is_continued: bool
 ) -> None:
     group = received(kind)
-    column = group.table.columns[name]
+    column = group.columns[name]
     if is_continued:
         group = group.continued(group.states)
     group.check_unchanged()
@@ -60,13 +60,13 @@ def test_a_group_may_get_another_mask_and_status_and_no_other_column() -> None:
     group.mask = group.mask.copy()
     group.set_status(Status.ABORTED)
     group.check_unchanged()
-    group.table.columns["rewards"] = group.table.columns["rewards"] + 1
+    group.columns["rewards"] = group.columns["rewards"] + 1
     with pytest.raises(GroupChanged, match="rewards changed"):
         group.check_unchanged()
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_received_columns_are_read_only(kind: str) -> None:
-    for column in received(kind).table.columns.values():
+    for column in received(kind).columns.values():
         with pytest.raises(ValueError, match="read-only"):
             column[...] = 0

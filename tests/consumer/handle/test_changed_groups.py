@@ -44,7 +44,7 @@ def test_nothing_follows_from_a_group_that_changed(
 ) -> None:
     consumer = trainer(run)
     batch = take(run, consumer)
-    overwrite(batch.groups[1].table.columns[column])
+    overwrite(batch.groups[1].columns[column])
     with pytest.raises(GroupChanged, match=f"{batch.groups[1].gid}: {column}") as error:
         act(consumer, tmp_path)
     assert error.value.hint
@@ -80,6 +80,6 @@ def test_groups_of_an_evaluation_are_compared_too(run: Run, trainer: Trainers) -
     with at_work(run, math=1):
         consumer.take_batch(1, {"math": 1})
         groups = consumer.evaluate("quiz", 2)
-    overwrite(groups[1].table.columns["rewards"])
+    overwrite(groups[1].columns["rewards"])
     with pytest.raises(GroupChanged, match="rewards"):
         consumer.commit(1, keep=1)

@@ -33,13 +33,13 @@ def without_score() -> RolloutGroup:
 
 def torn() -> RolloutGroup:
     group = make_group(51)
-    group.table.columns["logprobs"] = group.logprobs[:-1]
+    group.columns["logprobs"] = group.logprobs[:-1]
     return group
 
 
 def promptless() -> RolloutGroup:
     group = make_group(52)
-    group.table.columns["prompt_ids"] = np.empty(0, "<i4")
+    group.columns["prompt_ids"] = np.empty(0, "<i4")
     return group
 
 
@@ -51,7 +51,7 @@ def showing() -> RolloutGroup:
 
 def failed() -> RolloutGroup:
     group = make_group(54)
-    group.table.columns["statuses"][1] = STATUSES.index(Status.FAILED)
+    group.columns["statuses"][1] = STATUSES.index(Status.FAILED)
     return group
 
 

@@ -249,14 +249,14 @@ def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> 
 
 def test_pack_refuses_a_group_without_prompt_ids() -> None:
     group = make_group(0)
-    group.table.columns["prompt_ids"] = np.empty(0, np.int32)
+    group.columns["prompt_ids"] = np.empty(0, np.int32)
     with pytest.raises(WireError, match="no prompt ids"):
         Packer(100).pack_pad_dispatch(BatchTable.of([group]))
 
 
 def test_pack_refuses_columns_that_disagree() -> None:
     group = make_group(0)
-    group.table.columns["logprobs"] = group.logprobs[:-1]
+    group.columns["logprobs"] = group.logprobs[:-1]
     with pytest.raises(WireError, match="logprobs"):
         Packer(100).pack_pad_dispatch(BatchTable.of([group]))
 
