@@ -21,7 +21,7 @@ from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.records import RecordsDataset, problem_of
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.simulation.lengths import Lengths
@@ -85,7 +85,7 @@ def simulated_run(
     consumer = RolloutConsumer(run)
     consumer.open()
     stop = threading.Event()
-    producer = AgentLoopManager(run, {TASK: LengthSampler(lengths)}, strategies_of(run.limits))
+    producer = Producer(run, {TASK: LengthSampler(lengths)}, strategies_of(run.limits))
     thread = threading.Thread(
         target=producer.produce_loop, args=(stop,), name="producer", daemon=True
     )

@@ -7,10 +7,10 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from buffer.errors import ConfigError, describe
@@ -38,6 +38,21 @@ def check_module(spec: str, *, kind: str) -> None:
         found = None
     if found is None:
         raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
+
+
+def load_function(
+    spec: str, *, kind: str, built_in: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., Any]:
+    """Return the function at `spec`: "package.module:name", or a name of `built_in`.
+
+    Raises ConfigError where there is no such function.
+    """
+    function: Callable[..., Any] = load_object(
+        built_in.get(spec, spec), kind=kind, built_in=built_in
+    )
+    if not callable(function):
+        raise ConfigError(f"{kind} {spec!r} is not a function", hint='give "module:function"')
+    return function
 
 
 def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:

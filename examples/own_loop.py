@@ -38,7 +38,7 @@ from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
@@ -78,7 +78,7 @@ def main(folder: Path, steps: int = 4) -> list[str]:
 def loop(run: Run, folder: Path, steps: int) -> list[str]:
     dataset = RecordsDataset(PROBLEMS, "problems", problem_of)
     sampler = Sampler("sums", dataset, Characters(), SampleParams(max_tokens=16), prompt_repeat_k=2)
-    producer = AgentLoopManager(run, {"sums": sampler}, strategies_of(run.limits))
+    producer = Producer(run, {"sums": sampler}, strategies_of(run.limits))
     consumer, weights, lines = RolloutConsumer(run), np.zeros(1, dtype=np.float32), []
     sender = FolderSender(folder / "weights")
     consumer.open()  # or at the position of your checkpoint

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from buffer.errors import ConfigError, ModelError
+from buffer.imports import load_function
 from buffer.model.order_policy import load_order
 from buffer.model.origin import Origin
 from buffer.redis.store import Store
@@ -46,12 +47,12 @@ from producer_workers.judges.load import (
     make_judge,
 )
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
-from producer_workers.producer.curriculum import Curriculum, load_weight_function
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.curriculum import Curriculum
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.strategy import load_should_continue, strategies_of
+from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
-from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.process_function import Call, ProcessFunction
 from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
@@ -62,7 +63,7 @@ def problems_dir(config: ProducingConfig, task: str) -> Path:
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
-def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> AgentLoopManager:
+def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer:
     """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(config.model_folder))
     samplers = {}
@@ -72,14 +73,15 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> AgentLoo
             hint = "start the trainer with this config first: it adds the task"
             raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         rule = config.strategy_of(name).should_continue_fn
-        function = load_should_continue(rule)
-        should_continue[name] = continue_call(rule, function) if rule and function else None
+        if rule:
+            function = load_function(rule, kind="should_continue_fn")
+            should_continue[name] = continue_call(rule, function)
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
         images = _image_prompts(config, run, name)
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
-    return AgentLoopManager(
+    return Producer(
         run,
         samplers,
         strategies_of(run.limits, should_continue),
@@ -91,8 +93,9 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> AgentLoo
 
 def _curriculum(config: ProducingConfig, run: Run) -> Curriculum | None:
     spec = config.plan.curriculum
-    function = load_weight_function(spec)
-    return Curriculum(run, curriculum_call(spec, function)) if spec and function else None
+    if spec is None:
+        return None
+    return Curriculum(run, curriculum_call(spec, load_function(spec, kind="curriculum")))
 
 
 def task_sampler(
@@ -177,7 +180,13 @@ def make_worker(
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
     names = _task_names(config)
     check_images(config, names, engine)
-    _check_structures(config, names, engine)
+    for name in names:  # responses without the structure would only look like a bad model
+        if config.tasks[name].sample.structured and not structures(engine):
+            raise ConfigError(
+                f"the engine {engine.name} cannot generate structured output "
+                f"(sample.structured of task {name!r})",
+                hint="use [engine] kind vllm, or http with a server that has `structured_outputs`",
+            )
     if problem := config.context_problem(context_length(engine), names):
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
@@ -228,20 +237,6 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
             )
 
 
-def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """Raise ConfigError if a task wants structured output and the engine cannot generate it.
-
-    Responses without the structure would only look like a bad model.
-    """
-    wanted = [name for name in names if config.tasks[name].sample.structured]
-    if wanted and not structures(engine):
-        raise ConfigError(
-            f"the engine {engine.name} cannot generate structured output "
-            f"(sample.structured of task {wanted[0]!r})",
-            hint="use [engine] kind vllm, or http with a server that has `structured_outputs`",
-        )
-
-
 def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
     """Return limits that permit every image that one of `sections` permits."""
     given = [section for section in sections if section] or [ImagesSection()]
@@ -284,15 +279,16 @@ def _make_runner(
 def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
-    within = partial(judges.run, judging.grace_s)
+    run = partial(judges.run, judging.grace_s)
+    call: Call
     if is_called_inline(function, judging, is_safe=spec in FILTERS):
-        here = call_here(what, what, function, "filter", judging.timeout_s)
-        return GroupFilter(what, here, within)
-    is_coroutine = inspect.iscoroutinefunction(function)
-    rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
-    call = ProcessFunction(spec, BORDERS["filter"], rules)
-    judges.close_at_end(call)
-    return GroupFilter(what, call, within)
+        call = call_here(what, what, function, "filter", judging.timeout_s)
+    else:
+        is_coroutine = inspect.iscoroutinefunction(function)
+        rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
+        call = ProcessFunction(spec, BORDERS["filter"], rules)
+        judges.close_at_end(call)
+    return GroupFilter(what, call, run)
 
 
 def _make_judge(

@@ -11,15 +11,13 @@ from functools import partial
 from typing import NamedTuple
 
 from buffer.errors import ConfigError, raise_together
-from buffer.imports import is_dotted_path, load_object
+from buffer.imports import is_dotted_path, load_function, load_object
 from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.sandbox import BUBBLEWRAP, is_url
 from producer_workers.config.task import TaskSection
 from producer_workers.judges.load import load_judge
-from producer_workers.producer.curriculum import load_weight_function
-from producer_workers.producer.strategy import load_should_continue
 from producer_workers.user_code.sandbox import check_sandbox
 from producer_workers.worker.task_runner import load_sample_filter
 
@@ -59,9 +57,8 @@ def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list
 
 def _of_the_run(config: ProducingConfig) -> Iterator[NamedFunction]:
     if curriculum := config.plan.curriculum:
-        yield NamedFunction(
-            f"[plan] curriculum = {curriculum}", partial(load_weight_function, curriculum)
-        )
+        load = partial(load_function, curriculum, kind="curriculum")
+        yield NamedFunction(f"[plan] curriculum = {curriculum}", load)
     if is_dotted_path(order := config.policy.order):
         yield NamedFunction(f"[policy] order = {order}", partial(load_order, order, order))
 
@@ -71,7 +68,8 @@ def _of_a_task(
 ) -> Iterator[NamedFunction]:
     strategy = config.strategy_of(name)
     if rule := strategy.should_continue_fn:
-        yield NamedFunction(f"should_continue_fn = {rule}", partial(load_should_continue, rule))
+        load = partial(load_function, rule, kind="should_continue_fn")
+        yield NamedFunction(f"should_continue_fn = {rule}", load)
     if (keep := strategy.is_valid_sample_fn) and not task.eval_of:
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
     loop = task.agent_loop or config.worker.agent_loop

@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from producer_workers.datasets.dataset import Dataset
     from producer_workers.engines.base import Engine
     from producer_workers.judges.judge import GroupJudge, Judge
-    from producer_workers.producer.producer import AgentLoopManager
+    from producer_workers.producer.producer import Producer as AgentLoopManager
     from producer_workers.user_code.border import runs_inline
     from producer_workers.worker.worker import Worker
     from rolloutmq.testing import RehearsalError, rehearse
 else:
     _MODULES = {
         "AgentLoop": "producer_workers.agent_loops.agent_loop",
-        "AgentLoopManager": "producer_workers.producer.producer",
+        "AgentLoopManager": "producer_workers.producer.producer:Producer",
         "Answer": "producer_workers.agent_loops.environment",
         "AsyncRolloutConsumer": "consumer.handle.async_consumer",
         "Batch": "consumer.handle.batch",
@@ -108,7 +108,8 @@ else:
         """Load a name from its module, at its first use."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name]), name)
+        module, _, alias_of = _MODULES[name].partition(":")
+        value = getattr(import_module(module), alias_of or name)
         globals()[name] = value
         return value
 

@@ -32,7 +32,7 @@ from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.load import judge_from_function, load_judge
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
@@ -104,7 +104,7 @@ def rehearse(
         sampler = Sampler(
             TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False
         )
-        producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
+        producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
         try:
@@ -145,7 +145,7 @@ def _make_loop(
 
 async def _play(
     run: Run,
-    producer: AgentLoopManager,
+    producer: Producer,
     worker: Worker,
     engine: Engine,
     count: int,
@@ -168,7 +168,7 @@ async def _play(
 
 
 async def _first_batch(
-    run: Run, producer: AgentLoopManager, working: asyncio.Task[None], count: int
+    run: Run, producer: Producer, working: asyncio.Task[None], count: int
 ) -> list[RolloutGroup]:
     """Do what a trainer does: open, take step 1, read and commit; run the producer meanwhile."""
     trainer = new_nonce()

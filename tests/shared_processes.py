@@ -11,11 +11,10 @@ SHARED = {
     "forks": (
         "tests/pipeline/test_run_command.py",
         "tests/pipeline/test_trainer_ranks.py",
-        "tests/pipeline/test_new_project.py",
         "tests/pipeline/test_own_parts.py",
         "tests/pipeline/test_roles_over_tls.py",
         "tests/pipeline/test_signed_run.py",
-        "tests/pipeline/test_elastic.py",
+        "tests/pipeline/test_hang_up.py",
         "tests/pipeline/test_tracing.py",
         "tests/consumer/handle/test_ranks.py",
         "tests/examples/",

@@ -75,10 +75,15 @@ def open_receiver(store: Store, keys: Keys) -> WeightsReceiver:
 
 
 class AnyReceiver(WeightsReceiver):
-    """Receives weights of every transport: the scheme of their address selects the receiver."""
+    """Receives weights of every transport: the scheme of their address selects the receiver.
+
+    A receiver is opened for the first weights of its transport.
+    """
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._receivers = {scheme: open_(store, keys) for scheme, open_ in _RECEIVERS.items()}
+        self._store = store
+        self._keys = keys
+        self._opened: dict[str, WeightsReceiver] = {}
 
     def check(self, published: PublishedWeights) -> None:
         self._receiver_of(published).check(published)
@@ -90,13 +95,15 @@ class AnyReceiver(WeightsReceiver):
         return self._receiver_of(published).fetch(published)
 
     def keep_only(self, folder: Path) -> None:
-        for receiver in self._receivers.values():
+        for receiver in self._opened.values():
             receiver.keep_only(folder)
 
     def close(self) -> None:
-        for receiver in self._receivers.values():
+        for receiver in self._opened.values():
             receiver.close()
 
     def _receiver_of(self, published: PublishedWeights) -> WeightsReceiver:
-        address = published.address
-        return next(r for scheme, r in self._receivers.items() if address.startswith(scheme))
+        scheme = next(each for each in _RECEIVERS if published.address.startswith(each))
+        if scheme not in self._opened:
+            self._opened[scheme] = _RECEIVERS[scheme](self._store, self._keys)
+        return self._opened[scheme]

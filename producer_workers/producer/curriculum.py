@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from buffer.control.live_settings import LiveSettings
 from buffer.control.progress import ProduceProgress
 from buffer.errors import ConfigError
-from buffer.imports import load_object
 from buffer.run import Run
 from buffer.wire.own_copy import own_copy
 
@@ -29,17 +28,6 @@ log = logging.getLogger("rolloutmq.producer")
 
 WeightFunction = Callable[[ProduceProgress], Mapping[str, float] | None]
 """Weights of some or all training tasks; None or an empty mapping leaves all as they are."""
-
-
-def load_weight_function(spec: str | None) -> WeightFunction | None:
-    """Return the function at "module:function". Raises ConfigError."""
-    if spec is None:
-        return None
-    function = load_object(spec, kind="curriculum")
-    if not callable(function):
-        raise ConfigError(f"curriculum {spec!r} is not a function", hint='give "module:function"')
-    chosen: WeightFunction = function
-    return chosen
 
 
 class Curriculum:

@@ -7,7 +7,7 @@ prompt, the same gid and the same seeds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any
@@ -40,6 +40,7 @@ class TooLong:
     max_prompt_tokens: int
 
 
+@dataclass(eq=False)
 class Sampler:
     """Makes the groups of one task. Threads may share it: nothing in it changes.
 
@@ -50,34 +51,19 @@ class Sampler:
     anything is generated that nothing could judge.
     """
 
-    def __init__(
-        self,
-        task: str,
-        dataset: Dataset,
-        tokenizer: Tokenizer,
-        sample: SampleParams,
-        *,
-        prompt_repeat_k: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        max_prompt_tokens: int | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        images: ImagePrompts | None = None,
-        system_prompt: str | None = None,
-        sources: Sequence[str] = (),
-    ) -> None:
-        self.task = task
-        self._dataset = dataset
-        self._tokenizer = tokenizer
-        self._sample = sample
-        self._k = prompt_repeat_k
-        self._seed = seed
-        self._shuffle = shuffle
-        self._max_prompt_tokens = max_prompt_tokens
-        self._tools = tools or None
-        self._images = images
-        self._system_prompt = system_prompt
-        self._sources = sources
+    task: str
+    dataset: Dataset
+    tokenizer: Tokenizer
+    sample: SampleParams
+    _: KW_ONLY
+    prompt_repeat_k: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    max_prompt_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    images: ImagePrompts | None = None
+    system_prompt: str | None = None
+    sources: Sequence[str] = ()
 
     def gid(self, draw: int) -> str:
         """Return the group id of a draw."""
@@ -85,7 +71,7 @@ class Sampler:
 
     def place(self, draw: int) -> Place:
         """Return the epoch and row of a draw."""
-        return place_of(draw, len(self._dataset), self._seed, shuffle=self._shuffle)
+        return place_of(draw, len(self.dataset), self.seed, shuffle=self.shuffle)
 
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
         """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ..., or that it is too long.
@@ -96,16 +82,16 @@ class Sampler:
         problem = self._read(draw, place)
         self._check_source(problem.data_source or "", place)
         prompt = self._encode(problem, place)
-        if self._max_prompt_tokens is not None and len(prompt.ids) > self._max_prompt_tokens:
-            return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
-        media = self._images.keep(self.gid(draw), prompt) if self._images else []
+        if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
+            return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)
+        media = self.images.keep(self.gid(draw), prompt) if self.images else []
         prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
         origin = dict(zip(ORIGIN_KEYS, (*place, prompt_hash), strict=True))
         return [
             RolloutState(
                 index=index,
                 messages=problem.messages,
-                tools=problem.tools or self._tools,
+                tools=problem.tools or self.tools or None,
                 multimodal=media,
                 prompt_ids=prompt.ids,
                 sample_params=self._params(draw, index, problem),
@@ -113,7 +99,7 @@ class Sampler:
                 ground_truth=problem.ground_truth,
                 extra={**problem.extra, **origin},
             )
-            for index in range(self._k)
+            for index in range(self.prompt_repeat_k)
         ]
 
     def encode(self, draw: int, states: list[RolloutState]) -> bytes:
@@ -126,12 +112,12 @@ class Sampler:
 
     def _read(self, draw: int, place: Place) -> Problem:
         try:
-            if isinstance(self._dataset, ContainedDataset):
+            if isinstance(self.dataset, ContainedDataset):
                 coming = (self.place(number) for number in range(draw, draw + AHEAD))
-                problem = self._dataset.row_of(coming)
+                problem = self.dataset.row_of(coming)
             else:
-                problem = self._dataset.row(place.row, place.epoch)
-            messages = with_system_prompt(problem.messages, self._system_prompt)
+                problem = self.dataset.row(place.row, place.epoch)
+            messages = with_system_prompt(problem.messages, self.system_prompt)
             return problem.model_copy(update={"messages": messages})
         except DatasetError:
             raise
@@ -142,21 +128,21 @@ class Sampler:
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
     def _check_source(self, source: str, place: Place) -> None:
-        if self._sources and not any(fnmatchcase(source, each) for each in self._sources):
+        if self.sources and not any(fnmatchcase(source, each) for each in self.sources):
             raise DatasetError(
                 f"{self.task}: row {place.row}: no judge for the data source {source!r}",
-                hint=f'known: {", ".join(self._sources)}; "*" fits every source',
+                hint=f'known: {", ".join(self.sources)}; "*" fits every source',
             )
 
     def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):
             message = f"{self.task}: row {place.row} uses the names {sorted(taken)}"
             raise DatasetError(message, hint="rename these columns of the data set")
-        tools = problem.tools or self._tools
+        tools = problem.tools or self.tools or None
         try:
-            if self._images:
-                return self._images.encode(problem, tools)
-            ids = encode_chat(self._tokenizer, problem.messages, tools)
+            if self.images:
+                return self.images.encode(problem, tools)
+            ids = encode_chat(self.tokenizer, problem.messages, tools)
             return ImagePrompt(np.array(ids, dtype="<i4"), [])
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
@@ -168,6 +154,6 @@ class Sampler:
 
     def _params(self, draw: int, index: int, problem: Problem) -> SampleParams:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
-        if self._sample.seed is not None:
-            changes["seed"] = derived_seed(self._seed, self._sample.seed, self.task, draw, index)
-        return self._sample.model_copy(update=changes) if changes else self._sample
+        if self.sample.seed is not None:
+            changes["seed"] = derived_seed(self.seed, self.sample.seed, self.task, draw, index)
+        return self.sample.model_copy(update=changes) if changes else self.sample

@@ -18,7 +18,6 @@ from typing import Protocol
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.imports import load_object
 from buffer.model.limits import RunLimits
 from buffer.wire.staleness import last_step_for
 
@@ -41,11 +40,6 @@ class ProduceContext:
     """groups that the trainer waits for to complete a batch that it has taken"""
 
     @property
-    def version(self) -> int:
-        """Return the newest policy version."""
-        return self.state.weights.version
-
-    @property
     def available(self) -> int:
         """Return how many groups were consumed or are ready, since the run began.
 
@@ -63,7 +57,7 @@ class ProduceContext:
 
     @property
     def draws_left(self) -> int:
-        """Return how many prompts may still be drawn; for an evaluation, twice what it needs."""
+        """Return how many prompts may still be drawn; an evaluation may draw twice its groups."""
         progress = self.progress
         return progress.draws_to - progress.cursor if progress.draws_to else sys.maxsize
 
@@ -104,7 +98,7 @@ class ProducePlan:
     target: groups of the task that may have been started or consumed, in all; None for the target
     that the trainer set. pools: (status, least size), in order: pools whose groups are reissued
     before new prompts are drawn. tail_step: last train step of the tail batch that expired groups
-    begin; None if they begin none. is_enough: start nothing; the next batch is what there is.
+    begin; None if they begin none. is_enough: start nothing; the next batch has the ready groups.
     """
 
     target: int | None
@@ -130,21 +124,8 @@ ShouldContinue = Callable[..., bool]
 `completed`: groups that are ready. `wanted`: groups that should be, for all steps that the strategy
 produces for at this moment. `progress`: the task's counts since the run began
 (buffer/control/progress.py). Called in every round of the producer. Once it returns False, nothing
-more is started for the next train step, and its batch is what there is.
+more is started for the next train step: its batch is made of the ready groups.
 """
-
-
-def load_should_continue(spec: str | None) -> ShouldContinue | None:
-    """Return the function at "module:function"; None, for the target alone, for None."""
-    if spec is None:
-        return None
-    function = load_object(spec, kind="should_continue_fn")
-    if not callable(function):
-        raise ConfigError(
-            f"should_continue_fn {spec!r} is not a function", hint='give "module:function"'
-        )
-    chosen: ShouldContinue = function
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +146,7 @@ class SyncProduceStrategy:
 
     def plan(self, context: ProduceContext) -> ProducePlan:
         """Return what to start now."""
-        target = self.target(context.version) - context.shortfall
+        target = self.target(context.state.weights.version) - context.shortfall
         # only what was interrupted too often is among the expired: others are dropped
         has_tail = self.limits.tail_tries(self.task)
         pools = (("expired", 1), ("aborted", 1)) if has_tail else (("aborted", 1),)
@@ -196,9 +177,9 @@ class AsyncProduceStrategy:
     def plan(self, context: ProduceContext) -> ProducePlan:
         """Return what to start now."""
         trigger = self.limits.of(self.task).tail_batch_trigger_size
-        last = self._last_step(context.version)
+        last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
-        needed = self.target(context.version) - surplus - context.shortfall
+        needed = self.target(context.state.weights.version) - surplus - context.shortfall
         begins = 0 < trigger <= context.leftovers.expired
         continues = self._is_in_tail_batch(context, last)
         target = needed if begins or continues else needed + surplus
@@ -230,7 +211,7 @@ class EvaluationStrategy:
     """Produces as many groups as the trainer asked for (`BatchLedger.set_target`)."""
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now: first what was begun before."""
+        """Return what to start now: first the groups that were begun before."""
         return ProducePlan(None, (("expired", 1), ("aborted", 1)))
 
 

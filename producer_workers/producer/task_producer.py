@@ -1,8 +1,6 @@
 """Starts the groups of one task: interrupted and expired ones first, then new prompts.
 
-`SamplerWithReplayBuffer` is the reference's name. There, one group at a time is taken out of a pool
-and lost if its process dies. Here groups only change stage, in scripts that count the room for
-themselves (I3, I12).
+Groups only change stage, in scripts that count the room for themselves (I3, I12).
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ PREPARED = 16
 """Prompts that are drawn ahead between two polls of the control state."""
 
 
-class SamplerWithReplayBuffer:
-    """The sampler of a task together with the task's pools.
+class TaskProducer:
+    """The sampler of a task together with its pools (the reference's SamplerWithReplayBuffer).
 
     `slice_size`: new prompts in one enqueue, at most.
     """

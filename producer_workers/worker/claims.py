@@ -1,8 +1,8 @@
 """What a worker claims, and when.
 
-It claims the next group as soon as a member of another is sampled: what is judged or submitted
-needs no room in the engine, so it does not delay the next groups. Such groups are bounded by task:
-a task whose judge is too slow is not claimed any more, the others are.
+It claims the next group as soon as a member of another is sampled: judging and submitting need no
+room in the engine. Groups that wait for their judge are bounded by task: a task whose judge is too
+slow is not claimed any more, the others are.
 
 With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
 increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
@@ -31,7 +31,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.inbox import Inbox, JobsMayWait, PartFailed
+from producer_workers.worker.inbox import Inbox, PartFailed, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -84,7 +84,7 @@ class AdaptiveConcurrency:
 
 
 class FailureBackoff:
-    """Pauses the claims of a worker of which every try fails.
+    """Pauses the claims of a worker whose every try fails.
 
     Its code or its machine may be broken while others work: without a pause, it would use up the
     tries of all groups. A single success ends the pauses.
@@ -144,21 +144,27 @@ class Claims:
         return self._adaptive.limit if wanted == "auto" else wanted
 
     def vacancy(self, shares: Shares) -> Vacancy | None:
-        """Return what to claim now, None for nothing."""
+        """Return the room for another claim; None where no group may be claimed now."""
         if self.failures.must_pause(time.monotonic()):
             self._problem.report("every try of this worker fails, so it pauses between claims")
             return None
         limit = self.limit()
         # rounded up: most of the last group waits in the engine at first
         free = ceil(limit - sum(shares.values()))
-        behind = Counter(job.task for job, share in shares.items() if not share)
-        tasks = frozenset(task for task in self._serves.tasks if behind[task] <= limit)
-        if free <= 0 or not tasks:
+        sampled: list[Job] = []
+        behind = Counter[str]()
+        for job, share in shares.items():
+            if share:
+                sampled.append(job)
+            else:
+                behind[job.task] += 1
+        serves = self._serves
+        if slow := {task for task, groups in behind.items() if groups > limit}:
+            serves = replace(serves, tasks=serves.tasks - slow)
+        if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers
-        most = min(free, max(1, limit // 4))
-        sampled = [job for job, share in shares.items() if share]
-        return Vacancy(most, replace(self._serves, tasks=tasks), sampled)
+        return Vacancy(min(free, max(1, limit // 4)), serves, sampled)
 
     def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
         """Adapt the limit to the engine's load. Return whether there is more room now."""
@@ -168,7 +174,7 @@ class Claims:
         return self._adaptive.observe(load, int(sum(shares.values()))) > before
 
     async def claim(self, weights: PolicyVersion, vacancy: Vacancy) -> Claim | None:
-        """Return what the server grants; None if it is unreachable."""
+        """Return the granted claim; None if the server is unreachable."""
         try:
             claim = await asyncio.to_thread(
                 self._run.jobs.claim,
@@ -188,7 +194,7 @@ class Claims:
 
 
 class WakeUp:
-    """Waits on a thread for a wake-up of the workers, and posts `JobsMayWait` after it.
+    """Waits on a thread for a wake-up of the workers, and posts JOBS_MAY_WAIT after it.
 
     A wake-up is for one worker: one that has no vacancy must not wait for it.
     """
@@ -198,14 +204,11 @@ class WakeUp:
         self._inbox = inbox
         self._task: asyncio.Task[None] | None = None
         self._problem = LogOnce(log, "no wake-ups")
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a wait is under way."""
-        return self._task is not None
+        self.is_awaited = False
 
     def wait(self, timeout_s: float) -> None:
-        """Begin to wait; post `JobsMayWait` at the wake-up, or after `timeout_s` without one."""
+        """Begin to wait; post JOBS_MAY_WAIT at the wake-up, or after `timeout_s` without one."""
+        self.is_awaited = True
         self._task = asyncio.create_task(self._wait(timeout_s))
 
     def cancel(self) -> None:
@@ -225,5 +228,5 @@ class WakeUp:
         except RolloutMQError as error:
             self._inbox.post(PartFailed(error))
         finally:
-            self._task = None
-            self._inbox.post(JobsMayWait())
+            self.is_awaited = False
+            self._inbox.post(Signal.JOBS_MAY_WAIT)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import redis
 
@@ -18,11 +19,11 @@ from buffer.control.control_line import ControlConnection
 from buffer.errors import RunDamaged
 from buffer.run import Run
 from producer_workers.worker.inbox import (
-    ControlLineBroken,
     HintReceived,
     Inbox,
     PartFailed,
     ReceiptAnswered,
+    Signal,
 )
 
 log = logging.getLogger("rolloutmq.worker")
@@ -32,7 +33,10 @@ RECONNECT_S = 1.0
 
 
 class ControlView:
-    """What a worker knows of the control state, and what it has acknowledged.
+    """The control state as a worker knows it, and the epoch that it has acknowledged.
+
+    `state`, `epoch`, `mode`: of the newest state; None, 0 and None before the first. `ack`: the
+    epoch that was carried out. `receipt`: the epoch that the server knows as carried out.
 
     Answers of the server are always right, even if a server that rolled back counts from an older
     epoch. Hints are not: they are taken only if they are newer. Each `receive_` method returns
@@ -41,29 +45,16 @@ class ControlView:
 
     def __init__(self) -> None:
         self.state: ControlState | None = None
-        """the newest one received"""
-        self.ack = 0
-        """the epoch that was carried out"""
-        self.receipt = 0
-        """the epoch that the server knows as carried out"""
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch of the newest state; 0 before the first."""
-        return self.state.epoch if self.state else 0
-
-    @property
-    def mode(self) -> Mode | None:
-        """Return the mode of the newest state."""
-        return self.state.mode if self.state else None
+        self.epoch = self.ack = self.receipt = 0
+        self.mode: Mode | None = None
 
     @property
     def is_carried_out(self) -> bool:
         """Return whether the worker is where the newest state wants it."""
-        return self.state is not None and self.ack == self.state.epoch
+        return self.state is not None and self.ack == self.epoch
 
     def receive_hint(self, state: ControlState) -> bool:
-        """Adopt a hint that is newer than what is known."""
+        """Adopt a hint that is newer than the known state."""
         return self.state is not None and state.epoch > self.epoch and self._adopt(state)
 
     def receive_answer(self, state: ControlState, known_epoch: int) -> bool:
@@ -84,9 +75,13 @@ class ControlView:
         if self.state is not None and state.epoch == self.epoch:
             return False
         self.state = state
+        self.mode = state.mode
+        # last: the heartbeat's thread must not name an epoch whose state it cannot see
+        self.epoch = state.epoch
         return True
 
 
+@dataclass(eq=False)
 class ControlClient:
     """Keeps the control line of one registration open: hints come in, receipts go out.
 
@@ -94,46 +89,41 @@ class ControlClient:
     is involved.
     """
 
-    def __init__(
-        self, run: Run, worker: str, nonce: str, control: ControlView, inbox: Inbox
-    ) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._control = control
-        self._inbox = inbox
-        self._line: ControlConnection | None = None
-        self._broken = asyncio.Event()
+    _run: Run
+    _worker: str
+    _nonce: str
+    _control: ControlView
+    _inbox: Inbox
+    _line: ControlConnection | None = field(default=None, init=False)
+    _broken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Keep a line open during the block. PartFailed reports an unexpected end."""
         task = asyncio.create_task(self.listen(), name="control-client")
-        task.add_done_callback(self._report_end)
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _report_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            self._inbox.post(PartFailed(error))
-
     async def listen(self) -> None:
         """Open a line, and another one whenever it breaks, until cancelled."""
-        while True:
-            try:
-                line = await asyncio.to_thread(
-                    self._run.fleet.open_control_connection, self._worker, self._nonce
-                )
-            except redis.RedisError as error:
-                log.debug("no control line for now, heartbeats carry the control state: %s", error)
-            else:
-                await self._hold(line)
-            await asyncio.sleep(RECONNECT_S)
+        try:
+            while True:
+                await self._hold()
+                await asyncio.sleep(RECONNECT_S)
+        except Exception as error:
+            self._inbox.post(PartFailed(error))
 
-    async def _hold(self, line: ControlConnection) -> None:
+    async def _hold(self) -> None:
+        try:
+            line = await asyncio.to_thread(
+                self._run.fleet.open_control_connection, self._worker, self._nonce
+            )
+        except redis.RedisError as error:
+            log.debug("no control line for now, heartbeats carry the control state: %s", error)
+            return
         loop = asyncio.get_running_loop()
         self._line = line
         self._broken.clear()
@@ -148,7 +138,7 @@ class ControlClient:
             line.close()
 
     def send_receipt(self) -> bool:
-        """Report what was carried out. Return False if a heartbeat must do that."""
+        """Send the acknowledged epoch. Return False if a heartbeat must do that."""
         if self._line is None:
             return False
         try:
@@ -158,19 +148,17 @@ class ControlClient:
         return True
 
     def _receive(self) -> None:
+        post = self._inbox.post
         try:
             if self._line:
-                self._line.receive(self._hint, self._answer)
+                self._line.receive(
+                    lambda state: post(HintReceived(state)),
+                    lambda state, ack, known: post(ReceiptAnswered(state, ack, known)),
+                )
         except (redis.RedisError, RunDamaged) as error:
             self._break(error)
-
-    def _hint(self, state: ControlState) -> None:
-        self._inbox.post(HintReceived(state))
-
-    def _answer(self, state: ControlState | None, ack: int, known_epoch: int) -> None:
-        self._inbox.post(ReceiptAnswered(state, ack, known_epoch))
 
     def _break(self, error: Exception) -> None:
         log.debug("the control line broke: %s", error)
         self._broken.set()
-        self._inbox.post(ControlLineBroken())
+        self._inbox.post(Signal.CONTROL_LINE_BROKEN)

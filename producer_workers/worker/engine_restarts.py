@@ -1,7 +1,7 @@
 """A worker outlives its engine: another one is started, later each time, and a limited number.
 
-Between two engines there is no worker: the groups of the dead one were handed back when its worker
-left, so other workers have them, and no pause waits for a receipt.
+Between two engines the worker is deregistered: its groups were handed back, so other workers have
+them, and no pause waits for a receipt.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ class GroupRunner:
 
     def judging(self) -> int:
         """Return how many groups only wait for their judge. Any thread may call it."""
-        return sum(_figure(_waits_for_judge, each, False) for each in [*self._members.values()])
+        waiting = 0
+        for members in [*self._members.values()]:
+            waiting += _figure(_waits_for_judge, members, False)
+        return waiting
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens. Any thread may call it."""
@@ -138,7 +141,7 @@ class GroupRunner:
             if is_cancelled and job in self.expiring:
                 await self._end_early(job, known_tokens)
                 return
-            # what a submission finds damaged, all groups share; what is read is the group's own
+            # a submission writes keys that all groups share; only a read concerns the group alone
             is_shared = isinstance(error, RunDamaged) and job in self._members
             if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
                 raise
@@ -156,7 +159,7 @@ class GroupRunner:
 
     async def close(self) -> None:
         """Close the agent loops. What one raises is logged: the worker leaves."""
-        closing = [runner.close() for runner in self._runners.values()]
+        closing = map(TaskRunner.close, self._runners.values())
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if error is not None:
                 log.warning("an agent loop could not be closed: %s", describe(error))
@@ -238,7 +241,7 @@ class GroupRunner:
 
     def _may_have_killed_engine(self, job: Job) -> bool:
         """Return whether the engine's death uses up a try of this group."""
-        # of a last try only if it was alone: no group ends for what another one did
+        # a last try only if it was alone: no group ends because of another one
         is_last = job.tries >= self._run.limits.max_tries
         was_sampled = job.gid in self._engine.sampled_at_death
         return was_sampled and (not is_last or job.gid in self._engine.alone)
@@ -330,7 +333,9 @@ def _open_share(members: Sequence[RolloutState]) -> float:
 
 def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
     """Return whether all members are sampled, and some are without their judge's answer."""
-    return all(map(has_ended, members)) and any(each.status in UNJUDGED for each in members)
+    if not all(map(has_ended, members)):
+        return False
+    return any(each.status in UNJUDGED for each in members)
 
 
 def _oldest_weights(

@@ -1,4 +1,4 @@
-"""The worker's heartbeat: what it reports, and the thread that sends it.
+"""The worker's heartbeat: the thread that sends it, and the watch over the event loop.
 
 Each heartbeat renews the lease, carries the receipt for the last control change that was carried
 out, and brings the control state back (I2, I10). It has a thread of its own, so that a busy event
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from buffer.control.control import ControlState
@@ -52,32 +53,25 @@ class TokenRate:
         return self._rate
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """Sends heartbeats for one registration until `stop`.
 
-    `report` is called before each one, on its thread, for what it carries, what is held, and the
-    oldest weights of what is held. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
+    `report` is called before each one, on its thread, for its content, the jobs that are held, and
+    the oldest weights of each. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
     the thread: another process registered under this id, or the run is gone. None is sent while the
     worker `is_stuck`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        worker: str,
-        nonce: str,
-        facts: Mapping[str, str],
-        report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]],
-        inbox: Inbox,
-        is_stuck: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._run = run
-        self._worker = worker
-        self._nonce = nonce
-        self._facts = facts
-        self._report = report
-        self._inbox = inbox
-        self._is_stuck = is_stuck
+    _run: Run
+    _worker: str
+    _nonce: str
+    _facts: Mapping[str, str]
+    _report: Callable[[], tuple[HeartbeatReport, Sequence[Job], Mapping[Job, PolicyVersion]]]
+    _inbox: Inbox
+    _is_stuck: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outage = LogOnce(log, "no heartbeat")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Container, Coroutine, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,11 +53,12 @@ class HeldGroups:
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""
-        found = [(task, job) for task, job in self._running.items() if job in jobs]
-        running = [(task, job) for task, job in found if not task.done()]
-        for task, _ in running:
-            task.cancel()
-        return [job for _, job in running]
+        cancelled = []
+        for task, job in self._running.items():
+            if job in jobs and not task.done():
+                task.cancel()
+                cancelled.append(job)
+        return cancelled
 
     async def cancel_all(self) -> list[Job]:
         """Cancel all jobs, wait for their ends, and return those that did not end by themselves."""
@@ -98,6 +100,7 @@ class Protection:
         return most is not None and job.aborts >= most
 
 
+@dataclass(eq=False)
 class ExpiringGroups:
     """Ends the groups that can serve no train step any more (I8). Only the event loop calls it.
 
@@ -108,11 +111,10 @@ class ExpiringGroups:
     takes those with tokens out of the queue, the others start from their prompt.
     """
 
-    def __init__(self, engine: SharedEngine, groups: HeldGroups, runner: GroupRunner) -> None:
-        self._engine = engine
-        self._groups = groups
-        self._runner = runner
-        self._cancel_at: dict[Job, float] = {}
+    _engine: SharedEngine
+    _groups: HeldGroups
+    _runner: GroupRunner
+    _cancel_at: dict[Job, float] = field(default_factory=dict, init=False)
 
     def __bool__(self) -> bool:
         return bool(self._cancel_at)
@@ -132,6 +134,8 @@ class ExpiringGroups:
 
     async def end(self, now_s: float) -> None:
         """Abort what these jobs sample, and cancel those that did not return. Called repeatedly."""
+        if not self._cancel_at:
+            return
         held = set(self._groups.jobs())
         ending = self._cancel_at.keys() & held - self._runner.submitting
         self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}

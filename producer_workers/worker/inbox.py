@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
@@ -16,9 +17,19 @@ from buffer.groups.claim import Claim
 from buffer.job import Job
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """The process shall end: finish the groups that are held, then leave."""
+class Signal(Enum):
+    """An event without content."""
+
+    STOP_ASKED = auto()
+    """the process shall end: finish the groups that are held, then leave"""
+    CONTROL_LINE_BROKEN = auto()
+    """hints do not arrive and receipts do not leave until a new line is open"""
+    REQUEST_FINISHED = auto()
+    """the engine ended a request, so there may be room for another group"""
+    JOBS_MAY_WAIT = auto()
+    """the wait for a wake-up of the server ended, with or without one"""
+    WEIGHTS_FETCHED = auto()
+    """the newest weights are at hand, or cannot be fetched"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +50,6 @@ class ReceiptAnswered:
     state: ControlState | None
     ack: int
     known_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class ControlLineBroken:
-    """Hints do not arrive and receipts do not leave until a new line is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +80,6 @@ class GroupFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFinished:
-    """The engine ended a request, so there may be room for another group."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobsMayWait:
-    """The wait for a wake-up of the server ended, with or without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsFetched:
-    """The newest weights are at hand, or cannot be fetched."""
-
-
-@dataclass(frozen=True, slots=True)
 class PartFailed:
     """A part cannot continue, so the worker cannot either.
 
@@ -99,16 +90,12 @@ class PartFailed:
 
 
 Event = (
-    StopAsked
+    Signal
     | HintReceived
     | ReceiptAnswered
-    | ControlLineBroken
     | HeartbeatAnswered
     | StepFinished
     | GroupFinished
-    | RequestFinished
-    | JobsMayWait
-    | WeightsFetched
     | PartFailed
 )
 
@@ -134,7 +121,7 @@ class Inbox:
         self._loop.call_soon_threadsafe(self.post, event)
 
     async def read(self, until_s: float) -> Event | None:
-        """Return the next event, or None if there is none until `until_s` on the loop's clock."""
+        """Return the next event, or None at `until_s` on the loop's clock."""
         if not self._events.empty():  # most of the time; a timeout costs more than an event
             return self._events.get_nowait()
         try:

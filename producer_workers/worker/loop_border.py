@@ -1,6 +1,6 @@
-"""The border to an agent loop: it works on copies, and what it returns is checked and copied again.
+"""The border to an agent loop: it works on copies, and its rollouts are checked and copied again.
 
-    drawn ──lend──▶ copies ──▶ agent loop ──▶ what it made ──accept──▶ rollouts of the worker
+    drawn ──lend──▶ copies ──▶ agent loop ──▶ its rollouts ──accept──▶ rollouts of the worker
 
 A loop may change what belongs to a response, `extra`, and, if it makes prompts, `prompt_ids`; all
 else comes back as it was drawn. A rollout without a response is lent as it was drawn, however often
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from buffer.errors import RolloutMQError
 from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.wire.own_copy import own_copy, own_rollout
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
 DRAWN = (
     "messages",
@@ -79,15 +79,18 @@ class LoopInput:
         return lent
 
     def accept(self, given: Sequence[RolloutState], made: Any) -> list[RolloutState]:
-        """Return checked copies of what the loop made, without its changes of what was drawn.
+        """Return checked copies of the loop's rollouts, with the drawn fields as they were.
 
         `given`: the rollouts of which it got copies. Raises LoopError.
         """
         _check_states(given, made)
         restored = self._restore(given, made)
-        alive = [state for state in restored if state.status is not Status.FAILED]
-        for state in alive:
+        alive: list[RolloutState] = []
+        for state in restored:
+            if state.status is Status.FAILED:
+                continue
             _check_rollout(state)
+            alive.append(state)
             if not _same(state.prompt_ids, alive[0].prompt_ids):
                 raise LoopError(
                     f"rollout {state.index} has another prompt than rollout {alive[0].index}",
@@ -151,18 +154,20 @@ def check_weights(
 
     `sampled`: the weights of everything that the engine has returned. Raises LoopError.
     """
-    alive = [state for state in made if state.status is not Status.FAILED]
-    if invented := _weights_of(alive) - _weights_of(claimed) - set(sampled):
+    known = set(sampled)
+    for state in claimed:
+        known.update(map(_weights, state.spans))
+    named = set[PolicyVersion]()
+    for state in made:
+        if state.status is not Status.FAILED:
+            named.update(map(_weights, state.spans))
+    if invented := named - known:
         names = ", ".join(sorted(map(str, invented)))
         raise LoopError(f"spans name weights that sampled nothing here: {names}", hint=_APPEND)
 
 
-def _weights_of(states: Sequence[RolloutState]) -> set[PolicyVersion]:
-    found = set()
-    for state in states:
-        for span in state.spans:
-            found.add(PolicyVersion(span.lineage, span.version))
-    return found
+def _weights(span: VersionSpan) -> PolicyVersion:
+    return PolicyVersion(span.lineage, span.version)
 
 
 def _check_states(given: Sequence[RolloutState], made: Any) -> None:
@@ -213,8 +218,10 @@ def _check_rollout(state: RolloutState) -> None:
 
 def _check_known(given: Sequence[RolloutState], alive: Sequence[RolloutState]) -> None:
     for known in given:
+        if not known.spans:
+            continue
         made = [state for state in alive if state.index == known.index]
-        if known.spans and made and not any(_keeps(state, known) for state in made):
+        if made and not any(_keeps(state, known) for state in made):
             raise LoopError(
                 f"the agent loop changed tokens that rollout {known.index} had before",
                 hint="add to a rollout with state.append and state.read, or discard all that it "

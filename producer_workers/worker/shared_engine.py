@@ -38,12 +38,12 @@ from producer_workers.engines.base import (
     context_length,
     structures,
 )
-from producer_workers.worker.inbox import Inbox, RequestFinished
+from producer_workers.worker.inbox import Inbox, Signal
 
 
 @dataclass(slots=True)
 class Sampled:
-    """What was sampled for a group since its claim, also what its agent loop discards.
+    """The tokens sampled for a group since its claim, also those that its agent loop discards.
 
     `began`: the weights at its first request; the first token may be of later ones, if the request
     waited in the engine. `oldest`: the oldest version of each lineage, of requests that ended.
@@ -54,13 +54,13 @@ class Sampled:
     oldest: dict[str, int] = field(default_factory=dict)
 
     def add(self, made: Generation) -> None:
-        """Count what a request returned."""
+        """Count the tokens of a request."""
         self.tokens += len(made.token_ids)
         _lower(self.oldest, made.spans)
 
 
 class SharedEngine:
-    """An engine that posts a RequestFinished after every request, also a failed one.
+    """An engine that posts REQUEST_FINISHED after every request, also a failed one.
 
     `untruncated_tasks`: tasks whose tokens must be sampled from the model's whole distribution,
     also where a row of the data set or an agent asks for something else.
@@ -114,10 +114,10 @@ class SharedEngine:
                 self._engine.check_health()
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
-            self._inbox.post(RequestFinished())
+            self._inbox.post(Signal.REQUEST_FINISHED)
 
     def _check_params(self, gid: str, params: SampleParams) -> None:
-        """Raise GenerationError for what the engine cannot do, or the trainer cannot train on."""
+        """Raise GenerationError for parameters that the engine or the trainer does not support."""
         # an engine that ignored the structure would only look like a bad model
         if params.structured and not structures(self._engine):
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
@@ -139,7 +139,8 @@ class SharedEngine:
             self.sampled_at_death.add(gid)
             raise
         _check_generation(self._engine.name, made, params)
-        self.sampled_with.update(PolicyVersion(span.lineage, span.version) for span in made.spans)
+        for span in made.spans:
+            self.sampled_with.add(PolicyVersion(span.lineage, span.version))
         sampled.add(made)
         return made
 
@@ -172,7 +173,7 @@ class SharedEngine:
     def ended_early(
         self, gid: str, known_tokens: int, states: Sequence[RolloutState]
     ) -> EndedEarly:
-        """Return what a group has that is ended early.
+        """Return the counts of a group that is ended early.
 
         `known_tokens`: it had when it was claimed. `states`: as its agent loop left them.
         """
@@ -185,7 +186,7 @@ class SharedEngine:
         return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
 
     def forget(self, gid: str) -> None:
-        """Drop what is known of a group that has ended."""
+        """Drop the counts of a group that has ended."""
         self.alone.discard(gid)
         self.sampled.pop(gid, None)
 
@@ -202,7 +203,7 @@ class SharedEngine:
             self.is_paused = True
 
     async def thaw(self) -> None:
-        """Sample again what was frozen."""
+        """Continue sampling."""
         if self.is_paused:
             await self._engine.resume()
             self.is_paused = False

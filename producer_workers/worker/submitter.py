@@ -1,8 +1,7 @@
 """Submits the finished groups of one worker; those that pile up meanwhile travel together.
 
-While the server is unreachable or full, results are kept and submitted when it is back: what was
-paid for is not lost to an outage. Groups are checked, encoded and sent on a thread: the event loop,
-which feeds the engine, only waits for it.
+While the server is unreachable or full, results are kept, and submitted when it is back. Groups are
+checked, encoded and sent on a thread: the event loop, which feeds the engine, only waits for it.
 
 If the worker dies
 * before a group's bytes are all sent: the server drops the incomplete command, and whole chunks
@@ -67,8 +66,13 @@ class Submitter:
                     self._waiting.extendleft(reversed(batch))
                     continue
                 self._outage.report("")
-                for waiting, outcome in zip(batch, outcomes, strict=True):
-                    _resolve(waiting.submitted, outcome)
+                for (_, submitted), outcome in zip(batch, outcomes, strict=True):
+                    if submitted.done():  # the group was cancelled
+                        continue
+                    if isinstance(outcome, Exception):
+                        submitted.set_exception(outcome)
+                    else:
+                        submitted.set_result(outcome)
         finally:
             self._task = None
 
@@ -91,12 +95,3 @@ class Submitter:
             if not waiting.submitted.done():
                 batch.append(waiting)
         return batch
-
-
-def _resolve(submitted: asyncio.Future[Stored], outcome: SubmitOutcome) -> None:
-    if submitted.done():  # the group was cancelled
-        return
-    if isinstance(outcome, Exception):
-        submitted.set_exception(outcome)
-    else:
-        submitted.set_result(outcome)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from buffer.errors import ConfigError, GroupTimeout
-from buffer.imports import load_object
+from buffer.errors import GroupTimeout
+from buffer.imports import load_function
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
@@ -30,7 +30,7 @@ from producer_workers.worker.loop_border import LoopInput
 log = logging.getLogger("rolloutmq.worker")
 
 RunWithLimits = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Returns what the call named `what` returns."""
+"""Runs the call of that name under the limits of a judge, and returns its result."""
 
 SampleFilter = Callable[[Sequence[RolloutState]], bool]
 """Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
@@ -138,7 +138,7 @@ class TaskRunner:
         return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
 
     async def close(self) -> None:
-        """End what the agent loop keeps, such as processes of tools, where it has a `close`."""
+        """Close the agent loop, where it has a `close`: it may keep processes of tools."""
         close = getattr(self.agent_loop, "close", None)
         if inspect.iscoroutinefunction(close):
             await close()
@@ -198,14 +198,5 @@ def not_all_equal(states: Sequence[RolloutState]) -> bool:
 
 
 def load_sample_filter(spec: str) -> SampleFilter:
-    """Return the built-in filter of that name, or the function at "module:function".
-
-    Raises ConfigError.
-    """
-    function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
-    if not callable(function):
-        raise ConfigError(
-            f"sample filter {spec!r} is not a function", hint='give "module:function"'
-        )
-    chosen: SampleFilter = function
-    return chosen
+    """Return the built-in filter of that name, or the function at "module:function"."""
+    return load_function(spec, kind="sample filter", built_in=FILTERS)

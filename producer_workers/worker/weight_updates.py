@@ -35,7 +35,7 @@ from buffer.weights.registry import open_receiver
 from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
-from producer_workers.worker.inbox import Inbox, WeightsFetched
+from producer_workers.worker.inbox import Inbox, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class WeightUpdates:
     """Keeps the engine on the newest weights. One caller at a time.
 
     `refusal`: the weights that could not be loaded, and why; "" once newer ones are loaded; any
-    thread may read it. Each end of a fetch is posted as WeightsFetched.
+    thread may read it. Each end of a fetch is posted as WEIGHTS_FETCHED.
     """
 
     def __init__(self, run: Run, engine: Engine, inbox: Inbox) -> None:
@@ -152,7 +152,7 @@ class WeightUpdates:
         """Begin to fetch weights; not `may_receive`: from their folder."""
         self._wanted = wanted
         self._fetch = asyncio.create_task(self._get(wanted, may_receive), name="next-weights")
-        self._fetch.add_done_callback(lambda _: self._inbox.post(WeightsFetched()))
+        self._fetch.add_done_callback(lambda _: self._inbox.post(Signal.WEIGHTS_FETCHED))
 
     async def _get(self, wanted: LocatedWeights, may_receive: bool) -> _Fetched:
         engine = self._engine
@@ -198,7 +198,7 @@ class WeightUpdates:
 
 
 async def _read(problem: str, call: Callable[[], T]) -> T:
-    """Return what `call` returns on a thread. Raises WeightsError for what a receiver raises."""
+    """Run `call` on a thread. Raises WeightsError for the errors of a receiver."""
     try:
         return await asyncio.to_thread(call)
     except (OSError, WireError, StoreUnavailable) as error:

@@ -1,7 +1,7 @@
 """The rollout worker: claims jobs for one engine, generates and judges groups, submits them.
 
-What it may do is decided in Redis: a claim is refused while the run is paused or the worker's
-weights are not the newest (I10), and a result is refused if its lease was lost (I2).
+Redis decides: a claim is refused in a pause or without the newest weights (I10), and a result whose
+lease was lost (I2).
 
     mode              the worker                                          its receipt means
     run               samples with the old weights until newer ones are   it has those weights,
@@ -18,17 +18,14 @@ weights are not the newest (I10), and a result is refused if its lease was lost 
 
 Its parts, each of which posts events to the worker's inbox and never calls it:
 
-    part              owns                                  if it ends unexpectedly
-    Worker            every decision, on the event loop     leases run out, others take the groups
-    a step            the engine's state, one claim         the worker leaves
-    HeldGroups        the asyncio task of each group        the group fails, and is released
-    Submitter         finished results until submitted      the groups fail, and are released
-    Heartbeat         leases and receipts, on a thread      the worker leaves: it was replaced, or
-                                                            the run is gone
-    ControlClient     the control line                      heartbeats do the same until it is back
-    engine            tokens and device memory              groups release themselves, the worker
-                                                            leaves, another engine is started
-    server            the truth                             everything waits; results are kept
+    part           owns                                if it ends unexpectedly
+    Worker         every decision, on the event loop   leases run out, others take the groups
+    a step         the engine's state, one claim       the worker leaves
+    HeldGroups     the asyncio task of each group      the group fails, and is released
+    Submitter      finished results until submitted    the groups fail, and are released
+    Heartbeat      leases and receipts, on a thread    the worker leaves: replaced, or run gone
+    ControlClient  the control line                    heartbeats do the same until it is back
+    engine         tokens and device memory            groups release themselves; a new engine
 """
 
 from __future__ import annotations
@@ -58,19 +55,15 @@ from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
 from producer_workers.worker.held_groups import ExpiringGroups, HeldGroups, Protection
 from producer_workers.worker.inbox import (
-    ControlLineBroken,
     Event,
     GroupFinished,
     HeartbeatAnswered,
     HintReceived,
     Inbox,
-    JobsMayWait,
     PartFailed,
     ReceiptAnswered,
-    RequestFinished,
+    Signal,
     StepFinished,
-    StopAsked,
-    WeightsFetched,
 )
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.task_runner import TaskRunner
@@ -95,10 +88,7 @@ class Worker:
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
     `untruncated_tasks`: see `SharedEngine`.
 
-    Usage:
-        worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
-        await engine.start()
-        await worker.run()  # until worker.stop(), or until the run is finished
+    Start the engine, then await `run()`: it ends after `stop()`, or with the run.
     """
 
     def __init__(
@@ -136,14 +126,10 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
+        facts = {"engine": engine.name, **(facts or {})}
+        is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run,
-            worker_id,
-            self._nonce,
-            {"engine": engine.name, **(facts or {})},
-            self._report,
-            self._inbox,
-            self._loop_watch.is_stuck,
+            run, worker_id, self._nonce, facts, self._report, self._inbox, is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -153,9 +139,9 @@ class Worker:
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
-        """Finish what is held, claim nothing more, leave. Called on the event loop."""
+        """Finish the groups that are held, claim no others, leave. Called on the event loop."""
         self._is_stopping = True
-        self._inbox.post(StopAsked())
+        self._inbox.post(Signal.STOP_ASKED)
 
     async def run(self) -> None:
         """Work until `stop`, or until the run is finished.
@@ -176,20 +162,18 @@ class Worker:
                 await self._leave()
 
     async def _work(self) -> None:
-        while not (self._is_stopping or self._is_finished()):
+        control = self._control
+        while not (self._is_stopping or (control.mode is Mode.FINISH and not self._groups)):
             if self._step is None:
                 self._is_step_due = False
                 self._step = asyncio.create_task(self._take_step())
-            aborting = self._control.mode is Mode.ABORT and not self._control.is_carried_out
+            aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
                 ABORT_S if aborting or self._expiring else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
                 raise self._failure
-
-    def _is_finished(self) -> bool:
-        return self._control.mode is Mode.FINISH and not self._groups
 
     # -- events --------------------------------------------------------------
 
@@ -200,34 +184,31 @@ class Worker:
             self._is_step_due |= self._handle(event)
 
     def _handle(self, event: Event) -> bool:
-        """Do what an event asks for. Return whether the next step is due because of it."""
+        """Handle an event. Return whether the next step is due because of it."""
         match event:
-            case StopAsked() | JobsMayWait() | WeightsFetched():
+            case Signal.CONTROL_LINE_BROKEN:
+                self._heartbeat.send_now()
+                return False
+            case Signal.REQUEST_FINISHED:
+                # while a wake-up is waited for, the queues were empty a moment ago
+                return not self._wake_up.is_awaited
+            case Signal():
                 return True
             case HintReceived(state):
                 return self._control.receive_hint(state)
+            case ReceiptAnswered(state, ack, known_epoch) if state:
+                is_due = self._control.receive_receipt(ack)
+                return self._control.receive_answer(state, known_epoch) or is_due
             case ReceiptAnswered():
-                return self._handle_receipt(event)
-            case ControlLineBroken():
-                self._heartbeat.send_now()
+                self._heartbeat.send_now()  # it registers again
                 return False
             case HeartbeatAnswered():
                 return self._handle_heartbeat(event)
-            case RequestFinished():
-                # while a wake-up is waited for, the queues were empty a moment ago
-                return not self._wake_up.is_awaited
             case StepFinished():
                 return self._handle_step(event)
             case GroupFinished(_, error) | PartFailed(error):
                 self._failure = error or self._failure
                 return True
-
-    def _handle_receipt(self, event: ReceiptAnswered) -> bool:
-        if event.state is None:
-            self._heartbeat.send_now()  # it registers again
-            return False
-        is_due = self._control.receive_receipt(event.ack)
-        return self._control.receive_answer(event.state, event.known_epoch) or is_due
 
     def _handle_heartbeat(self, event: HeartbeatAnswered) -> bool:
         is_due = self._control.receive_receipt(event.report.ack)
@@ -239,7 +220,8 @@ class Worker:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
         if self._control.mode is Mode.RUN and not self._engine.is_paused:
-            is_due |= self._claims.adapt(self._engine.load(), self._shares())
+            shares = self._runner.shares(self._groups.jobs())
+            is_due |= self._claims.adapt(self._engine.load(), shares)
         return is_due
 
     def _handle_step(self, event: StepFinished) -> bool:
@@ -258,8 +240,8 @@ class Worker:
         return is_due
 
     def _report(self) -> tuple[HeartbeatReport, list[Job], dict[Job, PolicyVersion]]:
-        """Return what a heartbeat carries, what is held, and its age. Called on its thread."""
-        # before the rest: a receipt must not name an epoch that is newer than what was read for it
+        """Return the report, the held jobs, and their ages. Called on the heartbeat's thread."""
+        # first: a receipt must not name an epoch that is newer than the rest of the report
         weights = self._engine.version()
         known_epoch = self._control.epoch
         load = self._engine.load()
@@ -330,7 +312,7 @@ class Worker:
             self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
-        """Do what the mode asks for. Return whether it is done, and may be acknowledged."""
+        """Carry out the mode. Return whether that is done, and may be acknowledged."""
         engine = self._engine
         if state.mode is Mode.KEEP:
             await engine.freeze()
@@ -357,11 +339,8 @@ class Worker:
             await engine.wake()
         return True
 
-    def _shares(self) -> dict[Job, float]:
-        return self._runner.shares(self._groups.jobs())
-
     def _vacancy(self) -> Vacancy | None:
-        """Return what may be claimed now, None for nothing."""
+        """Return the room for another claim; None where no group may be claimed now."""
         state = self._control.state
         if state is None or not state.lanes or self._is_stopping or self._engine.is_paused:
             return None
@@ -371,12 +350,12 @@ class Worker:
             return None
         if not self._weights.are_newest(state):
             return None
-        return self._claims.vacancy(self._shares())
+        return self._claims.vacancy(self._runner.shares(self._groups.jobs()))
 
     # -- leaving -------------------------------------------------------------
 
     async def _leave(self) -> None:
-        """Finish what is held, within the time allowed; hand back the rest; deregister."""
+        """Finish groups within the time allowed; hand back the rest; deregister."""
         self._is_stopping = True
         reason = self._failure
         self._wake_up.cancel()

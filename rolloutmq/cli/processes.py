@@ -111,7 +111,6 @@ def producer(
     log_json("producer", settings.run.name)
     follow_owner()
     from producer_workers.build import make_producer
-    from producer_workers.producer.standby import stand_by
     from rolloutmq.config.fingerprint import origin_of
     from rolloutmq.tracing import trace_run
 
@@ -126,7 +125,7 @@ def producer(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if standby:
-        stand_by(run, member, stop)
+        member.stand_by(stop)
     else:
         member.produce_loop(stop, take_over=take_over)
     if stop.is_set():

@@ -32,9 +32,8 @@ from producer_workers.follow_owner import follow_owner
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -94,7 +93,7 @@ def produce(run: Run, folders: Folders) -> None:
     }
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    stand_by(run, AgentLoopManager(run, samplers, strategies_of(run.limits)), stop)
+    Producer(run, samplers, strategies_of(run.limits)).stand_by(stop)
 
 
 def judge_url(url: str) -> str:

@@ -13,7 +13,7 @@ from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.curriculum import Curriculum, WeightFunction
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ShouldContinue, strategies_of
 from tests.buffer.scene import Scene
@@ -55,7 +55,7 @@ class Mixture:
         self.consumer = RolloutConsumer(self.run)
         self.consumer.open()
 
-    def new_manager(self) -> AgentLoopManager:
+    def new_manager(self) -> Producer:
         """As a producer that starts makes it."""
         samplers = {
             task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2)
@@ -63,7 +63,7 @@ class Mixture:
         }
         strategies = strategies_of(self.run.limits, self._should_continue)
         follows = Curriculum(self.run, self._curriculum) if self._curriculum else None
-        return AgentLoopManager(self.run, samplers, strategies, curriculum=follows)
+        return Producer(self.run, samplers, strategies, curriculum=follows)
 
     # -- moves ---------------------------------------------------------------
 

@@ -14,9 +14,8 @@ from buffer.run import Run
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.records import ToProblem, problem_of
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
-from producer_workers.producer.standby import stand_by
 from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.yard import TASK, Letters
 
@@ -31,7 +30,7 @@ def make_producer(
     slice_size: int = 7,
     to_problem: ToProblem = problem_of,
     sample_params: SampleParams | None = None,
-) -> AgentLoopManager:
+) -> Producer:
     """Return a producer that starts `share` groups for every step that the newest weights serve."""
     sampler = Sampler(
         TASK,
@@ -48,14 +47,14 @@ def make_producer(
             update={"batch_size": share, "steps": steps, "stale_threshold": threshold}
         )
     )
-    return AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits), slice_size=slice_size)
+    return Producer(run, {TASK: sampler}, strategies_of(run.limits), slice_size=slice_size)
 
 
 def main(url: str, name: str, dataset: str, share: str, standby: str = "") -> None:
     run = Run.open(Store(url), name)
     producer = make_producer(run, Path(dataset), int(share), threshold=run.limits.stale_threshold)
     if standby:
-        stand_by(run, producer, threading.Event())
+        producer.stand_by(threading.Event())
     else:
         producer.produce_loop(threading.Event(), take_over=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import pytest
 from aiohttp import web
 
 from buffer.control.control import STATE_FIELDS, Mode
-from buffer.errors import DatasetError, JudgeError, RolloutMQError
+from buffer.errors import DatasetError, GroupChanged, JudgeError, RolloutMQError
 from buffer.redis.store import Store
+from buffer.replay_buffer import ReplayBuffer
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD
-from tests.pipeline.yard import FIRST, TASK, Yard
+from tests.memory_fault import overwrite
+from tests.pipeline.site import Site
+from tests.pipeline.yard import FAST_S, FIRST, SLOW_S, TASK, Yard
 
 GOOD = orjson.dumps({"score": 1.0})
 
@@ -37,7 +42,7 @@ def dead(yard: Yard) -> dict[str, str]:
     return {letter.gid: letter.reason for letter in yard.run.dead_letters.newest()}
 
 
-def test_prompts(yard: Yard) -> None:
+async def test_prompts(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
     # in turns: a worker of which every try fails pauses between its claims
     gids = yard.enqueue(2 * len(KINDS))
@@ -45,12 +50,8 @@ def test_prompts(yard: Yard) -> None:
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
         yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
-
-    async def work() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until_places(dead=len(bad), completed=len(good))
-
-    asyncio.run(work())
+    async with yard.working(yard.worker()):
+        await yard.until_places(dead=len(bad), completed=len(good))
     letters = dead(yard)
     assert set(letters) == set(bad)
     untyped = {
@@ -69,27 +70,23 @@ def _is_told(reason: str) -> bool:
     return reason.startswith(("WireError: ", "SchemaVersionError: ", "PayloadMissing: "))
 
 
-def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
+async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
     gids = yard.enqueue(len(KINDS), tokens=(5000, 5000))
-
-    async def work() -> None:
-        async with yard.working(
-            yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
-        ) as engine:
-            await yard.until_generating(engine, 2 * len(gids))
-            yard.control(Mode.ABORT)
-            await yard.until_places(aborted=len(gids))
-        for gid, kind in zip(gids, KINDS, strict=True):
-            key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-            yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
-        yard.control(Mode.RUN)
-        assert yard.reissue() == len(gids)
-        async with yard.working(
-            yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
-        ):
-            await yard.until_places(completed=len(gids))
-
-    asyncio.run(work())
+    async with yard.working(
+        yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
+    ) as engine:
+        await yard.until_generating(engine, 2 * len(gids))
+        yard.control(Mode.ABORT)
+        await yard.until_places(aborted=len(gids))
+    for gid, kind in zip(gids, KINDS, strict=True):
+        key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
+        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+    yard.control(Mode.RUN)
+    assert yard.reissue() == len(gids)
+    async with yard.working(
+        yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
+    ):
+        await yard.until_places(completed=len(gids))
     yard.check()
 
 
@@ -186,7 +183,7 @@ def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
     yard.check()
 
 
-def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     """They are ignored, and the next good one is still received."""
     hint = "\0".join(["99", "finish", "eval resume fresh", str(FIRST), "/w", "sum"]).encode()
     gids = yard.enqueue(2)
@@ -198,26 +195,23 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             if client["name"].endswith("-line")
         ]
 
-    async def work() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until_places(completed=len(gids))
-            await yard.until(lambda: len(lines()) == 1)
-            heard_on = [line["id"] for line in lines()]
-            for kind in KINDS:
-                yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
-            await yard.until(
-                lambda: (
-                    caplog.text.count("ignoring an invalid message of the control channel")
-                    == len(KINDS)
-                )
+    async with yard.working(yard.worker()):
+        await yard.until_places(completed=len(gids))
+        await yard.until(lambda: len(lines()) == 1)
+        heard_on = [line["id"] for line in lines()]
+        for kind in KINDS:
+            yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
+        await yard.until(
+            lambda: (
+                caplog.text.count("ignoring an invalid message of the control channel")
+                == len(KINDS)
             )
-            await yard.receipts(yard.control(Mode.DRAIN))
-            await yard.receipts(yard.control(Mode.RUN))
-            more = await asyncio.to_thread(yard.enqueue, 2)
-            await yard.until_places(completed=len(gids) + len(more))
-            assert [line["id"] for line in lines()] == heard_on
-
-    asyncio.run(work())
+        )
+        await yard.receipts(yard.control(Mode.DRAIN))
+        await yard.receipts(yard.control(Mode.RUN))
+        more = await asyncio.to_thread(yard.enqueue, 2)
+        await yard.until_places(completed=len(gids) + len(more))
+        assert [line["id"] for line in lines()] == heard_on
     yard.check()
 
 
@@ -242,3 +236,106 @@ def test_a_control_state_that_was_overwritten(yard: Yard, tmp_path: Path) -> Non
             pytest.fail(f"{kind}: {yard.run.control.state()}")
     yard.store.control.hset(key, mapping=dict(zip(names, good.split(b"\0"), strict=True)))
     assert yard.run.control.state() == state
+
+
+# -- changed groups ------------------------------
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> list[RolloutGroup]:
+    """What was read since the test began."""
+    groups: list[RolloutGroup] = []
+    read = ReplayBuffer.read
+
+    def noting(self: ReplayBuffer, *args: Any) -> RolloutGroup:
+        groups.append(read(self, *args))
+        return groups[-1]
+
+    monkeypatch.setattr(ReplayBuffer, "read", noting)
+    return groups
+
+
+async def run_until_it_ends(yard: Yard, **options: Any) -> None:
+    worker = yard.worker("w1", **options)
+    await worker.engine.start()  # type: ignore[attr-defined]
+    await asyncio.wait_for(worker.run(), 400.0)
+
+
+def test_a_prompt_that_changed_is_not_submitted(yard: Yard, claimed: list[RolloutGroup]) -> None:
+    (gid,) = yard.enqueue(1)
+
+    def judge(**_: Any) -> float:
+        overwrite(claimed[0].prompt_ids)
+        return 1.0
+
+    with pytest.raises(GroupChanged, match=f"{gid}: prompt_ids") as error:
+        asyncio.run(run_until_it_ends(yard, judge=judge))
+    assert error.value.exit_code
+    assert yard.places() == {"running": 1}
+    assert yard.counters().get("completed", 0) == 0
+
+
+@pytest.mark.parametrize("column", ["response_ids", "logprobs", "lengths", "spans"])
+@pytest.mark.parametrize("partial_rollout", [True, False])
+def test_tokens_that_changed_are_not_submitted(
+    yard: Yard, claimed: list[RolloutGroup], column: str, partial_rollout: bool
+) -> None:
+    """One member had ended before the claim, one is continued or started again."""
+    (gid,) = yard.enqueue(1, (5, 300))
+
+    async def interrupt() -> None:
+        worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
+        async with yard.working(worker) as engine:
+            await yard.until(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
+            await yard.receipts(yard.control(Mode.ABORT))
+        yard.control(Mode.RUN)
+        yard.reissue()
+
+    asyncio.run(interrupt())
+    before = yard.run.record(gid)["payload"]
+    claimed.clear()
+
+    def judge(**_: Any) -> float:
+        overwrite(claimed[0].columns[column])
+        return 1.0
+
+    with pytest.raises(GroupChanged, match=f"{gid}: {column}"):
+        asyncio.run(
+            run_until_it_ends(yard, token_s=FAST_S, judge=judge, partial_rollout=partial_rollout)
+        )
+    assert yard.run.record(gid)["payload"] == before
+    assert yard.places() == {"running": 1}
+
+
+LOOP = """
+from buffer.replay_buffer import ReplayBuffer
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as Faulty
+from tests.memory_fault import overwrite
+
+read = ReplayBuffer.read
+
+
+def read_into_faulty_memory(self, *args):
+    group = read(self, *args)
+    overwrite(group.prompt_ids)
+    return group
+
+
+ReplayBuffer.read = read_into_faulty_memory
+"""
+
+
+@pytest.mark.slow
+def test_a_launched_run_ends_and_says_why(make_site: Callable[..., Site]) -> None:
+    """A worker that is started again would change, or meet, the same memory."""
+    site = make_site(steps=1000)
+    (site.folder / "faulty.py").write_text(LOOP, encoding="utf-8")
+    text = site.config.read_text(encoding="utf-8")
+    assert "[tasks.sums]\n" in text
+    text = text.replace("[tasks.sums]\n", '[tasks.sums]\nagent_loop = "faulty:Faulty"\n')
+    site.config.write_text(text, encoding="utf-8")
+    run = site.start("run")
+    assert run.wait() == GroupChanged.exit_code, run.said()
+    assert "prompt_ids changed in memory" in run.said()
+    assert "worker restarted" not in run.said()
+    assert not site.lines()

@@ -341,7 +341,7 @@ def fills_twice(parts: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
+async def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
     yard: Yard, kind: Parts, partial: bool
 ) -> None:
     """Over a pause and a claim of another worker, and a failure within that claim."""
@@ -350,27 +350,23 @@ def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
     fields_of = [{**drawn(index), "index": index} for index in range(3)]
     (gid,) = yard.enqueue_states([RolloutState(**copy.deepcopy(each)) for each in fields_of])
     made: list[tuple[list[int], list[int], list[float]]] = []
-
-    async def scenario() -> None:
-        first = make_worker(yard, "w0", SLOW_S, partial=partial, **parts)
-        async with yard.working(first):
-            engine: Any = first.engine  # type: ignore[attr-defined]
-            ended = 4 if fills_twice(parts) else 1
-            await yard.until(lambda: len(engine.made) >= ended and engine.unfinished() == 2)
-            await asyncio.sleep(0.1)
-            with vandal.at_work():
-                await yard.receipts(yard.control(Mode.ABORT))
-        made.extend(engine.made)
-        check_group(yard.group(gid), made)
-        yard.control(Mode.RUN)
-        yard.reissue()
-        second = make_worker(yard, "w1", 0.0001, partial=partial, **parts)
+    first = make_worker(yard, "w0", SLOW_S, partial=partial, **parts)
+    async with yard.working(first):
+        engine: Any = first.engine  # type: ignore[attr-defined]
+        ended = 4 if fills_twice(parts) else 1
+        await yard.until(lambda: len(engine.made) >= ended and engine.unfinished() == 2)
+        await asyncio.sleep(0.1)
         with vandal.at_work():
-            async with yard.working(second):
-                await yard.until_places(completed=1)
-        made.extend(second.engine.made)  # type: ignore[attr-defined]
-
-    asyncio.run(scenario())
+            await yard.receipts(yard.control(Mode.ABORT))
+    made.extend(engine.made)
+    check_group(yard.group(gid), made)
+    yard.control(Mode.RUN)
+    yard.reissue()
+    second = make_worker(yard, "w1", 0.0001, partial=partial, **parts)
+    with vandal.at_work():
+        async with yard.working(second):
+            await yard.until_places(completed=1)
+    made.extend(second.engine.made)  # type: ignore[attr-defined]
     vandal.check()
     assert kind is sample_filter or not vandal.fails, "nothing was tried again"
     group = yard.group(gid)
@@ -435,14 +431,10 @@ class RuinsItself(SingleTurnAgentLoop):
         return states
 
 
-def test_rubbish_in_a_loops_rollouts_fails_their_group_and_no_heartbeat(yard: Yard) -> None:
+async def test_rubbish_in_a_loops_rollouts_fails_their_group_and_no_heartbeat(yard: Yard) -> None:
     yard.enqueue(1)
-
-    async def scenario() -> None:
-        worker = make_worker(
-            yard, "w1", SLOW_S, partial=False, loop=partial(RuinsItself, yard), judge=None
-        )
-        async with yard.working(worker):
-            await yard.until(lambda: yard.places().get("dead", 0) == 1)
-
-    asyncio.run(scenario())
+    worker = make_worker(
+        yard, "w1", SLOW_S, partial=False, loop=partial(RuinsItself, yard), judge=None
+    )
+    async with yard.working(worker):
+        await yard.until(lambda: yard.places().get("dead", 0) == 1)

@@ -19,7 +19,9 @@ STEPS = 4
 
 
 @on_both
-def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard: Yard) -> None:
+async def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(
+    yard: Yard,
+) -> None:
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # is never closed
     consumer.lineage = "l1"
     weights = {step: yard.write_weights(step) for step in range(1, STEPS + 1)}
@@ -37,55 +39,45 @@ def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard
             assert len(batch.groups) == 3
             yard.reissue()
 
-    async def scenario() -> None:
-        workers = [
-            yard.worker(f"w{n}", token_s=0.002, sleeps=True, concurrency=2) for n in range(WORKERS)
-        ]
-        async with (
-            yard.working(workers[0]) as a,
-            yard.working(workers[1]) as b,
-            yard.working(workers[2]) as c,
-        ):
-            await asyncio.to_thread(train, [a, b, c])
-
-    asyncio.run(scenario())
+    workers = [
+        yard.worker(f"w{n}", token_s=0.002, sleeps=True, concurrency=2) for n in range(WORKERS)
+    ]
+    async with (
+        yard.working(workers[0]) as a,
+        yard.working(workers[1]) as b,
+        yard.working(workers[2]) as c,
+    ):
+        await asyncio.to_thread(train, [a, b, c])
     assert len(awake) == WORKERS * STEPS
     assert not any(awake)
     assert yard.places()["archived"] == 3 * STEPS
     yard.check()
 
 
-def test_an_engine_stays_awake_while_a_lane_is_open_or_the_pause_keeps(yard: Yard) -> None:
-    async def scenario() -> None:
-        async with yard.working(yard.worker(sleeps=True)) as engine:
-            await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
-            for mode, lanes, asleep in (
-                (Mode.ABORT, "eval", False),
-                (Mode.ABORT, "", True),
-                (Mode.ABORT, "eval", False),
-                (Mode.DRAIN, "", True),
-                (Mode.RUN, "", False),
-                (Mode.KEEP, "", False),
-            ):
-                await yard.receipts(yard.run.control.set_mode("operator", mode, lanes=lanes))
-                assert engine.asleep is asleep, (mode, lanes)
-
-    asyncio.run(scenario())
+async def test_an_engine_stays_awake_while_a_lane_is_open_or_the_pause_keeps(yard: Yard) -> None:
+    async with yard.working(yard.worker(sleeps=True)) as engine:
+        await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
+        for mode, lanes, asleep in (
+            (Mode.ABORT, "eval", False),
+            (Mode.ABORT, "", True),
+            (Mode.ABORT, "eval", False),
+            (Mode.DRAIN, "", True),
+            (Mode.RUN, "", False),
+            (Mode.KEEP, "", False),
+        ):
+            await yard.receipts(yard.run.control.set_mode("operator", mode, lanes=lanes))
+            assert engine.asleep is asleep, (mode, lanes)
 
 
-def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
+async def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
     yard: Yard, tmp_path: Path
 ) -> None:
     yard.enqueue(2, tokens=(40, 40))
     slept = threading.Event()
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, sleeps=True)) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.run.control.set_mode("operator", Mode.DRAIN))
-            assert engine.asleep
-            assert yard.places() == {"completed": 2}
-            slept.set()
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, sleeps=True)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.run.control.set_mode("operator", Mode.DRAIN))
+        assert engine.asleep
+        assert yard.places() == {"completed": 2}
+        slept.set()
     assert slept.is_set()

@@ -146,7 +146,7 @@ class Racers:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
+async def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     listen = ControlClient.listen
@@ -161,32 +161,26 @@ def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     racers = Racers(yard, seed)
     gids = yard.enqueue(GROUPS, LENGTHS)
     requests: list[tuple[str, int, Any]] = []
-
-    async def scenario() -> None:
-        options: dict[str, Any] = {"token_s": 0.004, "partial_rollout": True, "judge": racers.judge}
-        workers = [yard.worker(name, **options) for name in ("w0", "w1", "disconnected")]
-        async with (
-            yard.working(workers[0]) as a,
-            yard.working(workers[1]) as b,
-            yard.working(workers[2]) as c,
-        ):
-            others = [
-                asyncio.to_thread(racers.run, other) for other in (racers.produce, racers.gossip)
-            ]
-            background = asyncio.gather(*others)
-            try:
-                # one that is certain to interrupt something, for the races to begin with
-                await yard.until(lambda: yard.leases() > 0)
-                await yard.receipts(yard.control(Mode.ABORT))
-                await asyncio.to_thread(racers.run, racers.operate, racers.train)
-                await yard.receipts(yard.run.control.state())
-                await yard.until_places(completed=GROUPS)
-            finally:
-                racers.is_over.set()
-                await background
-            requests.extend([*a.requests, *b.requests, *c.requests])
-
-    asyncio.run(scenario())
+    options: dict[str, Any] = {"token_s": 0.004, "partial_rollout": True, "judge": racers.judge}
+    workers = [yard.worker(name, **options) for name in ("w0", "w1", "disconnected")]
+    async with (
+        yard.working(workers[0]) as a,
+        yard.working(workers[1]) as b,
+        yard.working(workers[2]) as c,
+    ):
+        others = [asyncio.to_thread(racers.run, other) for other in (racers.produce, racers.gossip)]
+        background = asyncio.gather(*others)
+        try:
+            # one that is certain to interrupt something, for the races to begin with
+            await yard.until(lambda: yard.leases() > 0)
+            await yard.receipts(yard.control(Mode.ABORT))
+            await asyncio.to_thread(racers.run, racers.operate, racers.train)
+            await yard.receipts(yard.run.control.state())
+            await yard.until_places(completed=GROUPS)
+        finally:
+            racers.is_over.set()
+            await background
+        requests.extend([*a.requests, *b.requests, *c.requests])
     for gid in gids:
         group = yard.group(gid)
         assert group.lengths.tolist() == list(LENGTHS)

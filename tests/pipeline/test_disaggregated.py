@@ -20,12 +20,14 @@ from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
 from buffer.ids import group_id, new_nonce
+from buffer.ledger.account import FsckReport
 from buffer.model.limits import TaskLimits
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard
+from tests.servers import Server
 
 ROOT = Path(__file__).parents[2]
 SHARE = 4
@@ -49,7 +51,7 @@ def consumer_of(yard: Yard) -> RolloutConsumer:
 
 
 @contextmanager
-def producing(producer: AgentLoopManager) -> Iterator[None]:
+def producing(producer: Producer) -> Iterator[None]:
     stop = threading.Event()
     thread = threading.Thread(
         target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}
@@ -95,23 +97,6 @@ def test_weights_that_are_too_old_are_reported_and_newer_ones_serve_the_same_ste
             assert [entry.version for entry in batch.manifest.entries] == [step - 1] * SHARE
 
     with producing(make_producer(yard.run, dataset, SHARE)):
-        play(yard, trainer)
-
-
-def test_a_batch_reports_that_it_is_the_last_one_of_its_weights(
-    make_yard: Callable[..., Yard], dataset: Path
-) -> None:
-    yard = make_yard(stale_threshold=2)
-    consumer = consumer_of(yard)
-
-    def trainer() -> None:
-        normal = ProduceBatchStatus.NORMAL
-        expired = ProduceBatchStatus.EXPIRED_BATCH
-        assert [take(consumer, step).status for step in (1, 2)] == [normal, expired]
-        yard.publish(2)
-        assert [take(consumer, step).status for step in (3, 4)] == [normal, expired]
-
-    with producing(make_producer(yard.run, dataset, SHARE, threshold=2)):
         play(yard, trainer)
 
 
@@ -257,3 +242,81 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
     with caplog.at_level(logging.WARNING, "rolloutmq.consumer"):
         play(yard, trainer)
     assert "a standby may take over" in caplog.text
+
+
+# -- on a cluster ------------------------------
+
+
+STEPS = 5
+
+
+@pytest.mark.parametrize("make_yard", ["cluster"], indirect=True)
+def test_a_cluster_serves_a_whole_run(
+    make_yard: Callable[..., Yard], server_of: Callable[[str], Server], tmp_path: Path
+) -> None:
+    dataset = tmp_path / "problems.jsonl"
+    server = server_of("cluster")
+    dataset.write_bytes(
+        b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50))
+    )
+    yard = make_yard(stale_threshold=2)
+    consumer = consumer_of(yard)
+    trained = list[str]()
+    nodes_with_bytes = set[str]()
+
+    def trainer() -> None:
+        for step in range(1, STEPS + 1):
+            batch = take(consumer, step)
+            assert [len(group.states) for group in batch.groups] == [2] * SHARE
+            trained.extend(batch.manifest.gids)
+            nodes_with_bytes.update(nodes_of(yard, batch.manifest.gids))
+            consumer.commit(step, keep=step)
+            yard.publish(step)
+
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pipeline.produce",
+        server.url,
+        yard.run.name,
+        str(dataset),
+        str(SHARE),
+    ]
+    producer = subprocess.Popen(command, cwd=ROOT)
+    try:
+        play(yard, trainer)
+    finally:
+        consumer.close()
+        producer.kill()
+        producer.wait()
+    assert len(set(trained)) == len(trained) == STEPS * SHARE
+    assert len(nodes_with_bytes) > 1
+    audit = account(yard)
+    assert (audit.tasks[0].archived, yard.run.ledger.steps()) == (
+        STEPS * SHARE,
+        (STEPS, STEPS, STEPS),
+    )
+    while yard.run.payloads.collect():
+        pass
+    assert not [gid for gid in trained if yard.run.record(gid)]
+    assert nodes_of(yard, trained) == set()
+
+
+def account(yard: Yard) -> FsckReport:
+    audit = yard.run.account.fsck()
+    assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+    assert audit.tasks[0].task == TASK
+    return audit
+
+
+def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
+    """Return the masters that hold payloads of some groups."""
+    found = set()
+    for url, client in yard.store.servers.masters():
+        keys = [
+            key.decode()
+            for key in client.scan_iter(f"rmq:{{{yard.run.name}:*}}:payload:*", count=1000)
+        ]
+        if [key for key in keys if any(f":{gid}}}" in key for gid in gids)]:
+            found.add(url)
+    return found

@@ -45,18 +45,14 @@ class Site:
         await self.member.run()
 
 
-def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
+async def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
     yard.enqueue(6, (50, 50))
     site = Site(yard, 9, 0, None)
-
-    async def scenario() -> None:
-        serving = asyncio.create_task(engine_restarts.serve(site.start, site.work, 3))
-        # a group that waited for its judge when the engine died kept its tokens
-        await yard.until(lambda: yard.reissue() >= 0 and yard.places() == {"completed": 6})
-        site.member.stop()
-        await serving
-
-    asyncio.run(scenario())
+    serving = asyncio.create_task(engine_restarts.serve(site.start, site.work, 3))
+    # a group that waited for its judge when the engine died kept its tokens
+    await yard.until(lambda: yard.reissue() >= 0 and yard.places() == {"completed": 6})
+    site.member.stop()
+    await serving
     assert site.members == [0, 1, 2]
     assert {record["tries"] for record in yard.records()} <= {"0", "1", "2"}
     assert yard.leases() == 0

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
+from buffer.ids import new_nonce
 from buffer.model.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
-from tests.pipeline.yard import LINEAGE, LONG, SLOW_S, TASK, Yard
+from tests.pipeline.yard import FIRST, LINEAGE, LONG, SLOW_S, TASK, WatchedEngine, Yard
 
 
 def train(yard: Yard, step: int) -> None:
@@ -24,27 +27,23 @@ def train(yard: Yard, step: int) -> None:
 
 @pytest.mark.parametrize("partial_rollout", [False, True])
 @pytest.mark.parametrize("mode", [Mode.RUN, Mode.KEEP])
-def test_expiring_groups_end_in_the_engine_and_others_start(
+async def test_expiring_groups_end_in_the_engine_and_others_start(
     yard: Yard, mode: Mode, partial_rollout: bool
 ) -> None:
     yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-            if mode is Mode.KEEP:
-                await yard.receipts(yard.control(mode))
-            train(yard, 1)
-            await yard.until_places(dropped=2, taken=1)
-            assert engine.unfinished() == 0
-            yard.control(Mode.RUN)
-            weights = yard.publish(1)
-            await yard.until(lambda: engine.version() == weights)
-            yard.enqueue(1)  # under the old weights it would be expiring, too
-            await yard.until_places(dropped=2, taken=1, completed=1)
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
+        if mode is Mode.KEEP:
+            await yard.receipts(yard.control(mode))
+        train(yard, 1)
+        await yard.until_places(dropped=2, taken=1)
+        assert engine.unfinished() == 0
+        yard.control(Mode.RUN)
+        weights = yard.publish(1)
+        await yard.until(lambda: engine.version() == weights)
+        yard.enqueue(1)  # under the old weights it would be expiring, too
+        await yard.until_places(dropped=2, taken=1, completed=1)
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.expirations) == (2, 2)
     assert 0 < counts.discarded_tokens < 4 * LONG[0]
@@ -52,7 +51,7 @@ def test_expiring_groups_end_in_the_engine_and_others_start(
     yard.check()
 
 
-def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
+async def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
     yard.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
     (gid,) = yard.enqueue(1)
     calls = Counter[str]()
@@ -66,13 +65,10 @@ def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
             raise
         return 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge)):
-            await yard.until(lambda: calls["asked"] == 2)
-            train(yard, 1)
-            await yard.until_places(expired=1, taken=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge)):
+        await yard.until(lambda: calls["asked"] == 2)
+        train(yard, 1)
+        await yard.until_places(expired=1, taken=1)
     assert calls["cancelled"] == 2
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.discarded_tokens, counts.unmade_tokens) == (1, 20, 0)
@@ -80,25 +76,103 @@ def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
     yard.check()
 
 
-def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) -> None:
+async def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) -> None:
     """This worker has sampled it under the new weights only."""
     yard.run.set(parse_settings(LiveSettings, ["max_staleness=1"]))
     yard.enqueue(1, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S, partial_rollout=True)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 2)
-            yard.control(Mode.ABORT)
-            await yard.until_places(aborted=1)
-            train(yard, 1)
-            yard.publish(1)
-            yard.control(Mode.RUN)
-            yard.reissue()
-            await yard.until_generating(engine, 2)
-            train(yard, 2)
-            await yard.until_places(dropped=1, taken=2)
-            assert engine.unfinished() == 0
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S, partial_rollout=True)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 2)
+        yard.control(Mode.ABORT)
+        await yard.until_places(aborted=1)
+        train(yard, 1)
+        yard.publish(1)
+        yard.control(Mode.RUN)
+        yard.reissue()
+        await yard.until_generating(engine, 2)
+        train(yard, 2)
+        await yard.until_places(dropped=1, taken=2)
+        assert engine.unfinished() == 0
     yard.check()
+
+
+# -- protected completion ------------------------------
+
+
+def enqueue_tail(yard: Yard, tokens: tuple[int, int]) -> str:
+    """Enqueue a group that was interrupted once, which is too often, and waits again."""
+    (gid,) = yard.enqueue(1, tokens)
+    nonce = new_nonce()
+    jobs = yard.run.jobs
+    yard.run.fleet.register("hand", nonce, {})
+    (job,) = jobs.claim("hand", nonce, new_nonce(), FIRST, 1).jobs
+    jobs.release("hand", job, "aborted")
+    assert jobs.reissue(yard.producer, TASK, "expired", 10_000) == 1
+    yard.run.fleet.deregister("hand", nonce)
+    return gid
+
+
+async def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_tokens(
+    make_yard: Callable[..., Yard],
+) -> None:
+    yard = make_yard(tail_batch_max_tries=1)
+    protected = enqueue_tail(yard, (250, 250))
+    (other,) = yard.enqueue(1, LONG)
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.leases() == 0
+        assert yard.places() == {"completed": 1, "aborted": 1}
+    assert yard.group(protected).lengths.tolist() == [250, 250]
+    assert yard.group(other).status is Status.ABORTED
+    assert (yard.group(other).lengths > 0).all()
+    assert (yard.group(other).lengths < 5000).all()
+    yard.check()
+
+
+async def test_pause_ends_a_protected_group_that_takes_too_long(
+    make_yard: Callable[..., Yard],
+) -> None:
+    yard = make_yard(tail_batch_max_tries=1, pause_timeout_s=0.5)
+    gid = enqueue_tail(yard, LONG)
+    async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+        await yard.until_generating(engine, 2)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.places() == {"expired": 1}
+        assert engine.unfinished() == 0
+    assert yard.run.record(gid)["aborts"] == "2"
+    yard.check()
+
+
+async def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected_one_is_done(
+    make_yard: Callable[..., Yard],
+) -> None:
+    yard = make_yard(tail_batch_max_tries=1)
+    protected = enqueue_tail(yard, (250, 250))
+    (other,) = yard.enqueue(1, LONG)
+    worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
+    worker._engine._engine = OnlyWhatIsAsked(worker.engine)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.places() == {"completed": 1, "aborted": 1}
+    assert yard.group(protected).lengths.tolist() == [250, 250]
+    assert (yard.group(other).lengths > 50).all()
+    yard.check()
+
+
+class OnlyWhatIsAsked:
+    """`Engine` and nothing else."""
+
+    def __init__(self, engine: WatchedEngine) -> None:
+        self.name = engine.name
+        self.start = engine.start
+        self.generate = engine.generate
+        self.pause = engine.pause
+        self.resume = engine.resume
+        self.load_weights = engine.load_weights
+        self.sleep = engine.sleep
+        self.wake = engine.wake
+        self.version = engine.version
+        self.check_health = engine.check_health
+        self.shutdown = engine.shutdown

@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
+from buffer.redis.store import Store
 from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import ROOT, Process, Site
+from tests.pipeline.yard import LIMITS, Yard
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -78,18 +81,6 @@ def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Si
     stopped_in_order(site, started)
 
 
-def test_hang_up_twice_is_no_second_ctrl_c(make_site: Callable[..., Site]) -> None:
-    """A shell sends it, and the kernel sends it once more."""
-    site = make_site(steps=1000)
-    process = site.start("run")
-    site.until_step(2)
-    started = processes_of(process)
-    for _ in range(2):
-        os.kill(process.pid, signal.SIGHUP)
-    assert process.wait() == 130, site.words()
-    stopped_in_order(site, started)
-
-
 def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=1000)
     site.server.start()
@@ -120,3 +111,40 @@ def test_an_ignored_hang_up_stays_ignored(make_site: Callable[..., Site]) -> Non
     started = processes_of(process)
     assert process.end(signal.SIGTERM) == 130
     stopped_in_order(site, started)
+
+
+# -- an id is of one worker ------------------------------------------------------
+
+
+ENDLESS = (50_000, 50_000)
+"""A thousand seconds of the engine of a site."""
+
+
+@pytest.fixture
+def site(make_site: Callable[..., Site]) -> Site:
+    site = make_site()
+    site.server.start()
+    return site
+
+
+@pytest.fixture
+def yard(site: Site, tmp_path: Path) -> Iterator[Yard]:
+    """Make the run that the site's workers find on its server."""
+    with closing(Store(site.server.url, deadline_s=400.0)) as store:
+        yield Yard(store, site.name, tmp_path, LIMITS.model_copy(update={"lease_ms": 60_000}))
+
+
+def test_an_id_is_of_one_live_worker_until_another_takes_over(site: Site, yard: Yard) -> None:
+    def pids() -> list[str]:
+        return [str(worker.facts["pid"]) for worker in yard.run.fleet.workers()]
+
+    first = site.start("worker", "--id", "w0")
+    site.until(lambda: pids() == [str(first.pid)], "the first worker")
+    second = site.start("worker", "--id", "w0")
+    assert second.wait() != 0
+    assert "w0" in second.said()
+    assert "--take-over" in second.said()
+    third = site.start("worker", "--id", "w0", "--take-over")
+    site.until(lambda: pids() == [str(third.pid)], "the worker that took over")
+    assert first.wait() != 0, "it was fenced"
+    assert third.end(signal.SIGTERM) == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 from pathlib import Path
@@ -10,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from buffer.control.control import Mode
+from buffer.errors import WeightsRefused
 from buffer.ids import new_nonce
+from buffer.model.manifest import NotReady
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.handle.crew import wait_until
-from tests.pipeline.test_refused_weights import spoil
-from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, Yard, versions
+from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
 
 
 def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
@@ -86,37 +88,33 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
 
 
 @pytest.mark.parametrize("mode", [Mode.ABORT, Mode.DRAIN, Mode.KEEP])
-def test_a_pause_waits_for_no_fetch(
+async def test_a_pause_waits_for_no_fetch(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     """While announced weights are fetched, workers claim and sample; the pause holds the switch."""
     gate = threading.Event()
     fetched = gated_fetches(monkeypatch, gate)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            announced = yard.announce(1)
-            await yard.until(lambda: fetched == ["weights-1"])
-            yard.enqueue(2)
-            await yard.until_places(completed=2)
-            assert yard.run.receipts.silent(announced.epoch) == ["w0"]
-            gate.set()
-            await yard.receipts(announced)
-            assert engine.version() == FIRST
-            gate.clear()  # from here on, a fetch would not end
-            await yard.receipts(yard.control(mode))
-            yard.name(1, *yard.located(1))
-            yard.control(Mode.RUN)
-            yard.enqueue(1)
-            await yard.until_places(completed=3)
-            assert engine.version() == PolicyVersion(LINEAGE, 1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        announced = yard.announce(1)
+        await yard.until(lambda: fetched == ["weights-1"])
+        yard.enqueue(2)
+        await yard.until_places(completed=2)
+        assert yard.run.receipts.silent(announced.epoch) == ["w0"]
+        gate.set()
+        await yard.receipts(announced)
+        assert engine.version() == FIRST
+        gate.clear()  # from here on, a fetch would not end
+        await yard.receipts(yard.control(mode))
+        yard.name(1, *yard.located(1))
+        yard.control(Mode.RUN)
+        yard.enqueue(1)
+        await yard.until_places(completed=3)
+        assert engine.version() == PolicyVersion(LINEAGE, 1)
     assert fetched == ["weights-1"]
     yard.check()
 
 
-def test_announced_weights_that_are_replaced_altered_or_never_published(
+async def test_announced_weights_that_are_replaced_altered_or_never_published(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 1 is replaced while it is fetched, 2 is altered, 4 announced by a trainer that dies.
@@ -158,14 +156,58 @@ def test_announced_weights_that_are_replaced_altered_or_never_published(
         yard.run.trainers.open(new_nonce(), step=0, lineage="l2", take_over=True)
         assert yard.run.control.state().announced is None
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            await asyncio.to_thread(train)
-            yard.enqueue(1)
-            await yard.until_places(completed=1)
-            assert engine.version() == PolicyVersion(LINEAGE, 3)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        await asyncio.to_thread(train)
+        yard.enqueue(1)
+        await yard.until_places(completed=1)
+        assert engine.version() == PolicyVersion(LINEAGE, 3)
     assert fetched[:2] == ["weights-1", "weights-2"]
     assert fetched.count("weights-3") == 1
     yard.check()
+
+
+# -- refused weights ------------------------------
+
+
+def spoil(folder: Path) -> None:
+    """Change a file without its size, which only a reader of all bytes notices."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)
+    consumer.lineage = "l1"
+    reasons: list[str] = []
+
+    def wait(reason: NotReady) -> None:
+        reasons.append(str(reason))
+
+    def train() -> None:
+        folder, checksum = yard.write_weights(1)
+        spoil(folder)
+        consumer.publish_weights(1, str(folder), checksum)
+        yard.enqueue(3)
+        with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
+            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(refused_weights, "REFUSAL_S", 0.5)
+            with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:
+                consumer.take_batch(1, {TASK: 3})
+        assert "publish" in refused.value.hint
+        folder, checksum = yard.write_weights(2)
+        consumer.publish_weights(2, str(folder), checksum)
+        assert len(consumer.take_batch(1, {TASK: 3}, deadline_s=400.0).groups) == 3
+        assert yard.run.fleet.workers()[0].refusal == ""
+
+    with caplog.at_level(logging.ERROR, "rolloutmq.consumer"):
+        async with yard.working(yard.worker()):
+            await asyncio.to_thread(train)
+    logged = [record.message for record in caplog.records if record.name == "rolloutmq.consumer"]
+    assert len(logged) == 2  # once in each wait
+    assert "w0: cannot use the weights" in logged[0]
+    assert any("cannot load the weights l1:1" in reason for reason in reasons)

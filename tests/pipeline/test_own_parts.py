@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -25,7 +26,9 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.multi_turn import turns_of
+from rolloutmq.init.project import TINY, Choices, write_project
 from tests.pipeline.site import Site
+from tests.warm_process import run_to_end
 
 STEPS = 2
 
@@ -175,3 +178,36 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
         sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in turns_of(state)])
         offset = len(state.prompt_ids) - 1
         np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)
+
+
+# -- own loop ------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_loop_of_ones_own_calls_the_parts_one_by_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.own_loop", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
+        f"step {n}: 4 groups" for n in (1, 2, 3, 4)
+    ]
+    assert (tmp_path / "checkpoint.npy").exists()
+
+
+# -- new project ------------------------------
+
+
+CHANGES = ("plan.steps=1", "plan.batch_size=2", "tasks.math.sample.max_tokens=4")
+
+
+@pytest.mark.slow
+def test_a_new_project_runs_to_its_end(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    write_project(project, Choices("math", TINY, None, 0))
+    flags = [word for change in CHANGES for word in ("--set", change)]
+    said = run_to_end(project, "run", "config.toml", *flags)
+    assert "lost 0 · in two places 0 · trained twice 0" in said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -18,13 +16,12 @@ import orjson
 import pytest
 
 from buffer.control import role_holder, roles
-from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.ids import group_id, new_nonce
 from buffer.model.manifest import Manifest, NotReady
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.views.diagnosis import diagnose
@@ -46,11 +43,11 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def take_the_role(producer: AgentLoopManager, yard: Yard) -> None:
+def take_the_role(producer: Producer, yard: Yard) -> None:
     yard.run.control.open_producer(producer.nonce, take_over=True)
 
 
-def play(producer: AgentLoopManager, yard: Yard) -> None:
+def play(producer: Producer, yard: Yard) -> None:
     """Produce rounds until nothing more is started."""
     while producer.round(yard.run.control.state()):
         pass
@@ -68,14 +65,6 @@ def test_target_follows_the_weights(yard: Yard, dataset: Path) -> None:
         seen.append(yard.places()["waiting"])
     assert seen == [20, 30, 40, 80]
     yard.check()
-
-
-def test_target_ends_with_the_last_step(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=10, threshold=3, steps=4)
-    take_the_role(producer, yard)
-    yard.publish(3)
-    play(producer, yard)
-    assert yard.places()["waiting"] == 40
 
 
 @on_both
@@ -139,39 +128,6 @@ def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
     assert yard.places() == {"waiting": 7, "dropped": 1}
     assert f"task {TASK}: row 3 is skipped: its prompt has" in caplog.text
     yard.check()
-
-
-def test_a_row_that_cannot_be_encoded_stops_its_task_with_its_number(
-    yard: Yard, dataset: Path
-) -> None:
-    def dated(record: dict[str, Any]) -> Problem:
-        question = {"role": "user", "content": "when?"}
-        return Problem(messages=[question], extra={"when": datetime.date(2026, 1, 1)})
-
-    producer = make_producer(yard.run, dataset, share=5, to_problem=dated)
-    take_the_role(producer, yard)
-    play(producer, yard)
-    halt = yard.run.task_stops.of(TASK)
-    assert halt.kind == "broken"
-    assert re.search(rf"{TASK}: row \d+: .*date", halt.reason)
-
-
-def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=5)
-    take_the_role(producer, yard)
-    yard.control(Mode.KEEP)
-    play(producer, yard)
-    assert not yard.places()
-    yard.control(Mode.RUN)
-    play(producer, yard)
-    assert yard.places()["waiting"] == 5
-
-
-def test_a_second_producer_is_refused_while_the_first_is_alive(yard: Yard, dataset: Path) -> None:
-    second = make_producer(yard.run, dataset, share=5)
-    with pytest.raises(RoleHeld, match="producer"):
-        second.produce_loop(threading.Event())
-    assert not yard.places()
 
 
 @on_both
@@ -302,7 +258,7 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     data = SlowRow()
     sampler = Sampler(TASK, data, Letters(), SampleParams())
     strategies = {TASK: AsyncProduceStrategy(TASK, yard.run.limits)}
-    producer = AgentLoopManager(yard.run, {TASK: sampler}, strategies)
+    producer = Producer(yard.run, {TASK: sampler}, strategies)
     ended: list[BaseException] = []
 
     def produce() -> None:

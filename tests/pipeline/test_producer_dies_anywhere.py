@@ -12,7 +12,7 @@ import pytest
 from buffer.control.progress import ProduceProgress
 from buffer.redis.store import Store
 from buffer.wire.rollout import Status
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 
@@ -45,7 +45,7 @@ def prepare(make_mixture: Callable[..., Mixture]) -> Mixture:
     return mixture
 
 
-def produce(mixture: Mixture, manager: AgentLoopManager) -> None:
+def produce(mixture: Mixture, manager: Producer) -> None:
     """Until there is nothing to do."""
     with manager.opened(take_over=True):
         while manager.round(mixture.run.control.state()):

@@ -14,8 +14,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.task_mix import allocate
+from buffer.model.limits import TaskLimits
 from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
@@ -69,15 +68,6 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
     mixture.scene.check()
 
 
-def test_targets_are_the_same_however_often_they_are_asked_for(make_mixture: Make) -> None:
-    """The same as `ensure_target_upto`; there a counter remembers, here nothing has to."""
-    mixture = make_mixture(one_task(stale_threshold=3))
-    with mixture.manager.opened():
-        assert [mixture.round() for _ in range(3)] == [12, 0, 0]
-        progress = mixture.run.read_progress()
-    assert progress.tasks["math"].target == 12
-
-
 # -- SyncProduceStrategy -----------------------------------------------------
 
 
@@ -123,16 +113,6 @@ def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: M
 
 
 # -- AsyncProduceStrategy ----------------------------------------------------
-
-
-def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
-    make_mixture: Make,
-) -> None:
-    """The same: batch 4, over-sampling 1.0, one group missing: 5 are started."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0))
-    put(mixture, DONE, DONE, DONE)
-    with mixture.manager.opened():
-        assert mixture.round() == 5
 
 
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
@@ -226,25 +206,6 @@ def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
         assert mixture.round() == 4
 
 
-def test_expired_groups_below_the_trigger_wait(make_mixture: Make) -> None:
-    """The same, and over-sampling continues."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
-    put(mixture, OLD, OLD)
-    with mixture.manager.opened():
-        assert mixture.round() == 8
-    assert mixture.places()["expired"] == 2
-
-
-def test_trigger_0_retries_expired_groups_at_once_with_over_sampling(make_mixture: Make) -> None:
-    """As in its newest version; the older one took 0 for off, which is -1 now, and the default."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=0))
-    put(mixture, OLD)
-    with mixture.manager.opened():
-        assert mixture.round() == 8
-    assert len(mixture.scene.stream("resume")) == 1
-    assert RunLimits().tail_batch_trigger_size == -1
-
-
 def test_groups_in_flight_may_be_capped(make_mixture: Make) -> None:
     """There, nothing bounds them but target and over-sampling."""
     mixture = make_mixture(one_task(over_sample_threshold=1.0, max_in_flight=3))
@@ -284,11 +245,4 @@ def test_nothing_is_started_while_weights_are_updated(make_mixture: Make) -> Non
         assert mixture.round() == 4
 
 
-# -- AgentLoopManager --------------------------------------------------------
-
-
-def test_shares_are_by_largest_remainder_and_ties_by_order() -> None:
-    """The same: 7 by weights 1, 2, 0 are 2, 5, 0; nothing of nothing; wrong weights are errors."""
-    assert allocate(7, {"b": 1, "a": 2, "c": 0}) == {"b": 2, "a": 5, "c": 0}
-    assert allocate(3, {"a": 1, "b": 1}) == {"a": 2, "b": 1}
-    assert allocate(0, {"a": 1, "b": 2}) == {"a": 0, "b": 0}
+# -- Producer --------------------------------------------------------

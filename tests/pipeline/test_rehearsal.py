@@ -227,26 +227,6 @@ def test_a_loop_without_end_is_an_error_that_names_the_stages_of_its_groups(
     raise AssertionError(raised.value)
 
 
-class FreeEngine(SimulatedEngine):
-    """Generate no structured output, as the engine of transformers, or a user's own."""
-
-    name = "free"
-    structures_output = False
-
-
-def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none() -> None:
-    rows: list[dict[str, Any]] = [
-        *SUMS,
-        {"question": "1 > 2?", "answer": "no", "structured": {"choice": ["yes", "no"]}},
-    ]
-    with pytest.raises(RehearsalError, match="free cannot generate structured output"):
-        rehearse(
-            rows,
-            judge=lambda response, **_: 0.0,
-            engine=FreeEngine(SimulatedConfig(), FIRST_WEIGHTS),
-        )
-
-
 def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(
     tmp_path: Path,
 ) -> None:
@@ -275,18 +255,6 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
 
 
 calls: list[str] = []
-
-
-def always_raises(response: str, **_: Any) -> float:
-    calls.append(response)
-    raise KeyError("lines")
-
-
-def test_a_judge_that_always_raises_ends_the_rehearsal_with_its_reason() -> None:
-    calls.clear()
-    with pytest.raises(RehearsalError, match="KeyError: 'lines'"):
-        rehearse(SUMS, judge=always_raises, samples=2, timeout_s=3600)
-    assert len(calls) <= 2 * len(SUMS)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.dataset import Dataset, Problem
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
 from producer_workers.datasets.records import RecordsDataset, load_to_problem, problem_of
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from rolloutmq.check import data as check_data
@@ -248,7 +248,7 @@ def test_what_a_check_accepts_is_enqueued_and_what_it_refuses_stops_the_task(
     yard.run.limits.adopt(limits)
     strategies = strategies_of(yard.run.limits)
     for rows in (len(KEPT), 1):
-        producer = AgentLoopManager(yard.run, {TASK: sampler}, strategies, slice_size=rows)
+        producer = Producer(yard.run, {TASK: sampler}, strategies, slice_size=rows)
         yard.run.control.open_producer(producer.nonce, take_over=True)
         producer.round(yard.run.control.state())
     assert yard.places() == {"waiting": len(KEPT)}

@@ -220,48 +220,39 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
 
 
 @on_one
-def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
+async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str
 ) -> None:
-    async def scene() -> None:
-        queue = open_queue(pool.connect(), run_name)
-        client = pool.connect()
-        judging = asyncio.create_task(
-            make_judge("length", run_name, retries=1).judge(RolloutState())
-        )
-        await asyncio.to_thread(until, lambda: queue.count == 1)
-        lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
-        await asyncio.to_thread(until, lambda: queue.count == 1)
-        assert queue.get_job_ids() != [lost.decode()]
-        judging.cancel()
-        await asyncio.to_thread(
-            until, lambda: queue.count == 0
-        )  # not waited for any more, so not judged
-
-    asyncio.run(scene())
+    queue = open_queue(pool.connect(), run_name)
+    client = pool.connect()
+    judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+    await asyncio.to_thread(until, lambda: queue.count == 1)
+    lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
+    await asyncio.to_thread(until, lambda: queue.count == 1)
+    assert queue.get_job_ids() != [lost.decode()]
+    judging.cancel()
+    await asyncio.to_thread(
+        until, lambda: queue.count == 0
+    )  # not waited for any more, so not judged
 
 
 @on_one
-def test_generation_continues_while_a_judge_that_will_fail_is_waited_for(
+async def test_generation_continues_while_a_judge_that_will_fail_is_waited_for(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
 ) -> None:
     """Start no rq worker: the first group waits for its reward while the next one is generated."""
     queue = open_queue(pool.connect(), run_name)
-
-    async def scene() -> None:
-        gids = yard.enqueue(2, tokens=(5,))
-        worker = yard.worker(
-            judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0
-        )
-        async with yard.working(worker) as engine:
-            await yard.until(lambda: queue.count == 2)
-            assert {request.partition("/")[0] for request, *_ in engine.requests} == set(gids)
-            for job_id in queue.get_job_ids():
-                queue.remove(job_id)
-            queue.connection.delete(*queue.connection.keys("rq:job:*"))
-            await yard.until(lambda: any(int(record["tries"]) > 1 for record in yard.records()))
-
-    asyncio.run(scene())
+    gids = yard.enqueue(2, tokens=(5,))
+    worker = yard.worker(
+        judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0
+    )
+    async with yard.working(worker) as engine:
+        await yard.until(lambda: queue.count == 2)
+        assert {request.partition("/")[0] for request, *_ in engine.requests} == set(gids)
+        for job_id in queue.get_job_ids():
+            queue.remove(job_id)
+        queue.connection.delete(*queue.connection.keys("rq:job:*"))
+        await yard.until(lambda: any(int(record["tries"]) > 1 for record in yard.records()))
 
 
 def test_cluster_is_refused_with_what_to_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ import orjson
 import psutil
 import pytest
 
+from buffer.redis.keys import Keys
 from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
@@ -27,8 +29,8 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def child(process: Process, role: str) -> psutil.Process:
-    (found,) = [each for each in children_of(process) if each.name() == role]
+def child(process: Process, verb: str) -> psutil.Process:
+    (found,) = [each for each in children_of(process) if each.name() == verb]
     return found
 
 
@@ -60,9 +62,9 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     site.until(lambda: all_gone(children), "the end of the orphans")
 
     third = site.start("run")
-    for role in ("worker", "trainer", "server", "worker"):
+    for verb in ("worker", "train", "server", "worker"):
         site.until_step(max(step for step, _ in site.lines()) + 2)
-        site.server.kill() if role == "server" else child(third, role).kill()
+        site.server.kill() if verb == "server" else child(third, verb).kill()
     code, output = third.wait(), third.said()
     assert code == 0, output + site.words()
     assert "trainer was killed by SIGKILL" in output
@@ -197,15 +199,6 @@ def change(site: Site, old: str, new: str) -> None:
     site.config.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_an_unknown_key_is_reported_with_a_suggestion(make_site: Callable[..., Site]) -> None:
-    site = make_site()
-    change(site, "batch_size", "batchsize")
-    code, output = refused(site, "run")
-    assert code == 2
-    assert "plan.batchsize" in output
-    assert "batch_size" in output
-
-
 def test_an_unknown_key_of_the_other_side_is_reported_before_anything_starts(
     make_site: Callable[..., Site],
 ) -> None:
@@ -228,22 +221,6 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
         code, output = refused(site, verb)
         assert code == 2
         assert f"{file}:41: not valid JSON" in output
-
-
-def test_a_folder_that_is_no_model_is_reported(
-    make_site: Callable[..., Site], tmp_path: Path
-) -> None:
-    site = make_site()
-    change(site, f'model = "{site.model}"', f'model = "{tmp_path}"')
-    code, output = refused(site, "run")
-    assert code == 4
-    assert f"{tmp_path} is not a model folder" in output
-
-
-def test_an_unreachable_server_is_reported(make_site: Callable[..., Site]) -> None:
-    code, output = refused(make_site(), "run", "--redis-url", "redis://127.0.0.1:1/0")
-    assert code == 3
-    assert "127.0.0.1:1" in output
 
 
 def test_a_wrong_password_is_reported_and_not_shown(
@@ -288,6 +265,54 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
         process = site.start(verb)
         site.until(partial(waits, process), "its wait")
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
+
+
+# -- regenerated run ------------------------------
+
+
+def lose(site: Site, seed: int) -> None:
+    """Half of the keys of the run are gone, its settings among them."""
+    chance = random.Random(seed)
+    server = site.server
+    server.start()
+    with server.connect() as raw:
+        keys = sorted(raw.scan_iter(Keys(site.name).pattern))
+        gone = [key for key in keys if chance.random() < 0.5]
+        raw.delete(*gone, Keys(site.name).meta, Keys(site.name).control)
+        raw.set("rmq:{another}:meta", "theirs")
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
+    make_site: Callable[..., Site],
+) -> None:
+    site = make_site(steps=40)
+    first = site.start("run")
+    site.until_step(5)
+    assert first.end(signal.SIGTERM) == 130
+    reached = site.lines()[-1][0]
+    lose(site, seed=3)
+    code, output = site.command("run")
+    assert code == 5, output
+    assert "--regenerate" in output
+
+    second = site.start("run", "--regenerate")
+    site.until_step(reached + 2)
+    assert f"from the checkpoint of step {reached}" in second.said()
+    child(second, "train").kill()
+    assert second.wait() == 0, site.words()
+    assert "trainer restarted" in second.said()
+    # a trainer that is started again clears nothing
+    assert second.said().count("Cleared") == 1
+    log = (site.run_dir / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert "Cleared" not in log
+    site.check()
+    site.server.start()
+    with site.server.connect() as raw:
+        assert raw.get("rmq:{another}:meta") == b"theirs"
+    site.server.stop()
 
 
 # -- a live run, and others that want something of it ------------------------

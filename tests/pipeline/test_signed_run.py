@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,27 +15,25 @@ from tests.pipeline.site import Site
 from tests.pipeline.yard import FAST_S, LONG, SLOW_S, Yard
 
 
-def test_a_second_worker_continues_what_the_first_has_signed(yard: Yard, tmp_path: Path) -> None:
+async def test_a_second_worker_continues_what_the_first_has_signed(
+    yard: Yard, tmp_path: Path
+) -> None:
     known = tmp_path / "workers.keys"
     keys = [Key.new(name) for name in (PRODUCER, "w0", "w1")]
     write_keys(known, {key.worker: [key.secret] for key in keys})
     yard.run.sign_with(keys[0])
     continued, stolen = yard.enqueue(2, LONG)
-
-    async def work() -> None:
-        yard.run.sign_with(keys[1])
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.ABORT))
-        name = yard.run.keys.payload(stolen, yard.run.record(stolen)["payload"])
-        yard.store.control.set(name, bytes(reversed(yard.store.control.get(name))))
-        yard.control(Mode.RUN)
-        assert yard.reissue() == 2
-        yard.run.sign_with(keys[2])
-        async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
-            await yard.until_places(completed=2)
-
-    asyncio.run(work())
+    yard.run.sign_with(keys[1])
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+    name = yard.run.keys.payload(stolen, yard.run.record(stolen)["payload"])
+    yard.store.control.set(name, bytes(reversed(yard.store.control.get(name))))
+    yard.control(Mode.RUN)
+    assert yard.reissue() == 2
+    yard.run.sign_with(keys[2])
+    async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
+        await yard.until_places(completed=2)
     yard.run.payloads.signer = None
     yard.run.check_signatures(known)
     assert signers(yard.group(continued).signatures) == ["w0", "w1"]

@@ -15,12 +15,10 @@ from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
-from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
-from producer_workers.engines.base import Generation
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -34,7 +32,7 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 
 @on_both
-def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
+async def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
     yard: Yard, tmp_path: Path
 ) -> None:
     def even_rows_only(states: Sequence[RolloutState]) -> bool:
@@ -46,16 +44,12 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
     )
     producer = make_producer(yard.run, path, share=6)
     yard.run.control.open_producer(producer.nonce, take_over=True)
-
-    async def scenario() -> None:
-        worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
-        async with yard.working(worker):
-            while yard.places().get("completed", 0) < 6:
-                state = yard.run.control.renew_role("producer", producer.nonce)
-                await asyncio.to_thread(producer.round, state)
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
+    async with yard.working(worker):
+        while yard.places().get("completed", 0) < 6:
+            state = yard.run.control.renew_role("producer", producer.nonce)
+            await asyncio.to_thread(producer.round, state)
+            await asyncio.sleep(0.01)
     places = yard.places()
     counters = yard.counters()
     assert places["completed"] == 6
@@ -65,36 +59,28 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
 
 
 @on_both
-def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
+async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
     slow = yard.enqueue(1, tokens=(100_000, 1))
     yard.enqueue(2, tokens=(5, 5))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
-            await yard.until_places(dead=1, completed=2)
-            assert engine.unfinished() == 0
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
+        await yard.until_places(dead=1, completed=2)
+        assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
     yard.check()
 
 
-def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
+async def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
     def broken(states: Sequence[RolloutState]) -> bool:
         raise ZeroDivisionError("no variance")
 
     gids = yard.enqueue(1)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(is_valid_sample=broken)):
-            await yard.until_places(dead=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(is_valid_sample=broken)):
+        await yard.until_places(dead=1)
     assert "ZeroDivisionError: no variance" in str(yard.run.dead_letters.reason(gids[0]))
 
 
 @on_both
-def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
+async def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard: Yard, tmp_path: Path
 ) -> None:
     def broken(**_: object) -> float:
@@ -106,16 +92,12 @@ def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard.run.set(LiveSettings(tasks={TASK: LiveTaskSettings(max_consecutive_failures=4)}))
     yard.run.control.open_producer(producer.nonce, take_over=True)
     started = []
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=broken)):
-            while not yard.run.task_stops.of(TASK).is_stopped:
-                started.append(await asyncio.to_thread(producer.round, yard.run.control.state()))
-                await asyncio.sleep(0.01)
-            for _ in range(5):
-                assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=broken)):
+        while not yard.run.task_stops.of(TASK).is_stopped:
+            started.append(await asyncio.to_thread(producer.round, yard.run.control.state()))
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
     consumer = RolloutConsumer(yard.run, nonce=yard.trainer)
     with pytest.raises(
         TaskStopped, match=r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
@@ -162,7 +144,9 @@ async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mixture]) -> None:
+async def test_partial_rollout_is_a_matter_of_each_task(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
     mixture = make_mixture()
     config = SimulatedConfig(
@@ -170,8 +154,8 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
     )
     engine = WatchedEngine(config, FIRST)
     worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
-
-    async def scenario() -> None:
+    with mixture.manager.opened():
+        assert mixture.round() == 7
         await engine.start()
         work = asyncio.create_task(worker.run())
         while engine.unfinished() < 14:
@@ -181,51 +165,9 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
         await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=400.0)
         worker.stop()
         await work
-
-    with mixture.manager.opened():
-        assert mixture.round() == 7
-        asyncio.run(scenario())
     read = mixture.run.buffer.get
     assert [(group.lengths > 0).all() for group in read(9, "math", "aborted")] == [True] * 5
     assert [(group.lengths == 0).all() for group in read(9, "code", "aborted")] == [True] * 2
-    mixture.scene.check()
-
-
-class StuckEngine(WatchedEngine):
-    """Does not answer for math until `gate` is set."""
-
-    gate: asyncio.Event
-
-    async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
-        if request_id.startswith("math"):
-            await self.gate.wait()
-        return await super().generate(request_id, prompt_ids, params)
-
-
-def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    """Let math hang in some of 8 slots while 8 groups of code go through."""
-    mixture = make_mixture({"batch_size": 24})
-    quick = Fixed(value=0.0)
-    engine = StuckEngine(
-        SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST
-    )
-    worker = mixed_worker(mixture, engine)
-
-    async def scenario() -> None:
-        engine.gate = asyncio.Event()
-        await engine.start()
-        work = asyncio.create_task(worker.run())
-        await until(mixture, "code", "completed", 8)
-        engine.gate.set()
-        await until(mixture, "math", "completed", 16)
-        worker.stop()
-        await work
-
-    with mixture.manager.opened():
-        assert mixture.round() == 24
-        asyncio.run(scenario())
     mixture.scene.check()
 
 
@@ -277,16 +219,12 @@ def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(
     assert [job.task for job in mixture.claim()] == ["math"] * 5 + ["code"] * 2
 
 
-def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yard]) -> None:
+async def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yard]) -> None:
     yard = make_yard()
     yard.enqueue(3, tokens=(5, 5))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()):
-            while yard.places().get("completed", 0) < 3:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()):
+        while yard.places().get("completed", 0) < 3:
+            await asyncio.sleep(0.01)
     progress = yard.run.read_progress([TASK]).tasks[TASK]
     assert progress.produced_groups == 3
     groups = yard.run.buffer.get(3, TASK)

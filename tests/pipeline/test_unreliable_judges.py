@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.groups.job_queue import Serves
-from buffer.ids import LANES
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -24,7 +22,7 @@ from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJ
 from producer_workers.worker import heartbeat
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
-from tests.pipeline.yard import FIRST, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -75,18 +73,15 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, fault: str) -> None:
+async def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, fault: str) -> None:
     broken, reason = FAULTS[fault]
     bad, *_ = yard.enqueue(4)
 
     def judge(*, ground_truth: str, **given: Any) -> Any:
         return broken(**given) if ground_truth == bad else 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=FunctionJudge("mine", judge))):
-            await yard.until_places(dead=1, completed=3)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=FunctionJudge("mine", judge))):
+        await yard.until_places(dead=1, completed=3)
     letter = str(yard.run.dead_letters.reason(bad))
     assert re.search(reason, letter), letter
     assert "\\n" not in letter
@@ -95,7 +90,7 @@ def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, fault: 
 
 
 @pytest.mark.parametrize("kind", [FunctionJudge, GroupFunctionJudge])
-def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_group(
+async def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_group(
     yard: Yard, kind: Any
 ) -> None:
     bad, *_ = yard.enqueue(3, tokens=(10, 10, 10, 10))
@@ -113,12 +108,8 @@ def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_group(
         return [score(state) for state in states]
 
     judge = kind("slow", one if kind is FunctionJudge else all_of_them, 0.3)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge)):
-            await yard.until_places(dead=1, completed=2)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge)):
+        await yard.until_places(dead=1, completed=2)
     gate.set()
     assert "judge 'slow' exceeded its limit of 0.3 s" in str(yard.run.dead_letters.reason(bad))
 
@@ -131,7 +122,7 @@ def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_group(
         (lambda _: None, "is_valid_sample_fn 'test' returned NoneType"),
     ],
 )
-def test_a_filter_that_does_anything_fails_its_own_group_only(
+async def test_a_filter_that_does_anything_fails_its_own_group_only(
     yard: Yard, verdict: Any, reason: str
 ) -> None:
     bad, *_ = yard.enqueue(3)
@@ -139,11 +130,8 @@ def test_a_filter_that_does_anything_fails_its_own_group_only(
     def is_valid(states: list[RolloutState]) -> Any:
         return verdict(states) if states[0].ground_truth == bad else True
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(is_valid_sample=is_valid)):
-            await yard.until_places(dead=1, completed=2)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(is_valid_sample=is_valid)):
+        await yard.until_places(dead=1, completed=2)
     assert reason in str(yard.run.dead_letters.reason(bad))
 
 
@@ -162,19 +150,15 @@ class ExitingLoop(SingleTurnAgentLoop):
 
 
 @pytest.mark.parametrize("in_task", [False, True])
-def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_task: bool) -> None:
+async def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_task: bool) -> None:
     bad, *_ = yard.enqueue(3)
     loop = ExitingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
     loop.bad = bad
     loop.in_task = in_task
-
-    async def scenario() -> None:
-        worker = yard.worker()
-        worker._runner._runners = {TASK: TaskRunner(loop)}
-        async with yard.working(worker):
-            await yard.until_places(dead=3)
-
-    asyncio.run(scenario())
+    worker = yard.worker()
+    worker._runner._runners = {TASK: TaskRunner(loop)}
+    async with yard.working(worker):
+        await yard.until_places(dead=3)
     assert "SystemExit" in str(yard.run.dead_letters.reason(bad))
 
 
@@ -248,21 +232,17 @@ def test_a_pause_ends_a_judge_after_its_grace_and_its_group_is_only_judged_again
     yard.check()
 
 
-def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
+async def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
     yard.enqueue(1)
     gate = Gate()
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=gate.score, grace_s=0.0)):
-            await yard.until(lambda: gate.asked == 2)
-            await yard.receipts(yard.control(Mode.KEEP))
-            draining = yard.control(Mode.DRAIN)
-            await asyncio.sleep(0.3)
-            assert yard.leases() == 1
-            gate.is_open = True
-            await yard.receipts(draining)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=gate.score, grace_s=0.0)):
+        await yard.until(lambda: gate.asked == 2)
+        await yard.receipts(yard.control(Mode.KEEP))
+        draining = yard.control(Mode.DRAIN)
+        await asyncio.sleep(0.3)
+        assert yard.leases() == 1
+        gate.is_open = True
+        await yard.receipts(draining)
     assert yard.places() == {"completed": 1}
     assert gate.asked == 2
 
@@ -278,18 +258,14 @@ def sleep_with_lock(**_: Any) -> float:
 
 
 @pytest.mark.parametrize("judge", [sleep_in_loop, sleep_with_lock])
-def test_the_log_names_a_judge_that_blocks_the_worker(
+async def test_the_log_names_a_judge_that_blocks_the_worker(
     yard: Yard, judge: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(heartbeat, "BLOCKED_S", 0.3)
     monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
     yard.enqueue(1, tokens=[10])
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=FunctionJudge("slow", judge))):
-            await yard.until_places(completed=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=FunctionJudge("slow", judge))):
+        await yard.until_places(completed=1)
     lines = [record.getMessage() for record in caplog.records]
     assert any("loop was blocked for" in line and "judge 'slow'" in line for line in lines), lines
 
@@ -326,53 +302,21 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
     assert yard.places() == {"completed": 1}
 
 
-def test_a_worker_that_dies_while_it_judges_again_leaves_the_tokens_to_the_next(
-    yard: Yard,
-) -> None:
-    yard.enqueue(1)
-    gate = Gate()
-
-    async def scenario() -> int:
-        async with yard.working(yard.worker("w0", judge=gate.score, grace_s=0.1)) as engine:
-            await yard.until(lambda: gate.asked == 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-            yard.control(Mode.RUN)
-        assert yard.reissue() == 1
-        # claimed by one that never sends a heartbeat again
-        yard.run.fleet.register("dead", "nonce", {})
-        claim = yard.run.jobs.claim(
-            "dead", "nonce", "n1", FIRST, 1, Serves(frozenset({TASK}), frozenset(LANES)), []
-        )
-        assert len(claim.jobs) == 1
-        yard.expire_lease("dead")
-        gate.is_open = True
-        async with yard.working(yard.worker("w1", judge=gate.score)) as other:
-            await yard.until_places(completed=1)
-            return len(engine.requests) + len(other.requests)
-
-    assert asyncio.run(scenario()) == 2
-    yard.check()
-
-
-def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:
+async def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:
     (judged,) = yard.enqueue(1)
     gate = Gate()
-
-    async def scenario() -> None:
+    with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker(judge=gate.score, die_after=3)):
             await yard.until(lambda: gate.asked == 2)
             yard.enqueue(1)
             await yard.until(lambda: not yard.run.fleet.workers())
-
-    with pytest.raises(EngineDeadError):
-        asyncio.run(scenario())
     assert yard.run.record(judged)["status"] == "aborted"
     assert unjudged(yard.group(judged))
     yard.check()
 
 
 @pytest.mark.parametrize("fault", [nothing_found, leave])
-def test_an_order_policy_that_does_anything_fails_its_own_group_only(
+async def test_an_order_policy_that_does_anything_fails_its_own_group_only(
     yard: Yard, fault: Any
 ) -> None:
     bad, *_ = yard.enqueue(3)
@@ -384,10 +328,6 @@ def test_an_order_policy_that_does_anything_fails_its_own_group_only(
     limits = limits.model_copy(update={"order": "mine:order"})
     yard.run.buffer._limits = limits
     yard.run.buffer.order_function = order
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until_places(dead=1, completed=2)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()):
+        await yard.until_places(dead=1, completed=2)
     assert "order policy 'mine:order' raised" in str(yard.run.dead_letters.reason(bad))

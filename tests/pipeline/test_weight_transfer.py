@@ -6,10 +6,9 @@ import asyncio
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights import process_group
-from buffer.weights.process_group import ProcessGroup
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.registry import AnyReceiver, TransportName
 from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
@@ -31,8 +29,14 @@ from buffer.weights.transport import Announcement, PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders import tensor_server
 from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
-from consumer.senders.transfer import TransferSender, open_sender
+from consumer.senders.tensor_server import TensorReceiver, TensorServer
+from consumer.senders.transfer import (
+    SCHEME,
+    TransferReceiver,
+    TransferSender,
+    open_sender,
+    store_announcement,
+)
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.tensor_receiver import TensorReceiver
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
@@ -96,64 +100,6 @@ def moved(announced: Announcement, port: int = 0, token: str = "") -> Announceme
     return replace(announced, port=port or announced.port, token=token or announced.token)
 
 
-class CutInTheMiddle:
-    """A relay in front of the trainer's port; `cut` ends all it relays."""
-
-    def __init__(self, port: int) -> None:
-        self._upstream = port
-        self._open = list[socket.socket]()
-        self._relays: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        for end in self._open:
-            with suppress(OSError):  # the other end was faster
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for thread in self._relays:
-            thread.join(DEADLINE_S)
-        for end in (*self._open, self._listener):
-            end.close()
-
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(("127.0.0.1", self._upstream))
-        self._open += [near, far]
-        for source, target in ((near, far), (far, near)):
-            self._relays.append(
-                threading.Thread(target=self._relay, args=(source, target), daemon=True)
-            )
-            self._relays[-1].start()
-
-    def _relay(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-
-
-def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], object]) -> None:
-    """`do(group)` once, when a group has received 25 chunks: in the second file."""
-    receive = ProcessGroup.receive
-    chunks = 0
-
-    def count(
-        self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]
-    ) -> None:
-        def counted(part: torch.Tensor) -> None:
-            nonlocal chunks
-            chunks += 1
-            if chunks == 25:
-                do(self)
-            arrived(part)
-
-        receive(self, data, counted)
-
-    monkeypatch.setattr(ProcessGroup, "receive", count)
-
-
 def test_many_workers_get_every_bit_at_the_same_time(
     trainer: tuple[TensorServer, Announcement], tmp_path: Path
 ) -> None:
@@ -187,29 +133,6 @@ def test_a_worker_gives_its_proof_to_no_other_trainer(
     with pytest.raises(WireError, match="could not be authenticated"):
         received(moved(trainer[1], port=other.port))
     other.close()
-
-
-def test_a_transfer_that_is_cut_is_thrown_away(
-    trainer: tuple[TensorServer, Announcement],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    server, announced = trainer
-    relay = CutInTheMiddle(server.port)
-
-    def cut(group: ProcessGroup) -> None:
-        relay.cut()
-        until(lambda: group._rendezvous.is_lost)
-
-    in_the_middle(monkeypatch, cut)
-    receiver = TensorReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
-    with pytest.raises(WireError, match=r"cut|left"):
-        until(receiver.is_done)
-    assert not list(receiver.tensors())
-    until(lambda: "weights did not reach a worker" in caplog.text)
-    relay.close()
-    assert_whole(received(announced), tmp_path / "came")
 
 
 def test_a_byte_that_changed_on_the_way_is_found(
@@ -325,21 +248,17 @@ def make_engine(yard: Yard) -> ReceivingEngine:
     return engine
 
 
-def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
+async def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make_engine(yard)
     late = make_engine(yard)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(engine=first)):
-            for version in (1, 2, 3):
-                weights = await asyncio.to_thread(publish, yard, transfer, version)
-                await yard.until(lambda: first.version() == weights)  # noqa: B023
-            async with yard.working(yard.worker("w1", engine=late)):
-                await yard.until(lambda: late.version() == weights)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(engine=first)):
+        for version in (1, 2, 3):
+            weights = await asyncio.to_thread(publish, yard, transfer, version)
+            await yard.until(lambda: first.version() == weights)  # noqa: B023
+        async with yard.working(yard.worker("w1", engine=late)):
+            await yard.until(lambda: late.version() == weights)
     assert [weights.version for weights in first.came] == [1, 2, 3]
     assert [weights.version for weights in late.came] == [3]
     for number, came in enumerate((*first.came.values(), *late.came.values())):
@@ -351,7 +270,7 @@ def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     }
 
 
-def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
+async def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Announce weights of a trainer that died before it wrote its folder.
@@ -365,37 +284,28 @@ def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_
         yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2
     )
     reborn.clear()
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(engine=late)):
-            await yard.until(lambda: late.version() == second)
-            lost = PolicyVersion(LINEAGE, 3)
-            gone = replace(
-                _announced(yard), label=str(lost), folder=str(tmp_path / "never written")
-            )
-            address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
-            await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
-            await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
-            assert late.version() == second
-            fourth = await asyncio.to_thread(publish, yard, reborn, 4)
-            await yard.until(lambda: late.version() == fourth)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(engine=late)):
+        await yard.until(lambda: late.version() == second)
+        lost = PolicyVersion(LINEAGE, 3)
+        gone = replace(_announced(yard), label=str(lost), folder=str(tmp_path / "never written"))
+        address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
+        await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
+        await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
+        assert late.version() == second
+        fourth = await asyncio.to_thread(publish, yard, reborn, 4)
+        await yard.until(lambda: late.version() == fourth)
     reborn.close()
     assert late.came[second] == tmp_path / "published" / "l1-000002"
     assert isinstance(late.came[PolicyVersion(LINEAGE, 4)], dict)
     weights_manifest.verify(tmp_path / "published" / "l1-000004", _announced(yard).checksum)
 
 
-def test_an_engine_that_cannot_receive_reads_the_folder(
+async def test_an_engine_that_cannot_receive_reads_the_folder(
     yard: Yard, transfer: TransferSender
 ) -> None:
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            weights = await asyncio.to_thread(publish, yard, transfer, 1)
-            await yard.until(lambda: engine.version() == weights)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        weights = await asyncio.to_thread(publish, yard, transfer, 1)
+        await yard.until(lambda: engine.version() == weights)
 
 
 def test_an_announcement_that_is_not_the_published_one_is_refused(

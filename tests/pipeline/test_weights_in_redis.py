@@ -159,7 +159,7 @@ def test_processes_of_a_host_download_a_version_once(
 
 
 @on_both
-def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
+async def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
     yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_updates, "BACKOFF", Backoff(0.05, 30.0, jitter=0.0))
@@ -182,16 +182,13 @@ def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
         yard.run.control.publish_weights(yard.trainer, weights, f"{SCHEME}{weights}", checksum)
         return weights
 
-    async def scenario() -> None:
-        publish(1)
-        second = publish(2)
-        async with yard.working(yard.worker()) as engine:
-            await yard.until(lambda: engine.version() == second)
-            await asyncio.to_thread(publish, 3, torn=True)
-            await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
-            assert engine.version() == second
-            fourth = await asyncio.to_thread(publish, 4)
-            await yard.until(lambda: engine.version() == fourth)
-
-    asyncio.run(scenario())
+    publish(1)
+    second = publish(2)
+    async with yard.working(yard.worker()) as engine:
+        await yard.until(lambda: engine.version() == second)
+        await asyncio.to_thread(publish, 3, torn=True)
+        await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
+        assert engine.version() == second
+        fourth = await asyncio.to_thread(publish, 4)
+        await yard.until(lambda: engine.version() == fourth)
     assert not any(path.exists() for path in loaded)

@@ -24,8 +24,6 @@ from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker import group_runner
-from rolloutmq.views.history import WORKERS, History
-from rolloutmq.views.prometheus import RunCollector
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
@@ -52,14 +50,10 @@ async def begin(yard: Yard) -> asyncio.Task[None]:
 
 
 @on_both
-def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> None:
+async def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> None:
     gids = yard.enqueue(9, tokens=(7, 3))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(concurrency=2)):
-            await yard.until_places(completed=9)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(concurrency=2)):
+        await yard.until_places(completed=9)
     for gid in gids:
         short = yard.group(gid).states[1]
         long = yard.group(gid).states[0]
@@ -76,7 +70,7 @@ def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> None:
 
 
 @on_both
-def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> None:
+async def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> None:
     poison = yard.enqueue(5)[2]
 
     def judge(*, ground_truth: str, **_: Any) -> float:
@@ -84,11 +78,8 @@ def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> No
             raise ValueError("cannot judge this")
         return 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge)):
-            await yard.until_places(completed=4, dead=1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge)):
+        await yard.until_places(completed=4, dead=1)
     letter = yard.store.control.get(f"{yard.run.keys.dead_letters}{poison}")
     assert b"cannot judge this" in letter
     assert yard.run.record(poison)["tries"] == "3"
@@ -96,98 +87,57 @@ def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> No
     yard.check()
 
 
-@on_both
-def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
-    yard.enqueue(6, (50, 50))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, die_after=9)) as engine:
-            await yard.until(lambda: bool(engine.requests) and not yard.run.fleet.workers())
-
-    async def others() -> None:
-        async with yard.working(yard.worker("w1")):
-            await yard.until_places(completed=6)
-
-    with pytest.raises(EngineDeadError):
-        asyncio.run(scenario())
-    assert yard.leases() == 0
-    assert sum(yard.places().values()) == 6
-    # any of those that were in the engine may have killed it
-    assert {record["tries"] for record in yard.records()} in ({"0", "1"}, {"1"})
-    assert yard.counters().get("failures_in_row", 0) == 0
-    yard.reissue()  # those that waited for their judge kept their tokens
-    asyncio.run(others())
-    yard.check()
-
-
-def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
-    async def scenario() -> None:
+async def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
+    with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker()) as engine:
             await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
             engine._die(EngineDeadError("gone"))
             await yard.until(lambda: not yard.run.fleet.workers())
 
-    with pytest.raises(EngineDeadError):
-        asyncio.run(scenario())
-
 
 @on_both
-def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> None:
-    async def scenario() -> None:
-        work = await begin(yard)
-        yard.run.fleet.register("w0", new_nonce(), {})
-        await asyncio.wait_for(work, 400)
-
+async def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> None:
+    work = await begin(yard)
+    yard.run.fleet.register("w0", new_nonce(), {})
     with pytest.raises(Fenced, match="another process has registered"):
-        asyncio.run(scenario())
-
-
-@on_both
-def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
-    async def scenario() -> None:
-        work = await begin(yard)
-        keys = yard.run.keys
-        raw = yard.run.store.control
-        raw.hset(keys.meta, "nonce", new_nonce())
-        raw.unlink(keys.worker("w0"))
         await asyncio.wait_for(work, 400)
 
+
+@on_both
+async def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
+    work = await begin(yard)
+    keys = yard.run.keys
+    raw = yard.run.store.control
+    raw.hset(keys.meta, "nonce", new_nonce())
+    raw.unlink(keys.worker("w0"))
     with pytest.raises(LostRun, match="another run"):
-        asyncio.run(scenario())
+        await asyncio.wait_for(work, 400)
 
 
 @on_both
-def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Yard) -> None:
+async def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Yard) -> None:
     """The group has not failed: it is given back when the lease runs out."""
     (gid,) = yard.enqueue(1)
     pool = yard.run.keys.pool(TASK, "completed")
     yard.store.control.set(pool, "junk")
-
-    async def scenario() -> None:
-        await asyncio.wait_for(await begin(yard), 400)
-
     with pytest.raises(RunDamaged, match=f"{re.escape(pool)} is a string, and not a zset"):
-        asyncio.run(scenario())
+        await asyncio.wait_for(await begin(yard), 400)
     assert yard.run.record(gid)["stage"] == "running"
     assert not yard.counters().get("failures_in_row")
 
 
-def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) -> None:
+async def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) -> None:
     gids = yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, drain_timeout_s=0.1)) as engine:
-            await yard.until_generating(engine, 4)
-            tokens = {gid: yard.run.record(gid)["token"] for gid in gids}
-            assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
-            # the worker learns of it, cancels, registers again, and may claim the same groups again
-            await yard.until(
-                lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids)
-            )
-            await yard.until(lambda: engine.unfinished() == 4)
-            assert len(engine.requests) == 8
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, drain_timeout_s=0.1)) as engine:
+        await yard.until_generating(engine, 4)
+        tokens = {gid: yard.run.record(gid)["token"] for gid in gids}
+        assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
+        # the worker learns of it, cancels, registers again, and may claim the same groups again
+        await yard.until(
+            lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids)
+        )
+        await yard.until(lambda: engine.unfinished() == 4)
+        assert len(engine.requests) == 8
     assert yard.counters()["leases_lost"] == 2
     assert yard.counters().get("produced_samples", 0) == 0
     assert yard.places() == {"aborted": 2}
@@ -199,80 +149,61 @@ def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) 
 
 
 @on_both
-def test_stop_ends_what_is_held_and_claims_nothing_more(yard: Yard) -> None:
+async def test_stop_ends_what_is_held_and_claims_nothing_more(yard: Yard) -> None:
     yard.enqueue(6, (50, 50))
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S, concurrency=2)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S, concurrency=2)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
     assert yard.places() == {"completed": 2, "waiting": 4}
     assert not yard.run.fleet.workers()
     yard.check()
 
 
-def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
+async def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=0.1, drain_timeout_s=0.2, partial_rollout=True)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=0.1, drain_timeout_s=0.2, partial_rollout=True)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
     assert yard.places() == {"aborted": 2}
     assert not yard.run.fleet.workers()
     yard.check()
 
 
-def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
+async def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
     yard.enqueue(2)
 
     async def hang(**_: Any) -> float:
         await asyncio.Event().wait()
         return 0.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=hang, drain_timeout_s=0.2)) as engine:
-            await yard.until(lambda: len(engine.requests) == 4)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=hang, drain_timeout_s=0.2)) as engine:
+        await yard.until(lambda: len(engine.requests) == 4)
     assert yard.places() == {"aborted": 2}
     assert {r["tries"] for r in yard.records()} == {"0"}
     assert not yard.run.fleet.workers()
     yard.check()
 
 
-def test_stop_does_not_wait_for_long_answers_when_the_run_is_aborted(yard: Yard) -> None:
+async def test_stop_does_not_wait_for_long_answers_when_the_run_is_aborted(yard: Yard) -> None:
     yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=1.0, partial_rollout=True, drain_timeout_s=10_000)
-        async with yard.working(worker) as engine:
-            await yard.until_generating(engine, 4)
-            worker.stop()
-            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["draining"])
-            await yard.receipts(yard.control(Mode.ABORT))
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=1.0, partial_rollout=True, drain_timeout_s=10_000)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 4)
+        worker.stop()
+        await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["draining"])
+        await yard.receipts(yard.control(Mode.ABORT))
     assert yard.places() == {"aborted": 2}
 
 
 @on_both
-def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
+async def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
     yard.enqueue(2, (20, 20))
-
-    async def scenario() -> None:
-        worker = yard.worker(token_s=SLOW_S)
-        await worker.engine.start()  # type: ignore[attr-defined]
-        task = asyncio.create_task(worker.run())
-        await yard.until_generating(worker.engine, 4)  # type: ignore[attr-defined]
-        await asyncio.to_thread(yard.control, Mode.FINISH)
-        await asyncio.wait_for(task, 400)
-
-    asyncio.run(scenario())
+    worker = yard.worker(token_s=SLOW_S)
+    await worker.engine.start()  # type: ignore[attr-defined]
+    task = asyncio.create_task(worker.run())
+    await yard.until_generating(worker.engine, 4)  # type: ignore[attr-defined]
+    await asyncio.to_thread(yard.control, Mode.FINISH)
+    await asyncio.wait_for(task, 400)
     assert yard.places() == {"completed": 2}
     assert not yard.run.fleet.workers()
 
@@ -280,32 +211,28 @@ def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
 # -- outages -----------------------------------------------------------------
 
 
-def test_results_are_kept_and_submitted_after_the_server_was_killed(
+async def test_results_are_kept_and_submitted_after_the_server_was_killed(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     """Let the outage last longer than one operation is tried, until all groups are generated."""
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "outage", tmp_path)
     yard.enqueue(6, (60, 60))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=3)) as engine:
-            await yard.until_generating(engine, 6)
-            own_server.kill()
-            await yard_is_idle(engine)
-            await asyncio.sleep(1.0)
-            own_server.start()
-            await yard.until_places(completed=6)
-            assert len(engine.requests) == 12
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=3)) as engine:
+        await yard.until_generating(engine, 6)
+        own_server.kill()
+        await yard_is_idle(engine)
+        await asyncio.sleep(1.0)
+        own_server.start()
+        await yard.until_places(completed=6)
+        assert len(engine.requests) == 12
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0
     yard.check()
     store.close()
 
 
-def test_results_are_kept_and_submitted_after_the_server_was_full(
+async def test_results_are_kept_and_submitted_after_the_server_was_full(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     """Fill the server for longer than one operation is tried.
@@ -315,22 +242,18 @@ def test_results_are_kept_and_submitted_after_the_server_was_full(
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "full", tmp_path)
     yard.enqueue(6, (60, 60))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=3)) as engine:
-            await yard.until_generating(engine, 6)
-            store.control.config_set("maxmemory", 1)
-            await yard_is_idle(engine)
-            await yard.until_renewed()
-            assert yard.places() == {"running": 3, "waiting": 3}
-            epoch = yard.control(Mode.KEEP).epoch
-            await yard.until(lambda: not yard.run.receipts.silent(epoch))
-            yard.control(Mode.RUN)
-            store.control.config_set("maxmemory", 0)
-            await yard.until_places(completed=6)
-            assert len(engine.requests) == 12
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=3)) as engine:
+        await yard.until_generating(engine, 6)
+        store.control.config_set("maxmemory", 1)
+        await yard_is_idle(engine)
+        await yard.until_renewed()
+        assert yard.places() == {"running": 3, "waiting": 3}
+        epoch = yard.control(Mode.KEEP).epoch
+        await yard.until(lambda: not yard.run.receipts.silent(epoch))
+        yard.control(Mode.RUN)
+        store.control.config_set("maxmemory", 0)
+        await yard.until_places(completed=6)
+        assert len(engine.requests) == 12
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0
     yard.check()
@@ -378,25 +301,21 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
 # -- mixed fleets ------------------------------------------------------------
 
 
-def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> None:
+async def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> None:
     begun, fresh = yard.enqueue(2, LONG), []
-
-    async def scenario() -> None:
-        async with yard.working(
-            yard.worker("begins", token_s=SLOW_S, lanes=["fresh"], partial_rollout=True)
-        ) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.ABORT))
-            yard.control(Mode.RUN)
-            assert yard.reissue() == 2
-            fresh.extend(yard.enqueue(2))
-            await yard.until(lambda: yard.places() == {"waiting": 2, "completed": 2})
-        async with yard.working(
-            yard.worker("ends", token_s=FAST_S, lanes=["resume"], partial_rollout=True)
-        ):
-            await yard.until_places(completed=4)
-
-    asyncio.run(scenario())
+    async with yard.working(
+        yard.worker("begins", token_s=SLOW_S, lanes=["fresh"], partial_rollout=True)
+    ) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.ABORT))
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 2
+        fresh.extend(yard.enqueue(2))
+        await yard.until(lambda: yard.places() == {"waiting": 2, "completed": 2})
+    async with yard.working(
+        yard.worker("ends", token_s=FAST_S, lanes=["resume"], partial_rollout=True)
+    ):
+        await yard.until_places(completed=4)
     assert len(yard.group(begun[0]).response_ids) == 2 * LONG[0]
     yard.check()
 
@@ -405,7 +324,7 @@ def _fares(record: WorkerRecord) -> tuple[int | None, ...]:
     return record.done, record.failed, record.requests, record.judged, record.judge_failures
 
 
-def test_worker_reports_its_counts(yard: Yard) -> None:
+async def test_worker_reports_its_counts(yard: Yard) -> None:
     poison = yard.enqueue(4)[0]
 
     async def judge(*, ground_truth: str, **_: Any) -> float:
@@ -414,51 +333,20 @@ def test_worker_reports_its_counts(yard: Yard) -> None:
             raise ValueError("no")
         return 1.0
 
-    async def scenario() -> None:
-        worker = yard.worker(judge=judge)
-        async with yard.working(worker):
-            await yard.until_places(completed=3, dead=1)
-            # two rollouts each, three tries of the poisoned one
-            fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
-            await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
-            record = yard.run.fleet.workers()[0]
-            assert record.judging_ms >= 12 * 5
-            times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
-            assert times_s == sorted(times_s)
-            assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
-
-    asyncio.run(scenario())
+    worker = yard.worker(judge=judge)
+    async with yard.working(worker):
+        await yard.until_places(completed=3, dead=1)
+        # two rollouts each, three tries of the poisoned one
+        fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
+        await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
+        record = yard.run.fleet.workers()[0]
+        assert record.judging_ms >= 12 * 5
+        times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
+        assert times_s == sorted(times_s)
+        assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
 
 
-def _workers_by_state(yard: Yard) -> dict[str, float]:
-    families = {family.name: family for family in RunCollector(yard.store, yard.run.name).collect()}
-    return {
-        sample.labels["state"]: sample.value for sample in families["rolloutmq_workers"].samples
-    }
-
-
-def test_a_worker_without_a_job_waits_for_one_in_every_view(yard: Yard) -> None:
-    history = History()
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["idle"])
-            history.observe(await asyncio.to_thread(read_run_view, yard.run))
-            states = await asyncio.to_thread(_workers_by_state, yard)
-            assert states == {
-                "starting": 0,
-                "idle": 1,
-                "working": 0,
-                "paused": 0,
-                "draining": 0,
-                "silent": 0,
-            }
-
-    asyncio.run(scenario())
-    assert history.waits[WORKERS] == 1.0
-
-
-def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
+async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
     judged = yard.enqueue(1, (3, 3))[0]
     sampled = asyncio.Event()
 
@@ -467,22 +355,19 @@ def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) ->
             await sampled.wait()
         return 1.0
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
-            await yard.until(lambda: read_run_view(yard.run).judging == 1)
-            assert read_run_view(yard.run).leases == 1
-            yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
-            await yard.until(lambda: read_run_view(yard.run).leases == 2)
-            assert read_run_view(yard.run).judging == 1
-            sampled.set()
-            await yard.until_places(completed=2)
-            await yard.until(lambda: read_run_view(yard.run).judging == 0)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
+        await yard.until(lambda: read_run_view(yard.run).judging == 1)
+        assert read_run_view(yard.run).leases == 1
+        yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
+        await yard.until(lambda: read_run_view(yard.run).leases == 2)
+        assert read_run_view(yard.run).judging == 1
+        sampled.set()
+        await yard.until_places(completed=2)
+        await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])
-def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
+async def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Either way the trainer's reader finds a row for each token but the last."""
@@ -490,14 +375,10 @@ def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
     yard = make_yard(media=str(tmp_path / "media"))
     model = write_tiny_model(tmp_path / "model", seed=1, architecture="qwen3_moe")
     (gid,) = yard.enqueue(1, tokens=(6, 4))
-
-    async def scenario() -> None:
-        engine = build_engine(TransformersConfig(routed_experts=True), model, FIRST)
-        async with yard.working(yard.worker(engine=engine)):
-            await yard.until_places(completed=1)
-        await engine.shutdown()
-
-    asyncio.run(scenario())
+    engine = build_engine(TransformersConfig(routed_experts=True), model, FIRST)
+    async with yard.working(yard.worker(engine=engine)):
+        await yard.until_places(completed=1)
+    await engine.shutdown()
     group = yard.group(gid)
     media = yard.run.media
     assert media is not None

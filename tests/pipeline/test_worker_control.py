@@ -25,19 +25,15 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 @on_both
 @pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
-def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(
+async def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(
     yard: Yard, partial: bool
 ) -> None:
     gids = yard.enqueue(3, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=partial)) as engine:
-            await yard.until_generating(engine, 6)
-            await yard.receipts(yard.control(Mode.ABORT))
-            assert yard.leases() == 0
-            assert yard.places() == {"aborted": 3}
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=partial)) as engine:
+        await yard.until_generating(engine, 6)
+        await yard.receipts(yard.control(Mode.ABORT))
+        assert yard.leases() == 0
+        assert yard.places() == {"aborted": 3}
     for gid in gids:
         group = yard.group(gid)
         assert (group.lengths > 0).all() == partial
@@ -49,46 +45,38 @@ def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(
     yard.check()
 
 
-def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard: Yard) -> None:
+async def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard: Yard) -> None:
     (gid,) = yard.enqueue(1, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-            lost = yard.run.record(gid)["payload"]
-            assert lost != "init"
-            # as a node of a cluster does that dies without a replica
-            yard.run.store.bulk.delete(yard.run.keys.payload(gid, lost))
-            yard.run.jobs.requeue(gid)
-            yard.control(Mode.RUN)
-            await yard.until_generating(engine, 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 2)
+        await yard.receipts(yard.control(Mode.ABORT))
+        lost = yard.run.record(gid)["payload"]
+        assert lost != "init"
+        # as a node of a cluster does that dies without a replica
+        yard.run.store.bulk.delete(yard.run.keys.payload(gid, lost))
+        yard.run.jobs.requeue(gid)
+        yard.control(Mode.RUN)
+        await yard.until_generating(engine, 2)
+        await yard.receipts(yard.control(Mode.ABORT))
     assert yard.group(gid).status is Status.ABORTED
     assert (yard.run.record(gid)["tries"], yard.run.record(gid)["aborts"]) == ("0", "2")
     yard.check()
 
 
-def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(
+async def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(
     yard: Yard,
 ) -> None:
     gids = yard.enqueue(2, (100, 100))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=0.03)) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.KEEP))
-            frozen = engine._clock()
-            await yard.until_renewed()  # what is frozen is still held
-            assert engine._clock() == frozen
-            assert yard.places() == {"running": 2}
-            yard.publish(1)
-            yard.control(Mode.RUN)
-            await yard.until_places(completed=2)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=0.03)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.KEEP))
+        frozen = engine._clock()
+        await yard.until_renewed()  # what is frozen is still held
+        assert engine._clock() == frozen
+        assert yard.places() == {"running": 2}
+        yard.publish(1)
+        yard.control(Mode.RUN)
+        await yard.until_places(completed=2)
     for gid in gids:
         for state in yard.group(gid).states:
             stamps = versions(state)
@@ -100,114 +88,79 @@ def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_mid
     yard.check()
 
 
-def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yard) -> None:
+async def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yard) -> None:
     yard.enqueue(5, (60, 60))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
-            await yard.until_generating(engine, 4)
-            await yard.receipts(yard.control(Mode.DRAIN))
-            assert yard.places() == {"completed": 2, "waiting": 3}
-            yard.control(Mode.RUN)
-            await yard.until_places(completed=5)
-
-    asyncio.run(scenario())
-    yard.check()
-
-
-def test_the_newest_control_state_counts_when_pauses_follow_each_other(yard: Yard) -> None:
-    yard.enqueue(2, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 4)
-            yard.control(Mode.KEEP)
-            yard.control(Mode.DRAIN)
-            state = yard.control(Mode.ABORT)
-            await yard.receipts(state)
-            assert yard.places() == {"aborted": 2}
-            for mode in (Mode.RUN, Mode.ABORT, Mode.RUN, Mode.KEEP):
-                state = yard.control(mode)
-            await yard.receipts(state)
+    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
+        await yard.until_generating(engine, 4)
+        await yard.receipts(yard.control(Mode.DRAIN))
+        assert yard.places() == {"completed": 2, "waiting": 3}
         yard.control(Mode.RUN)
-        assert yard.reissue() == 2
-        async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
-            await yard.until_places(completed=2)
-
-    asyncio.run(scenario())
+        await yard.until_places(completed=5)
     yard.check()
 
 
-def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard) -> None:
-    yard.enqueue(4, (100, 100))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
-            await yard.until_generating(engine, 4)
-            yard.control(Mode.DRAIN)
-            await asyncio.sleep(0.2)
-            await yard.receipts(yard.control(Mode.RUN))
-            await yard.until_places(completed=4)
-            assert len(engine.requests) == 8
-
-    asyncio.run(scenario())
-    assert {r["aborts"] for r in yard.records()} == {"0"}
+async def test_the_newest_control_state_counts_when_pauses_follow_each_other(yard: Yard) -> None:
+    yard.enqueue(2, LONG)
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 4)
+        yard.control(Mode.KEEP)
+        yard.control(Mode.DRAIN)
+        state = yard.control(Mode.ABORT)
+        await yard.receipts(state)
+        assert yard.places() == {"aborted": 2}
+        for mode in (Mode.RUN, Mode.ABORT, Mode.RUN, Mode.KEEP):
+            state = yard.control(mode)
+        await yard.receipts(state)
+    yard.control(Mode.RUN)
+    assert yard.reissue() == 2
+    async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
+        await yard.until_places(completed=2)
     yard.check()
 
 
 @pytest.mark.parametrize("heartbeat_ms", [100, 60_000], ids=["by heartbeat", "by claim"])
-def test_disconnected_worker_learns_of_a_pause_with_its_next_call(
+async def test_disconnected_worker_learns_of_a_pause_with_its_next_call(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int
 ) -> None:
     monkeypatch.setattr(ControlClient, "listen", lambda self: asyncio.Event().wait())
     yard = make_yard(heartbeat_ms=heartbeat_ms, lease_ms=180_000)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()):
-            await yard.until(lambda: yard.run.receipts.silent(1) == [])
-            state = yard.control(Mode.DRAIN)
-            await yard.receipts(state)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()):
+        await yard.until(lambda: yard.run.receipts.silent(1) == [])
+        state = yard.control(Mode.DRAIN)
+        await yard.receipts(state)
 
 
 @on_both
-def test_a_worker_that_joins_during_a_pause_starts_paused(yard: Yard) -> None:
+async def test_a_worker_that_joins_during_a_pause_starts_paused(yard: Yard) -> None:
     yard.enqueue(2)
     state = yard.control(Mode.KEEP)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["paused"])
-            await yard.receipts(state)
-            assert yard.places() == {"waiting": 2}
-            assert not engine.requests
-            yard.control(Mode.RUN)
-            await yard.until_places(completed=2)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["paused"])
+        await yard.receipts(state)
+        assert yard.places() == {"waiting": 2}
+        assert not engine.requests
+        yard.control(Mode.RUN)
+        await yard.until_places(completed=2)
 
 
-def test_an_evaluation_runs_when_only_its_lane_is_open(make_yard: Callable[..., Yard]) -> None:
+async def test_an_evaluation_runs_when_only_its_lane_is_open(
+    make_yard: Callable[..., Yard],
+) -> None:
     """Groups of an open lane must neither be aborted nor keep the receipt away."""
     yard = make_yard()
     yard.enqueue(3, LONG)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 6)
-            # 'resume' is open in this pause: what is taken from it must not be aborted again before
-            # the receipt
-            state = yard.run.control.set_mode("operator", Mode.ABORT, lanes="resume")
-            await yard.receipts(state)
-            assert yard.places() == {"aborted": 3}
-        assert yard.reissue() == 3
-        async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)) as engine:
-            await yard.until_places(completed=3)
-            assert len(engine.requests) == 6
-            await yard.receipts(state)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 6)
+        # 'resume' is open in this pause: what is taken from it must not be aborted again before
+        # the receipt
+        state = yard.run.control.set_mode("operator", Mode.ABORT, lanes="resume")
+        await yard.receipts(state)
+        assert yard.places() == {"aborted": 3}
+    assert yard.reissue() == 3
+    async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)) as engine:
+        await yard.until_places(completed=3)
+        assert len(engine.requests) == 6
+        await yard.receipts(state)
     yard.check()
 
 
@@ -215,100 +168,84 @@ def test_an_evaluation_runs_when_only_its_lane_is_open(make_yard: Callable[..., 
 
 
 @on_both
-def test_newer_weights_are_loaded_before_anything_is_claimed(yard: Yard) -> None:
+async def test_newer_weights_are_loaded_before_anything_is_claimed(yard: Yard) -> None:
     weights = yard.publish(4)
     gids = yard.enqueue(3)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            await yard.until_places(completed=3)
-            assert engine.version() == weights
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        await yard.until_places(completed=3)
+        assert engine.version() == weights
     assert {span.version for gid in gids for s in yard.group(gid).states for span in s.spans} == {4}
 
 
 @pytest.mark.parametrize("mode", [Mode.KEEP, Mode.ABORT, Mode.DRAIN])
-def test_torn_weights_are_refused_without_harm_until_good_ones_come(
+async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     yard: Yard, caplog: pytest.LogCaptureFixture, mode: Mode
 ) -> None:
     caplog.set_level(logging.ERROR, "rolloutmq.worker")
     folder, checksum = yard.write_weights(1)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-1] + b"!")
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-            yard.enqueue(2, (100, 100))
-            await yard.until_generating(engine, 4)
-            yard.name(1, folder, checksum)
-            # running groups end under the old weights: the engine is not left paused
-            await yard.until_places(completed=2)
-            yard.enqueue(1)
-            await asyncio.sleep(0.5)
-            assert yard.places() == {"completed": 2, "waiting": 1}
-            assert engine.version() == FIRST
-            # neither does a pause wait for weights that do not load
-            await yard.receipts(yard.control(mode))
-            yard.control(Mode.RUN)
-            await asyncio.sleep(0.2)
-            assert engine.version() == FIRST
-            # made whole in place: found out without any further message
-            (folder / "model.safetensors").write_bytes(whole)
-            await yard.until_places(completed=3)
-            assert engine.version() == PolicyVersion(LINEAGE, 1)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+        yard.enqueue(2, (100, 100))
+        await yard.until_generating(engine, 4)
+        yard.name(1, folder, checksum)
+        # running groups end under the old weights: the engine is not left paused
+        await yard.until_places(completed=2)
+        yard.enqueue(1)
+        await asyncio.sleep(0.5)
+        assert yard.places() == {"completed": 2, "waiting": 1}
+        assert engine.version() == FIRST
+        # neither does a pause wait for weights that do not load
+        await yard.receipts(yard.control(mode))
+        yard.control(Mode.RUN)
+        await asyncio.sleep(0.2)
+        assert engine.version() == FIRST
+        # made whole in place: found out without any further message
+        (folder / "model.safetensors").write_bytes(whole)
+        await yard.until_places(completed=3)
+        assert engine.version() == PolicyVersion(LINEAGE, 1)
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(refusals) == 1
     assert "model.safetensors" in refusals[0]
     yard.check()
 
 
-def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(
+async def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(
     yard: Yard,
 ) -> None:
     folder, _ = yard.write_weights(1)
     _, foreign = yard.write_weights(2)
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker()) as engine:
-            yard.name(1, folder, foreign)
-            yard.enqueue(1)
-            await asyncio.sleep(0.5)
-            assert (engine.version(), yard.places()) == (FIRST, {"waiting": 1})
-            yard.publish(3)
-            await yard.until_places(completed=1)
-            assert engine.version() == PolicyVersion(LINEAGE, 3)
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker()) as engine:
+        yard.name(1, folder, foreign)
+        yard.enqueue(1)
+        await asyncio.sleep(0.5)
+        assert (engine.version(), yard.places()) == (FIRST, {"waiting": 1})
+        yard.publish(3)
+        await yard.until_places(completed=1)
+        assert engine.version() == PolicyVersion(LINEAGE, 3)
 
 
-def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
+async def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker reads its events while its engine is busy."""
     yard.enqueue(2, LONG)
+    async with yard.working(yard.worker(token_s=SLOW_S, drain_timeout_s=0.1)) as engine:
+        await yard.until_generating(engine, 4)
+        load, loading, gate = engine.load_weights, asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=SLOW_S, drain_timeout_s=0.1)) as engine:
-            await yard.until_generating(engine, 4)
-            load, loading, gate = engine.load_weights, asyncio.Event(), asyncio.Event()
+        async def load_slowly(path: Path, version: PolicyVersion) -> None:
+            loading.set()
+            await gate.wait()
+            await load(path, version)
 
-            async def load_slowly(path: Path, version: PolicyVersion) -> None:
-                loading.set()
-                await gate.wait()
-                await load(path, version)
-
-            monkeypatch.setattr(engine, "load_weights", load_slowly)
-            yard.publish(1)
-            await loading.wait()
-            assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
-            await yard.until(lambda: engine.unfinished() == 0)
-            gate.set()
-            await yard.until_generating(engine, 4)
-
-    asyncio.run(scenario())
+        monkeypatch.setattr(engine, "load_weights", load_slowly)
+        yard.publish(1)
+        await loading.wait()
+        assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
+        await yard.until(lambda: engine.unfinished() == 0)
+        gate.set()
+        await yard.until_generating(engine, 4)
     assert yard.counters()["leases_lost"] == 2
     yard.check()
 
@@ -316,38 +253,36 @@ def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
 # -- partial rollout ---------------------------------------------------------
 
 
-def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard: Yard) -> None:
+async def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(
+    yard: Yard,
+) -> None:
     (gid,) = yard.enqueue(1, (5, 200, 200))
-
-    async def scenario() -> None:
-        async with yard.working(yard.worker("first", token_s=0.05, partial_rollout=True)) as engine:
-            await yard.until_generating(engine, 2)
-            await yard.receipts(yard.control(Mode.ABORT))
-        before = yard.group(gid)
-        done = before.lengths.tolist()
-        assert done[0] == 5
-        assert all(0 < length < 200 for length in done[1:])
-        yard.publish(3)
-        yard.control(Mode.RUN)
-        assert yard.reissue() == 1
-        async with yard.working(yard.worker("second", partial_rollout=True)) as engine:
-            await yard.until_places(completed=1)
-            # the completed member is not asked for again; the others only for what is left, behind
-            # what they have
-            asked = sorted((prompt, params.max_tokens) for _, prompt, params in engine.requests)
-            assert asked == sorted((3 + length, 200 - length) for length in done[1:])
-        after = yard.group(gid)
-        assert after.lengths.tolist() == [5, 200, 200]
-        assert after.states[0].reward == before.states[0].reward
-        for old, new in zip(before.states, after.states, strict=True):
-            made = len(old.response_ids)
-            assert np.array_equal(new.response_ids[:made], old.response_ids)
-            assert np.array_equal(new.logprobs[:made], old.logprobs)
-            assert versions(new) == [FIRST] * made + [PolicyVersion(LINEAGE, 3)] * (
-                len(new.response_ids) - made
-            )
-
-    asyncio.run(scenario())
+    async with yard.working(yard.worker("first", token_s=0.05, partial_rollout=True)) as engine:
+        await yard.until_generating(engine, 2)
+        await yard.receipts(yard.control(Mode.ABORT))
+    before = yard.group(gid)
+    done = before.lengths.tolist()
+    assert done[0] == 5
+    assert all(0 < length < 200 for length in done[1:])
+    yard.publish(3)
+    yard.control(Mode.RUN)
+    assert yard.reissue() == 1
+    async with yard.working(yard.worker("second", partial_rollout=True)) as engine:
+        await yard.until_places(completed=1)
+        # the completed member is not asked for again; the others only for what is left, behind
+        # what they have
+        asked = sorted((prompt, params.max_tokens) for _, prompt, params in engine.requests)
+        assert asked == sorted((3 + length, 200 - length) for length in done[1:])
+    after = yard.group(gid)
+    assert after.lengths.tolist() == [5, 200, 200]
+    assert after.states[0].reward == before.states[0].reward
+    for old, new in zip(before.states, after.states, strict=True):
+        made = len(old.response_ids)
+        assert np.array_equal(new.response_ids[:made], old.response_ids)
+        assert np.array_equal(new.logprobs[:made], old.logprobs)
+        assert versions(new) == [FIRST] * made + [PolicyVersion(LINEAGE, 3)] * (
+            len(new.response_ids) - made
+        )
     record = yard.run.record(gid)
     assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == (
         "0",

@@ -1,4 +1,4 @@
-"""A new project passes its own test and the check; tests/pipeline/test_new_project.py runs one."""
+"""A new project passes its own test and the check; tests/pipeline/test_own_parts.py runs one."""
 
 from __future__ import annotations
 

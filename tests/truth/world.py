@@ -29,7 +29,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
@@ -132,7 +132,7 @@ class World:
         }
         store = Store(self.url, deadline_s=DEADLINE_S)
         run = Run.open(store, self.run.name)
-        manager = AgentLoopManager(run, samplers, strategies_of(run.limits))
+        manager = Producer(run, samplers, strategies_of(run.limits))
         manager.produce_loop(self._stop)
         store.close()
 

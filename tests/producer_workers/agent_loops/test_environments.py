@@ -67,46 +67,39 @@ def test_tools_of_an_mcp_server_are_offered_called_and_survive_its_death() -> No
     assert again == ["56"]
 
 
-def test_calls_of_other_groups_go_on_beside_a_refused_one_and_end_with_their_server() -> None:
-    async def scene() -> None:
-        toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=400.0)
-        pending = asyncio.create_task(toolbox.call_all([call("multiply", a=14, b=1)] * 2))
-        (refused,) = await toolbox.call_all([call("multiply", a=15, b=1)])
-        assert refused.startswith("error: McpError: MCP server")
-        assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
-        assert not pending.done(), "the server lives: its answer may come yet"
-        await toolbox.call_all([call("multiply", a=13, b=1)])
-        async with asyncio.timeout(400):
-            assert all(told.startswith("error: McpError: MCP server") for told in await pending)
-        fresh = await asyncio.gather(
-            *(toolbox.call_all([call("multiply", a=n, b=2)]) for n in range(5))
-        )
-        assert fresh == [[str(2 * n)] for n in range(5)]
-        await toolbox.close()
-
-    asyncio.run(scene())
+async def test_calls_of_other_groups_go_on_beside_a_refused_one_and_end_with_their_server() -> None:
+    toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=400.0)
+    pending = asyncio.create_task(toolbox.call_all([call("multiply", a=14, b=1)] * 2))
+    (refused,) = await toolbox.call_all([call("multiply", a=15, b=1)])
+    assert refused.startswith("error: McpError: MCP server")
+    assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
+    assert not pending.done(), "the server lives: its answer may come yet"
+    await toolbox.call_all([call("multiply", a=13, b=1)])
+    async with asyncio.timeout(400):
+        assert all(told.startswith("error: McpError: MCP server") for told in await pending)
+    fresh = await asyncio.gather(
+        *(toolbox.call_all([call("multiply", a=n, b=2)]) for n in range(5))
+    )
+    assert fresh == [[str(2 * n)] for n in range(5)]
+    await toolbox.close()
 
 
-def test_a_server_that_hangs_is_replaced_and_one_that_cannot_start_is_no_answer(
+async def test_a_server_that_hangs_is_replaced_and_one_that_cannot_start_is_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("producer_workers.agent_loops.mcp_server.ALIVE_S", 0.5)
-
-    async def scene() -> None:
-        toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=1.0)
-        for _ in range(2):
-            (told,) = await toolbox.call_all([call("multiply", a=16, b=1)])
-            assert told == "error: multiply took longer than 1 s"
-            (server,) = set(toolbox._servers.values())
-            assert server._connection is None
-        toolbox._timeout_s = 60.0
-        assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
-        await toolbox.close()
-        server._command = ["/nowhere/server"]
-        with pytest.raises(ProcessUnavailable):
-            await toolbox.call_all([call("multiply", a=2, b=3)])
-
-    asyncio.run(scene())
+    toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=1.0)
+    for _ in range(2):
+        (told,) = await toolbox.call_all([call("multiply", a=16, b=1)])
+        assert told == "error: multiply took longer than 1 s"
+        (server,) = set(toolbox._servers.values())
+        assert server._connection is None
+    toolbox._timeout_s = 60.0
+    assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
+    await toolbox.close()
+    server._command = ["/nowhere/server"]
+    with pytest.raises(ProcessUnavailable):
+        await toolbox.call_all([call("multiply", a=2, b=3)])
 
 
 def test_a_server_that_is_none_is_told_when_the_loop_is_made() -> None:

@@ -34,7 +34,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
@@ -192,7 +192,7 @@ def producing(run: Run) -> Iterator[None]:
     dataset = RecordsDataset(PROBLEMS, "problems", problem_of)
     params = SampleParams(max_tokens=TOKENS)
     sampler = Sampler(TASK, dataset, Characters(), params, prompt_repeat_k=4)
-    producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
+    producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
     stop = threading.Event()
     thread = threading.Thread(target=producer.produce_loop, args=(stop,))
     thread.start()

@@ -63,17 +63,14 @@ async def ask(judge: AnyJudge, *truths: str) -> list[Any]:
     return [each if isinstance(each, BaseException) else each[0]["score"] for each in answers]
 
 
-def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
-    async def scenario() -> None:
-        async with judging() as one, judging("rank") as group:
-            assert isinstance(one, ProcessJudge)
-            assert isinstance(group, GroupProcessJudge)
-            assert await ask(one, "tokens") == [31.0]
-            states = [rollout("", index) for index in range(3)]
-            rewards = await group.judge_group(states)
-            assert [reward["score"] for reward in rewards] == [1.0, 2.0, 3.0]
-
-    asyncio.run(scenario())
+async def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
+    async with judging() as one, judging("rank") as group:
+        assert isinstance(one, ProcessJudge)
+        assert isinstance(group, GroupProcessJudge)
+        assert await ask(one, "tokens") == [31.0]
+        states = [rollout("", index) for index in range(3)]
+        rewards = await group.judge_group(states)
+        assert [reward["score"] for reward in rewards] == [1.0, 2.0, 3.0]
 
 
 def test_a_filter_runs_in_a_process_too() -> None:
@@ -106,59 +103,46 @@ REASONS = {
 
 
 @pytest.mark.parametrize(("name", "faults"), [("score", 8), ("score_later", 3)])
-def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
+async def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
     name: str, faults: int
 ) -> None:
     reasons = dict(list(REASONS.items())[:faults])
-
-    async def scenario() -> None:
-        async with judging(name, processes=2, timeout_s=4.0) as judge:
-            answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
-            for answer, reason in zip(answers[::2], reasons.values(), strict=True):
-                with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
-                    raise answer
-            assert answers[1::2] == [1.0] * len(reasons)
-
-    asyncio.run(scenario())
+    async with judging(name, processes=2, timeout_s=4.0) as judge:
+        answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
+        for answer, reason in zip(answers[::2], reasons.values(), strict=True):
+            with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
+                raise answer
+        assert answers[1::2] == [1.0] * len(reasons)
 
 
-def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
-    async def scenario() -> None:
-        async with judging("score_later", processes=1, timeout_s=4.0) as judge:
-            before = await ask(judge, "pid")
-            waits, *others = await ask(judge, "wait", *["soon"] * 20)
-            assert "exceeded its limit" in str(waits)
-            assert set(others) == {*before}, "one process for all, and it was not replaced"
-            assert await ask(judge, "pid") == before
-
-    asyncio.run(scenario())
+async def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
+    async with judging("score_later", processes=1, timeout_s=4.0) as judge:
+        before = await ask(judge, "pid")
+        waits, *others = await ask(judge, "wait", *["soon"] * 20)
+        assert "exceeded its limit" in str(waits)
+        assert set(others) == {*before}, "one process for all, and it was not replaced"
+        assert await ask(judge, "pid") == before
 
 
-def test_a_call_that_is_not_wanted_any_more_gives_its_process_free() -> None:
-    async def scenario() -> None:
-        for name, truth in (("score", "hang"), ("score_later", "wait")):
-            async with judging(name, processes=1) as judge:
-                (before,) = await ask(judge, "pid")
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(ask(judge, truth), 4.0)
-                (after,) = await ask(judge, "pid")
-                assert (before == after) is (name == "score_later")
-
-    asyncio.run(scenario())
+async def test_a_call_that_is_not_wanted_any_more_gives_its_process_free() -> None:
+    for name, truth in (("score", "hang"), ("score_later", "wait")):
+        async with judging(name, processes=1) as judge:
+            (before,) = await ask(judge, "pid")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask(judge, truth), 4.0)
+            (after,) = await ask(judge, "pid")
+            assert (before == after) is (name == "score_later")
 
 
 @pytest.mark.parametrize("name", ["score", "score_later"])
-def test_a_process_that_ran_out_of_memory_is_replaced(name: str) -> None:
-    async def scenario() -> None:
-        async with judging(name, processes=1) as judge:
-            (before,) = await ask(judge, "pid")
-            (error,) = await ask(judge, "memory")
-            assert "MemoryError" in str(error)
-            while not judge._call._processes[0].is_ended:
-                await asyncio.sleep(0.01)
-            assert await ask(judge, "pid") != [before]
-
-    asyncio.run(scenario())
+async def test_a_process_that_ran_out_of_memory_is_replaced(name: str) -> None:
+    async with judging(name, processes=1) as judge:
+        (before,) = await ask(judge, "pid")
+        (error,) = await ask(judge, "memory")
+        assert "MemoryError" in str(error)
+        while not judge._call._processes[0].is_ended:
+            await asyncio.sleep(0.01)
+        assert await ask(judge, "pid") != [before]
 
 
 def test_functions_are_called_in_processes_unless_they_are_marked_inline() -> None:
@@ -173,15 +157,12 @@ def test_functions_are_called_in_processes_unless_they_are_marked_inline() -> No
     assert isinstance(load_worker_judge(f"{__name__}:declared", auto), FunctionJudge)
 
 
-def test_a_process_runs_programs_in_the_sandbox_of_its_judge() -> None:
-    async def scenario() -> None:
-        nowhere = "http://127.0.0.1:1"
-        judge = load_worker_judge("python_tests", JudgingSection(sandbox=nowhere))
-        (error,) = await ask(judge, "assert True")
-        judge.close()  # type: ignore[union-attr]
-        assert nowhere in str(error)
-
-    asyncio.run(scenario())
+async def test_a_process_runs_programs_in_the_sandbox_of_its_judge() -> None:
+    nowhere = "http://127.0.0.1:1"
+    judge = load_worker_judge("python_tests", JudgingSection(sandbox=nowhere))
+    (error,) = await ask(judge, "assert True")
+    judge.close()  # type: ignore[union-attr]
+    assert nowhere in str(error)
 
 
 @border.runs_inline

@@ -159,25 +159,21 @@ HARMLESS = {("keep", "odd"), ("weights", "nan")}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
+async def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producer_workers.user_code.decisions.LIMIT_S", LIMIT_S)
     given = (name, tmp_path) if name == "record" else (name,)
     REPLACED.clear()
-
-    async def scene() -> None:
-        async with KINDS[name](*given) as call:
-            assert await call("fine")
-            for deed in deeds.DEEDS:
-                if (deed in deeds.RUBBISH and name in ANY_RESULT) or (name, deed) in HARMLESS:
-                    continue
-                with pytest.raises(RolloutMQError) as caught:
-                    await call(deed)
-                check(name, deed, caught.value)
-            assert await call("fine"), "a good call succeeds after all of them"
-
-    asyncio.run(scene())
+    async with KINDS[name](*given) as call:
+        assert await call("fine")
+        for deed in deeds.DEEDS:
+            if (deed in deeds.RUBBISH and name in ANY_RESULT) or (name, deed) in HARMLESS:
+                continue
+            with pytest.raises(RolloutMQError) as caught:
+                await call(deed)
+            check(name, deed, caught.value)
+        assert await call("fine"), "a good call succeeds after all of them"
     # a hang, a crash and an exit at least, none of which may go unseen
     assert sum(REPLACED.values()) >= len(deeds.ENDS)
 

@@ -46,25 +46,21 @@ def test_a_call_after_any_number_of_hung_ones_is_answered(tool: Any, hung: int) 
     assert after == ["well done"] * 3
 
 
-def test_a_tool_that_cannot_be_called_is_no_answer_to_a_model(
+async def test_a_tool_that_cannot_be_called_is_no_answer_to_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No process can be started, too many threads hang, or there is no sandbox."""
     monkeypatch.setattr("producer_workers.user_code.user_function.MOST_ABANDONED", 0)
-
-    async def scene() -> None:
-        given = Toolbox([deeds.tool], call_timeout_s=0.1)
-        await given.call_all([asked("waits")] * 16)
-        named = Toolbox([f"{MINE}:tool"])
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        service = Toolbox([python_tool("http://127.0.0.1:1")])
-        monkeypatch.setattr("producer_workers.user_code.sandbox.RETRIES", 0)
-        program = ToolCall(id="0", name="python", arguments={"code": "print(1)"})
-        for toolbox, call in ((given, asked("fine")), (named, asked("fine")), (service, program)):
-            with pytest.raises(ProcessUnavailable):
-                await toolbox.call_all([call])
-
-    asyncio.run(scene())
+    given = Toolbox([deeds.tool], call_timeout_s=0.1)
+    await given.call_all([asked("waits")] * 16)
+    named = Toolbox([f"{MINE}:tool"])
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    service = Toolbox([python_tool("http://127.0.0.1:1")])
+    monkeypatch.setattr("producer_workers.user_code.sandbox.RETRIES", 0)
+    program = ToolCall(id="0", name="python", arguments={"code": "print(1)"})
+    for toolbox, call in ((given, asked("fine")), (named, asked("fine")), (service, program)):
+        with pytest.raises(ProcessUnavailable):
+            await toolbox.call_all([call])
 
 
 class Caller(LetterEngine):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from buffer.control.control import ControlState, Mode
+from buffer.job import Job, PayloadRef
+from buffer.model.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.control_client import ControlView
+from producer_workers.worker.held_groups import Protection
 
 
 def state(epoch: int, mode: Mode = Mode.KEEP, lanes: tuple[str, ...] = ()) -> ControlState:
@@ -58,3 +61,42 @@ def test_a_receipt_matters_only_where_lanes_are_open_in_a_pause() -> None:
     assert [view.receive_receipt(ack) for ack in (5, 6, 6)] == [False, True, False]
     view.receive_hint(state(7, Mode.RUN, lanes=("eval",)))
     assert not view.receive_receipt(7)
+
+
+# -- protection ------------------------------
+
+
+TASKS = {
+    "math": TaskLimits(),
+    "code": TaskLimits(tail_batch_max_tries=1),
+    "quiz": TaskLimits(eval_of="math"),
+}
+
+
+def job(task: str, aborts: int) -> Job:
+    gid = f"{task}-{aborts:010d}"
+    return Job(gid, "token", "resume", 1, PayloadRef(gid, "init", 1, 0, ""), aborts)
+
+
+JOBS = [job(task, aborts) for task in TASKS for aborts in range(4)]
+
+
+def test_groups_are_spared_by_how_often_they_were_interrupted_and_evaluations_never() -> None:
+    limits = RunLimits(tasks=TASKS, tail_batch_max_tries=2)
+    spared = Protection(limits).spared(1, JOBS, 0.0)
+    assert sorted(gid[:4] + gid[-1] for gid in spared) == [
+        "code1",
+        "code2",
+        "code3",
+        "math2",
+        "math3",
+    ]
+    assert Protection(RunLimits(tasks={"math": TaskLimits()})).spared(1, JOBS[:4], 0.0) == set()
+
+
+def test_each_abort_is_held_up_for_half_of_the_pause_timeout_at_most() -> None:
+    protection = Protection(RunLimits(tasks=TASKS, tail_batch_max_tries=2, pause_timeout_s=10.0))
+    assert protection.spared(7, JOBS, 100.0)
+    assert protection.spared(7, JOBS, 104.9)
+    assert not protection.spared(7, JOBS, 105.0)
+    assert protection.spared(8, JOBS, 105.1)

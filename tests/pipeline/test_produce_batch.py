@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,19 @@ from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.producer.producer import AgentLoopManager
+from buffer.wire.sampling import SampleParams
+from producer_workers.datasets.files import JsonlDataset
+from producer_workers.producer.producer import Producer
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import EvaluationStrategy
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
+from tests.buffer.scene import Scene
 from tests.pipeline.mixture import TASKS, Mixture
+from tests.pipeline.yard import Letters
 
 STATUS = ProduceBatchStatus
 
@@ -68,7 +78,7 @@ def test_a_batch_that_no_worker_works_on_is_a_timeout_with_what_there_is(
     site = make_mixture()
     with site.manager.opened():
         with pytest.raises(RoleHeld):
-            AgentLoopManager(site.run, {}, {}).opened().__enter__()
+            Producer(site.run, {}, {}).opened().__enter__()
         with pytest.raises(TimeoutError, match="step 1 is not ready"):
             site.manager.produce_batch(1, deadline_s=0.0)
 
@@ -262,3 +272,49 @@ def test_a_producer_that_was_taken_over_weighs_nothing(
         site.rounds(1)
     site.run.refresh_limits()
     assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}
+
+
+# -- failing evaluation ------------------------------
+
+
+WITH_QUIZ = {"math": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
+
+
+def fail_most(scene: Scene, producer: Producer) -> int:
+    """Produce and claim until nothing is started any more; every third group is completed.
+
+    Returns the number of claimed groups.
+    """
+    claimed = 0
+    while True:
+        producer.round(producer.role.renew())
+        jobs = scene.claim(128)
+        if not jobs:
+            return claimed
+        for job in jobs:
+            claimed += 1
+            if claimed % 3:
+                scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'")
+            else:
+                scene.submit(job)
+
+
+def test_an_evaluation_of_which_most_fails_ends_and_is_continued(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(6)))
+    store = Store("memory://")
+    scene = Scene(store, store.control, "demo", RunLimits(max_tries=1, tasks=WITH_QUIZ))
+    scene.open_trainer()
+    sampler = Sampler("quiz", JsonlDataset(rows), Letters(), SampleParams())
+    producer = Producer(scene.run, {"quiz": sampler}, {"quiz": EvaluationStrategy()})
+    scene.run.evaluations.set_target(scene.trainer, "quiz", 6)
+    with producer.opened():
+        assert fail_most(scene, producer) == 12
+        reason = scene.run.task_stops.of("quiz").reason
+        assert "twice the problems" in reason
+        assert "lacks 2 groups: 8 are dead letters" in reason
+        assert "KeyError: 'solution'" in reason
+        scene.run.jobs.resume_task("quiz")
+        assert fail_most(scene, producer) == 6
+    assert scene.run.buffer.count("quiz") == 6
+    scene.check()

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.claims import QUEUED_POLLS, AdaptiveConcurrency
+from producer_workers.worker.claims import (
+    FREE_FAILURES,
+    LONGEST_S,
+    QUEUED_POLLS,
+    AdaptiveConcurrency,
+    FailureBackoff,
+)
 
 
 class Fleet:
@@ -96,3 +102,22 @@ def test_a_decrease_has_its_effect_before_the_next_one() -> None:
     for held in (64, 64, 63, 60, 50, 40, 33):
         controller.observe(EngineLoad(256, 8 * held - 256, 0.5), held)
     assert controller.limit == 32
+
+
+# -- failure backoff ------------------------------
+
+
+def test_pauses_grow_with_the_failures_and_end_with_a_success() -> None:
+    backoff = FailureBackoff()
+    for _ in range(FREE_FAILURES):
+        backoff.failed(100.0)
+        assert not backoff.must_pause(100.0)
+    backoff.failed(100.0)
+    assert backoff.must_pause(101.0)
+    assert not backoff.must_pause(102.0)
+    for _ in range(10_000):
+        backoff.failed(200.0)
+    assert backoff.must_pause(200.0 + LONGEST_S - 0.1)
+    assert not backoff.must_pause(200.0 + LONGEST_S)
+    backoff.succeeded()
+    assert not backoff.must_pause(200.0)
