@@ -29,14 +29,8 @@ from buffer.weights.transport import Announcement, PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders import tensor_server
 from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorReceiver, TensorServer
-from consumer.senders.transfer import (
-    SCHEME,
-    TransferReceiver,
-    TransferSender,
-    open_sender,
-    store_announcement,
-)
+from consumer.senders.tensor_server import TensorServer
+from consumer.senders.transfer import TransferSender, open_sender
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.tensor_receiver import TensorReceiver
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
