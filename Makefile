@@ -7,7 +7,7 @@ SOAK_S ?= 3600
 TRUTH_S ?= 600
 # rooms whose tests start no server and no engine
 SHORT_TESTS := tests/buffer/wire tests/rolloutmq/config tests/buffer/query/test_query.py tests/buffer/weights \
-	tests/consumer/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
+	tests/consumer/grpo/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-histories bench fuzz audit images compose lint format type arch check gpu-check chaos soak clean

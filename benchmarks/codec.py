@@ -11,10 +11,10 @@ from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.server import BenchServer
 from buffer.wire import group_bytes
-from consumer.batches.batch_table import BatchTable
-from consumer.policy.micro_batch import MicroBatches
-from consumer.policy.packing import Packer
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.grpo.policy.micro_batch import MicroBatches
+from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 REPEATS = 200
 ENCODE_US = 40.0

@@ -30,7 +30,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.config.warm_start import TinyModelConfig
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig

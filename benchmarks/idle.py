@@ -26,7 +26,7 @@ from buffer.ids import group_id
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.config.distributions import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths

@@ -27,11 +27,11 @@ from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
-from consumer.models.model_folder import copy_tokenizer, load_model
-from consumer.models.tiny_model import build_tiny_model
-from consumer.ranks import ALONE
-from consumer.weights.weights_folder import read_run_view
-from consumer.weights.weights_snapshot import HostBuffers
+from consumer.grpo.model_state.weights_folder import snapshot_weights
+from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.handle.ranks import ALONE
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import Engine, PreparesWeights
 from producer_workers.engines.hf.engine import TransformersEngine
@@ -57,7 +57,7 @@ async def _measure(folder: Path, spec: TinyModelConfig, rounds: int) -> Iterator
     model = load_model(first, dtype=torch.bfloat16)
     copy_tokenizer(first, folder)
     buffers = HostBuffers()
-    snapshot = read_run_view(model, ALONE, buffers)
+    snapshot = snapshot_weights(model, ALONE, buffers)
     shutil.rmtree(first)
     first.mkdir()
     snapshot.write(first)
@@ -94,7 +94,7 @@ async def update(
         sender.prune()
     seconds: dict[str, float] = {}
     clock = _clock(seconds)
-    snapshot = clock("snapshot", read_run_view, model, ALONE, buffers)
+    snapshot = clock("snapshot", snapshot_weights, model, ALONE, buffers)
     published = clock("write", sender.write, version, snapshot.write)
     path = clock("fetch", FolderReceiver().fetch, published)
     began = time.perf_counter()

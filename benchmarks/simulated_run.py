@@ -19,7 +19,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler

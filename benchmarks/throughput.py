@@ -12,7 +12,7 @@ from benchmarks.server import BenchServer
 from buffer.job import Job
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 TARGET = 0.75
 SINGLE_TARGET = 0.4

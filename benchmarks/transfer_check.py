@@ -21,9 +21,10 @@ import torch
 import typer
 from safetensors.numpy import save_file
 
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights.transport import Announcement
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
+from producer_workers.engines.tensor_receiver import TensorReceiver
 
 app = typer.Typer(add_completion=False)
 LIMIT_S = 300.0

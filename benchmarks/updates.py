@@ -31,10 +31,10 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Stat
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, warm_start
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import Demonstration, warm_start
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
@@ -139,7 +139,7 @@ def main(learning_rate: float) -> None:
 def _counting_model(folder: Path) -> Path:
     build_tiny_model(folder / "random", TinyModelConfig(max_positions=512), 0)
     problems = [
-        Problem(
+        Demonstration(
             [{"role": "user", "content": f"State the final answer: {first} + {step} ="}],
             " ".join(str(first + step * place) for place in range(60)),
         )

@@ -24,14 +24,14 @@ from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.run import Run
-from buffer.weights.exchange.transfer import TransferSender
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
-from consumer.models.model_folder import copy_tokenizer, load_model
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.senders.transfer import TransferSender
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox

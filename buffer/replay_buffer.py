@@ -201,7 +201,7 @@ class ReplayBuffer(Pools):
 
         `counts` are the groups of each task: all of them or none (NotReady); without `strict`,
         those that are ready. `nonce` is that of the open trainer, which commits the step in the
-        end. A step that was taken before is returned as it was (I5). `consumer.rollout_consumer`
+        end. A step that was taken before is returned as it was (I5). `RolloutConsumer`
         has a take that waits, and quarantines what cannot be read.
 
         Raises Fenced, LedgerError, PayloadMissing or WireError.

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
         VersionSpan,
     )
     from buffer.wire.sampling import SampleParams
-    from consumer.async_consumer import AsyncRolloutConsumer
-    from consumer.batches.batch import Batch
-    from consumer.batches.torch_dataset import BatchDataset, padded_tensors
-    from consumer.publication import publish
-    from consumer.rollout_consumer import RolloutConsumer
-    from consumer.sharded_consumer import ShardedConsumer
-    from consumer.training.checkpoint import CheckpointFolder
+    from consumer.grpo.checkpoint import CheckpointFolder
+    from consumer.handle.async_consumer import AsyncRolloutConsumer
+    from consumer.handle.batch import Batch
+    from consumer.handle.publication import publish
+    from consumer.handle.rollout_consumer import RolloutConsumer
+    from consumer.handle.sharded_consumer import ShardedConsumer
+    from consumer.handle.torch_dataset import BatchDataset, padded_tensors
     from producer_workers.agent_loops.agent_loop import AgentLoop
     from producer_workers.agent_loops.environment import Answer, Environment
     from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
@@ -60,10 +60,10 @@ else:
         "AgentLoop": "producer_workers.agent_loops.agent_loop",
         "AgentLoopManager": "producer_workers.producer.producer:Producer",
         "Answer": "producer_workers.agent_loops.environment",
-        "AsyncRolloutConsumer": "consumer.async_consumer",
-        "Batch": "consumer.batches.batch",
-        "BatchDataset": "consumer.batches.torch_dataset",
-        "CheckpointFolder": "consumer.training.checkpoint",
+        "AsyncRolloutConsumer": "consumer.handle.async_consumer",
+        "Batch": "consumer.handle.batch",
+        "BatchDataset": "consumer.handle.torch_dataset",
+        "CheckpointFolder": "consumer.grpo.checkpoint",
         "ConfigError": "buffer.errors",
         "Dataset": "producer_workers.datasets.dataset",
         "EmbeddedServer": "buffer.redis.server.embedded",
@@ -81,14 +81,14 @@ else:
         "Position": "buffer.ledger.position",
         "RehearsalError": "rolloutmq.testing",
         "ReplayBuffer": "buffer.replay_buffer",
-        "RolloutConsumer": "consumer.rollout_consumer",
+        "RolloutConsumer": "consumer.handle.rollout_consumer",
         "RolloutGroup": "buffer.wire.group",
         "RolloutMQError": "buffer.errors",
         "RolloutState": "buffer.wire.rollout",
         "Run": "buffer.run",
         "RunLimits": "buffer.model.limits",
         "SampleParams": "buffer.wire.sampling",
-        "ShardedConsumer": "consumer.sharded_consumer",
+        "ShardedConsumer": "consumer.handle.sharded_consumer",
         "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
         "Status": "buffer.wire.rollout",
         "Store": "buffer.redis.store",
@@ -97,8 +97,8 @@ else:
         "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",
         "runs_inline": "producer_workers.user_code.border",
-        "padded_tensors": "consumer.batches.torch_dataset",
-        "publish": "consumer.publication",
+        "padded_tensors": "consumer.handle.torch_dataset",
+        "publish": "consumer.handle.publication",
         "rehearse": "rolloutmq.testing",
         "run_all": "producer_workers.agent_loops.single_turn",
     }

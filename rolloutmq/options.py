@@ -27,7 +27,7 @@ from buffer.redis.connection_errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.training.sample_log import SampleLog
+from consumer.grpo.reporting.sample_log import SampleLog
 
 RUNS = Path("runs")
 

@@ -94,6 +94,7 @@ def test_who_loads_code_by_name_is_known() -> None:
     """
     known = {
         "buffer/model/order_policy.py",
+        "consumer/grpo/learner/losses.py",
         "producer_workers/agent_loops/agent_loop.py",
         "producer_workers/agent_loops/environment.py",
         "producer_workers/gateway/loop.py",

@@ -15,10 +15,10 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "pytest",
-        "tests.consumer.learner.sharded_learner",
-        "tests.consumer.many_lives",
-        "tests.consumer.sharded_trainer",
-        "consumer.training.trainer",
+        "tests.consumer.grpo.learner.sharded_learner",
+        "tests.consumer.handle.many_lives",
+        "tests.consumer.handle.sharded_trainer",
+        "consumer.grpo.trainer",
         "producer_workers.build",
         "rolloutmq.launch.launcher",
         "rolloutmq.launch.training",

@@ -26,9 +26,9 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
-from consumer.learner.learner import Learner
-from consumer.models.model_folder import load_model
-from consumer.weights.weights_snapshot import HostBuffers
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.models.model_folder import load_model
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation

@@ -17,9 +17,9 @@ from benchmarks.gpu_day.shapes import SHAPES, build_model
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.policy import vocabulary_projection
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy import vocabulary_projection
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations per second, by a part of the device's name."""

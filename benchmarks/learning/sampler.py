@@ -13,7 +13,7 @@ from benchmarks.learning.sums import MAX_TOKENS, problem
 from buffer.ids import split_group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from consumer.models.model_folder import load_model, load_tokenizer
+from consumer.grpo.models.model_folder import load_model, load_tokenizer
 
 
 class Sampler:

@@ -6,21 +6,21 @@ import random
 from pathlib import Path
 
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, warm_start
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import Demonstration, warm_start
 
 MAX_TOKENS = 5
 """An answer is a sign, two digits and the end."""
 
 
-def problem(number: int, seed: int = 0) -> Problem:
+def problem(number: int, seed: int = 0) -> Demonstration:
     """`3 - 4 =`: the one of that number."""
     draw = random.Random(f"{seed}/{number}")
     first = draw.randrange(10)
     second = draw.randrange(10)
     sign = draw.choice("+-")
     total = first + second if sign == "+" else first - second
-    return Problem([{"role": "user", "content": f"{first} {sign} {second} ="}], str(total))
+    return Demonstration([{"role": "user", "content": f"{first} {sign} {second} ="}], str(total))
 
 
 def make_model(folder: Path, *, stop_accuracy: float = 0.4, seed: int = 1) -> Path:

@@ -21,11 +21,11 @@ from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig, LossConfig
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.models.model_folder import copy_tokenizer
-from consumer.publication import publish
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.handle.publication import publish
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 PATIENCE_S = 600.0
 """Give up a trial whose fleet makes nothing for so long."""

@@ -172,7 +172,7 @@ class PolicySection(Section):
     finds all accidents. blake2b: also finds files that somebody altered on purpose, where strangers
     can write to the folder; under 1 GB/s for each core
     """
-    weights_whole_every: int = Field(1, ge=1, le=1000)
+    delta_base_every: int = Field(1, ge=1, le=1000)
     """publish every n-th version whole, and those between as changes to the version before, where
     these are smaller (transports folder and redis): with bf16 and a learning rate of 1e-6, 1 to 3
     percent of the bytes. A worker that joins late, or missed versions, reads the changes since the

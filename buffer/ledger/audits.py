@@ -1,8 +1,8 @@
 """The account of audits: which batches were audited, and what was found in them.
 
-An auditor (`consumer/audit`) chooses groups of a batch after they were taken, so no worker can know
-which. One script records all findings of a batch and the position behind it. An auditor that dies
-before that call chooses anew from the same batch; of two auditors, one is refused.
+An auditor (`consumer/grpo/audit`) chooses groups of a batch after they were taken, so no
+worker can know which. One script records all findings of a batch and the position behind it. An
+auditor that dies before that call chooses anew from the same batch; of two, one is refused.
 """
 
 from __future__ import annotations

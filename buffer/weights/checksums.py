@@ -50,7 +50,7 @@ class Part(NamedTuple):
     checksum: str
 
 
-class FileFacts(NamedTuple):
+class FileChecksums(NamedTuple):
     """Size and checksums of a file."""
 
     bytes: int
@@ -62,7 +62,7 @@ class FileFacts(NamedTuple):
         return self._asdict() | {"parts": [list(part) for part in self.parts]}
 
     @classmethod
-    def parse(cls, facts: Mapping[str, Any]) -> FileFacts:
+    def parse(cls, facts: Mapping[str, Any]) -> FileChecksums:
         """Return the facts in a decoded JSON object. Raises WireError."""
         try:
             parts = tuple(Part(int(size), str(checksum)) for size, checksum in facts["parts"])
@@ -79,7 +79,7 @@ class FileFacts(NamedTuple):
         return found
 
 
-class WrittenFiles(dict[str, FileFacts]):
+class WrittenFiles(dict[str, FileChecksums]):
     """The facts, by name, of files that were hashed while they were written."""
 
 
@@ -88,12 +88,12 @@ def new_hash(algorithm: str) -> Hash:
     return _HASHES[algorithm]()
 
 
-def hash_files(files: Iterable[Path], algorithm: Algorithm) -> dict[str, FileFacts]:
+def hash_files(files: Iterable[Path], algorithm: Algorithm) -> dict[str, FileChecksums]:
     """Return the facts of files by name."""
     return {file.name: _hash_file(file, algorithm, _part_sizes(file)) for file in files}
 
 
-def check_file(file: Path, facts: FileFacts) -> None:
+def check_file(file: Path, facts: FileChecksums) -> None:
     """Raise WireError or OSError unless the bytes of `file` are those that `facts` describe."""
     size = file.stat().st_size
     if size != facts.bytes:
@@ -105,7 +105,7 @@ def check_file(file: Path, facts: FileFacts) -> None:
 class CheckedStream:
     """Checks the bytes of a file as they arrive, in order."""
 
-    def __init__(self, name: str, facts: FileFacts) -> None:
+    def __init__(self, name: str, facts: FileChecksums) -> None:
         self._name = name
         self._algorithm = facts.algorithm
         self._parts = iter([part for part in facts.parts if part.bytes])
@@ -151,11 +151,11 @@ def _part_sizes(file: Path) -> list[int]:
     return [end - start for start, end in pairwise(edges)]
 
 
-def _hash_file(file: Path, algorithm: str, sizes: Sequence[int]) -> FileFacts:
+def _hash_file(file: Path, algorithm: str, sizes: Sequence[int]) -> FileChecksums:
     with file.open("rb") as stream, ThreadPoolExecutor(THREADS) as pool:
         hash_part = partial(_hash_part, stream.fileno(), algorithm)
         parts = tuple(pool.map(hash_part, starts_of(sizes), sizes))
-    return FileFacts(sum(sizes), algorithm, parts)
+    return FileChecksums(sum(sizes), algorithm, parts)
 
 
 def _hash_part(descriptor: int, algorithm: str, start: int, size: int) -> Part:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import THREADS, FileFacts, check_file, starts_of
+from buffer.weights.checksums import THREADS, FileChecksums, check_file, starts_of
 from buffer.weights.tensor_file import write_at
 from buffer.weights.transport import PublishedWeights
 
@@ -102,7 +102,7 @@ def apply(folder: Path, base: Path, result: Path) -> None:
 def check(folder: Path, result: Path) -> None:
     """Raise WireError or OSError unless `result` is what the changes in `folder` must make."""
     for name, facts in _description(folder).get("whole", {}).items():
-        check_file(result / name, FileFacts.parse(facts))
+        check_file(result / name, FileChecksums.parse(facts))
 
 
 def _description(folder: Path) -> dict[str, Any]:

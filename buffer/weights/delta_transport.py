@@ -19,10 +19,15 @@ from pathlib import Path
 from buffer.errors import WireError
 from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.announcement import Announcement
 from buffer.weights.checksums import Algorithm, WrittenFiles
 from buffer.weights.host_folders import HostFolders
-from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver, WeightsSender
+from buffer.weights.transport import (
+    Announcement,
+    PublishedWeights,
+    Save,
+    WeightsReceiver,
+    WeightsSender,
+)
 from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -36,17 +41,17 @@ PREFIX = ".base-"
 
 
 class DeltaSender:
-    """Publishes through `transport`, every `whole_every`-th version whole.
+    """Publishes through `transport`, every `delta_base_every`-th version whole.
 
     `folder`: where the last version is kept.
     """
 
     def __init__(
-        self, transport: WeightsSender, folder: Path, whole_every: int, algorithm: Algorithm
+        self, transport: WeightsSender, folder: Path, delta_base_every: int, algorithm: Algorithm
     ) -> None:
         self._transport = transport
         self._folder = folder
-        self._whole_every = whole_every
+        self._delta_base_every = delta_base_every
         self._algorithm: Algorithm = algorithm
         self._base: tuple[Path, PublishedWeights] | None = None
         self._chain = 0
@@ -67,7 +72,7 @@ class DeltaSender:
 
     def _fill(self, folder: Path, whole: Path) -> WrittenFiles:
         size = sum(file.stat().st_size for file in whole.iterdir())
-        if self._base and self._chain + 1 < self._whole_every:
+        if self._base and self._chain + 1 < self._delta_base_every:
             written = delta.write(folder, whole, *self._base)
             log.info("weights as changes", extra={"bytes": written, "whole_bytes": size})
             if written <= LARGEST_SHARE * size:

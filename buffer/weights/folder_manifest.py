@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from buffer.errors import WireError
-from buffer.weights.checksums import Algorithm, FileFacts, WrittenFiles, check_file, hash_files
+from buffer.weights.checksums import Algorithm, FileChecksums, WrittenFiles, check_file, hash_files
 from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
@@ -43,10 +43,10 @@ def write(
     return digest(data)
 
 
-def files_of(data: bytes | str) -> dict[str, FileFacts]:
+def files_of(data: bytes | str) -> dict[str, FileChecksums]:
     """Return the files that a manifest lists. Raises WireError, also for names with a folder."""
     try:
-        listed = {str(n): FileFacts.parse(f) for n, f in orjson.loads(data)["files"].items()}
+        listed = {str(n): FileChecksums.parse(f) for n, f in orjson.loads(data)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WireError(f"not a manifest of weights: {error!r}") from error
     for name in listed:

@@ -37,13 +37,7 @@ Step = Callable[[Path], None]
 
 
 class HostFolders:
-    """The folders that this process uses. They lie in TMPDIR.
-
-    Usage:
-        folder = folders.get(checksum, fill, check)
-        folders.keep_only(folder)
-        folders.close()
-    """
+    """The folders that this process uses. They lie in TMPDIR."""
 
     def __init__(self) -> None:
         self._is_swept = False

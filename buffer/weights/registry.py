@@ -10,15 +10,13 @@ from typing import Literal
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
-from buffer.weights import redis_chunks, shared_folder
-from buffer.weights.announcement import Announcement
+from buffer.weights import redis_chunks, shared_folder, transfer_receiver
 from buffer.weights.checksums import Algorithm
 from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
-from buffer.weights.exchange import transfer
-from buffer.weights.exchange.transfer import TransferReceiver, TransferSender
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender
 from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+from buffer.weights.transfer_receiver import TransferReceiver
+from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver, WeightsSender
 from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
@@ -26,53 +24,33 @@ TransportName = Literal["folder", "redis", "gloo", "nccl"]
 
 _RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
     redis_chunks.SCHEME: RedisReceiver,
-    transfer.SCHEME: TransferReceiver,
+    transfer_receiver.SCHEME: TransferReceiver,
     shared_folder.SCHEME: lambda store, keys: FolderReceiver(),
 }
 """By the scheme of an address; the empty one matches all others, so it stands last."""
 
+_SENDERS: dict[str, Callable[..., WeightsSender]] = {
+    "folder": lambda store, keys, folder, **options: FolderSender(folder, **options),
+    "redis": RedisSender,
+}
+
 
 def open_sender(
-    name: TransportName,
+    name: str,
     store: Store,
     keys: Keys,
     folder: Path,
     *,
     keep: int,
-    host: str | None = None,
     algorithm: Algorithm = "xxh3",
-    whole_every: int = 1,
+    delta_base_every: int = 1,
 ) -> WeightsSender:
-    """Open the trainer's side of a transport that keeps the newest `keep` versions.
-
-    `folder`: for the versions, or their copies. `host`: see `TransferSender`. `whole_every`: see
-    `DeltaSender`; not for gloo and nccl.
-    """
-    keep += whole_every - 1  # what the oldest of them is made of
-    sender = _open_sender(name, store, keys, folder, keep=keep, host=host, algorithm=algorithm)
-    if whole_every == 1:
+    """Open the trainer's side of a transport that needs no torch; see `consumer/senders`."""
+    keep += delta_base_every - 1  # what the oldest of them is made of
+    sender = _SENDERS[name](store, keys, folder, keep=keep, algorithm=algorithm)
+    if delta_base_every == 1:
         return sender
-    return DeltaSender(sender, folder.resolve(), whole_every, algorithm)
-
-
-def _open_sender(
-    name: TransportName,
-    store: Store,
-    keys: Keys,
-    folder: Path,
-    *,
-    keep: int,
-    host: str | None,
-    algorithm: Algorithm,
-) -> WeightsSender:
-    match name:
-        case "folder":
-            return FolderSender(folder, keep=keep, algorithm=algorithm)
-        case "redis":
-            return RedisSender(store, keys, folder, keep=keep, algorithm=algorithm)
-        case "gloo" | "nccl":
-            copies = FolderSender(folder, keep=keep, algorithm=algorithm)
-            return TransferSender(store, keys, copies, name, host=host, keep=keep)
+    return DeltaSender(sender, folder.resolve(), delta_base_every, algorithm)
 
 
 def find_version(

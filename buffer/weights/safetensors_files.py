@@ -61,7 +61,7 @@ class TensorSpan(NamedTuple):
     end: int
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """A file's tensors by name. `file_bytes`: the size that the whole file must have."""
 
     tensors: dict[str, TensorSpan]
@@ -69,7 +69,7 @@ class Header(NamedTuple):
     file_bytes: int
 
 
-def read_header(stream: IO[bytes]) -> Header:
+def read_header(stream: IO[bytes]) -> TensorHeader:
     """Read the header from the beginning of a file. Raises ValueError, OSError."""
     length = int.from_bytes(stream.read(8), "little")
     if not 0 < length <= MAX_HEADER_BYTES:
@@ -82,7 +82,7 @@ def read_header(stream: IO[bytes]) -> Header:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the header does not describe tensors: {error!r}") from error
     file_bytes = max((span.end for span in tensors.values()), default=data_start)
-    return Header(tensors, metadata, file_bytes)
+    return TensorHeader(tensors, metadata, file_bytes)
 
 
 def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:

@@ -18,7 +18,7 @@ from buffer.weights.checksums import (
     BLOCK_BYTES,
     THREADS,
     Algorithm,
-    FileFacts,
+    FileChecksums,
     Part,
     new_hash,
     starts_of,
@@ -41,7 +41,7 @@ def write_tensors(
     tensors: Mapping[str, RawTensor],
     metadata: Mapping[str, str],
     algorithm: Algorithm,
-) -> FileFacts:
+) -> FileChecksums:
     """Write `tensors` into a new file; return its checksums."""
     header = _header(tensors, metadata)
     parts = [memoryview(header), *(tensor.data for tensor in tensors.values())]
@@ -49,7 +49,7 @@ def write_tensors(
     with file.open("xb") as stream, ThreadPoolExecutor(THREADS) as pool:
         write = partial(_write_part, stream.fileno(), algorithm)
         written = tuple(pool.map(write, starts_of(sizes), parts))
-    return FileFacts(sum(sizes), algorithm, tuple(part for part in written if part.bytes))
+    return FileChecksums(sum(sizes), algorithm, tuple(part for part in written if part.bytes))
 
 
 def write_at(descriptor: int, start: int, data: memoryview) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from buffer.config.section import Count, Section
+from buffer.imports import is_dotted_path
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
-Objective = Literal["ppo", "gspo", "cispo"]
 KlKind = Literal["abs", "k2", "k3"]
 Attention = Literal[
     "auto",
@@ -24,6 +25,17 @@ Attention = Literal[
 OptimizerKind = Literal["adamw", "adamw_8bit"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
+
+def _check_objective(text: str) -> str:
+    folder = Path(__file__).parents[1] / "grpo" / "objectives"
+    known = sorted(file.stem for file in folder.glob("[a-z]*.py"))
+    if text not in known and not is_dotted_path(text):
+        raise ValueError(f"it is not one of {', '.join(known)}, nor package.module:function")
+    return text
+
+
+Objective = Annotated[str, AfterValidator(_check_objective)]
+"""The name of a file in `consumer/grpo/objectives`, or a function of the user."""
 
 IMPORTANCE_KEYS = (
     "importance_level",
@@ -45,7 +57,10 @@ class LossConfig(Section):
 
     objective: Objective = "ppo"
     """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
-    gradient)
+    gradient), or a function of yours as package.module:function. It gets the columns of a
+    micro-batch's tokens (`TokenColumns` in consumer/grpo/learner/losses.py) and this section, and
+    returns the loss of each token as float32[N]; the corrections, the KL and the entropy of the
+    other keys are then applied
     """
     clip_low: float = Field(0.2, ge=0, le=1)
     """ratios of present to old policy below 1 - clip_low get no gradient where the advantage is

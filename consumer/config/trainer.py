@@ -16,7 +16,7 @@ class TrainerSection(Section):
     """[trainer]: the loop around the learner."""
 
     loop: DottedPath | None = None
-    """a trainer of yours as package.module:function (see consumer/examples); default: the reference
+    """a trainer of yours as package.module:function, as those in examples/; default: the reference
     trainer
     """
     flow: Literal["disaggregated", "colocated"] = "disaggregated"
@@ -35,7 +35,7 @@ class TrainerSection(Section):
     """
     max_sequence_tokens: Count | None = Field(None, ge=1)
     """rollouts with more tokens than this, prompt included, are not trained
-    (consumer/learner/batch_filter.py); default: no limit
+    (consumer/grpo/learner/batch_filter.py); default: no limit
     """
     mask_truncated: bool = False
     """rollouts that reached their max_tokens are not trained; their scores still count for the

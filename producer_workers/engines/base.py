@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ModelError, RolloutMQError
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
 from producer_workers.images import ImageReader

@@ -31,9 +31,8 @@ from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
 from buffer.redis.connection.retry import Backoff
 from buffer.run import Run
-from buffer.weights.announcement import Announcement
 from buffer.weights.registry import open_receiver
-from buffer.weights.transport import PublishedWeights, WeightsReceiver
+from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
 from producer_workers.worker.inbox import Inbox, Signal

@@ -134,7 +134,7 @@ def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
     with suppress(HubError):
         if config.model_folder.is_dir():
             return _tokenizer_of(config.model_folder), ""
-    from consumer.models.tiny_model import build_tokenizer
+    from consumer.grpo.models.tiny_model import build_tokenizer
 
     tokenizer = build_tokenizer(config.tiny_model)
     return tokenizer, "" if config.policy.model is None else "characters, without the model"

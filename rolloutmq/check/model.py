@@ -9,7 +9,7 @@ from typing import Any
 
 from buffer.errors import HubError
 from buffer.weights.model_loading import MODEL_LOADING
-from consumer.models.model_folder import check_model_folder, load_tokenizer
+from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from producer_workers.hub import model_repository
 from rolloutmq.check.finding import Finding, Unit, absent
@@ -92,9 +92,9 @@ def _check_tokenizer(folder: Path) -> Iterator[Finding]:
 
 def _check_architecture(folder: Path) -> Iterator[Finding]:
     """Run the trainer's probes on a small model of the architecture, with random weights."""
-    from consumer.models.shards import empty_model
-    from consumer.policy.logprobs import TargetLogits
-    from consumer.policy.model_checks import check_logprobs, keeps_samples_apart
+    from consumer.grpo.models.shards import empty_model
+    from consumer.grpo.policy.logprobs import TargetLogits
+    from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 
     name = type(empty_model(folder)).__name__
     try:

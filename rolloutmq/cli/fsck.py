@@ -18,7 +18,7 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
 from buffer.run import Run
-from consumer.training.step_log import StepLog
+from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import console, count, emit, plural

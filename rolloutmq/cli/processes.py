@@ -326,7 +326,7 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     trainer has used of a worker. SIGTERM ends it between two batches.
     """
     from buffer.open_run import open_store, server_url, wait_for_run
-    from consumer.audit.auditor import Auditor
+    from consumer.grpo.audit.auditor import Auditor
     from rolloutmq.config.sources import fetch
 
     settings = fetch(open_config(config, overrides))

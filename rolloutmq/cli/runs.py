@@ -17,7 +17,7 @@ from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.training.step_log import StepLog
+from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
 from rolloutmq.output import age, answer, console, count, emit, plain, state, table

@@ -16,7 +16,7 @@ from buffer.model.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
-from consumer.training.sample_log import Sample
+from consumer.grpo.reporting.sample_log import Sample
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,

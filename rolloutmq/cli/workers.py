@@ -11,7 +11,7 @@ from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.audits import AuditAccount, Verdict
-from consumer.audit.audit_log import groups_of
+from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,

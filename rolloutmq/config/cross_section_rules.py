@@ -288,10 +288,10 @@ def _optimizer_fits_the_ranks(
 
 
 def _transport_carries_changes(policy: PolicySection) -> Iterator[str]:
-    if policy.weights_whole_every > 1 and policy.weights_transport in ("gloo", "nccl"):
+    if policy.delta_base_every > 1 and policy.weights_transport in ("gloo", "nccl"):
         yield (
             f"[policy] weights_transport = {policy.weights_transport} sends whole versions: leave "
-            "out weights_whole_every, or use folder or redis"
+            "out delta_base_every, or use folder or redis"
         )
 
 

@@ -135,6 +135,6 @@ def _write(file: Path, parts: list[Path], values: dict[str, object]) -> None:
 def _build_model(folder: Path) -> None:
     # here, because it imports torch
     from consumer.config.warm_start import TinyModelConfig
-    from consumer.models.tiny_model import build_tiny_model
+    from consumer.grpo.models.tiny_model import build_tiny_model
 
     build_tiny_model(folder, TinyModelConfig(max_positions=2048), seed=0)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from buffer.errors import INTERRUPTED
 from buffer.redis.connection.url import mask_url
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
@@ -189,7 +189,7 @@ def export(
     Its number of ranks does not matter. With [learner.lora] the folder is an adapter.
     """
     settings = fetch(_load(config, overrides))
-    from consumer.training.export import export_model
+    from consumer.grpo.export import export_model
 
     export_model(
         settings, settings.model_folder, step, folder, "float32" if float32 else "bfloat16"

@@ -18,7 +18,7 @@ from buffer.open_run import embedded_server, run_nonce, write_nonce
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 

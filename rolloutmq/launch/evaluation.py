@@ -21,11 +21,11 @@ from buffer.errors import ConfigError, ModelError
 from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.publication import open_sender, publish
-from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.evaluation import Evaluator, log_wait_reason
-from consumer.training.step_log import StepWriter, read_evaluations
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.evaluation import Evaluator, log_wait_reason
+from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
+from consumer.handle.publication import open_sender, publish
+from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher

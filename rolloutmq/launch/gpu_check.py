@@ -19,8 +19,8 @@ import orjson
 from rich.table import Table
 
 from buffer.errors import ModelError
-from consumer.models.tiny_model import build_tiny_model
-from consumer.training.step_log import StepLog, TrainedStep
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.reporting.step_log import StepLog, TrainedStep
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.launch.placement import count_gpus

@@ -20,7 +20,7 @@ from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import Child

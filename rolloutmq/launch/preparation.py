@@ -16,9 +16,9 @@ from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.models.model_folder import check_model_folder
-from consumer.training.checkpoint import CheckpointFolder
-from consumer.training.step_log import read_evaluations
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.models.model_folder import check_model_folder
+from consumer.grpo.reporting.step_log import read_evaluations
 from producer_workers.follow_owner import OWNER
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any

@@ -13,7 +13,7 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from consumer.training.step_log import Evaluations, StepLog, read_evaluations
+from consumer.grpo.reporting.step_log import Evaluations, StepLog, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report

@@ -113,15 +113,15 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
         loop(run, settings, model_dir, take_over=take_over)
         return True
-    from consumer.ranks import join
-    from consumer.training.trainer import Trainer
-    from consumer.training.trainer_rank import TrainerRank
+    from consumer.grpo.trainer import Trainer
+    from consumer.grpo.trainer_rank import TrainerRank
+    from consumer.handle.ranks import join
 
     ranks = join()
     _check_nodes(settings, ranks.size)
     if ranks.rank:
         rank = TrainerRank(run, settings, model_dir, ranks)
-        _on_signals(rank.stopped.set)
+        _on_signals(rank.orders.stopped.set)
         rank.follow()
         return True
     trainer = Trainer(run, settings, model_dir, ranks)
@@ -131,7 +131,7 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
         log.setLevel(logging.WARNING)
     if _restarts() and not take_over:
         # torchrun has ended the ranks before these, but the role is theirs until it times out
-        trainer.consumer.role.wait_until_vacant(trainer.rank.stopped)
+        trainer.consumer.role.wait_until_vacant(trainer.rank.orders.stopped)
     return trainer.fit(take_over=take_over)
 
 

@@ -10,8 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from buffer.errors import ConfigError
-from consumer.models.tiny_model import build_tiny_model
-from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import (
+    Demonstration,
+    WarmStartProgress,
+    read_problems,
+    warm_start,
+)
 from rolloutmq.config.config import Config
 from rolloutmq.output import console as open_console
 
@@ -41,8 +46,8 @@ def make_model(config: Config) -> None:
     console.print(f"warm start: {time.monotonic() - started:.0f} s, model in {folder}")
 
 
-def _problems(config: Config) -> list[Problem]:
-    found: list[Problem] = []
+def _problems(config: Config) -> list[Demonstration]:
+    found: list[Demonstration] = []
     for name, task in config.tasks.items():
         if task.eval_of is None and task.dataset.is_generated:
             found += read_problems(_file(config.run.folder, name))

@@ -17,7 +17,7 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan
-from consumer.training.sample_log import Sample, SampleLog
+from consumer.grpo.reporting.sample_log import Sample, SampleLog
 from rolloutmq.output import count, facts, plain, state, version_style
 from rolloutmq.tracing import trace_id
 

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from buffer.control.worker_record import WorkerState
-from consumer.training.step_log import StepLog, TrainedStep
+from consumer.grpo.reporting.step_log import StepLog, TrainedStep
 from rolloutmq.views.run_view import RunView
 
 TRAINER = "trainer waits for groups"

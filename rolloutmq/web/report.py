@@ -11,8 +11,8 @@ import orjson
 
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
-from consumer.training.sample_log import SampleLog
-from consumer.training.step_log import StepLog, read_evaluations
+from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.grpo.reporting.step_log import StepLog, read_evaluations
 from rolloutmq.config.load import load_config
 from rolloutmq.output import age
 from rolloutmq.presets import find_config

@@ -27,7 +27,7 @@ from benchmarks.learning.trial import (
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
-from consumer.learner.train_controller import TrainController
+from consumer.grpo.learner.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 

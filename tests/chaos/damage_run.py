@@ -22,7 +22,7 @@ from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
 from tests.chaos.checker import Checker
 from tests.chaos.crew import until
 from tests.chaos.damaged_keys import PREFIX, TARGETS, WAYS, Target, strike

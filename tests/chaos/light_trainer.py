@@ -1,6 +1,6 @@
 """A trainer without a model: its weights are a chain of hashes over all that it consumed, in order.
 
-What it does with the queue is what `consumer.training.trainer` does, line by line; who has its last
+What it does with the queue is what `consumer.grpo.trainer` does, line by line; who has its last
 checkpoint has proof of what was trained: the chain of each step names the one before, so a history
 can be walked backwards from the end.
 """
@@ -22,9 +22,9 @@ from buffer.model.manifest import ManifestEntry
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.group import RolloutGroup
-from consumer.batches.batch import Batch, Stopped
-from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.batch import Batch, Stopped
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.chaos.history import History
 from tests.chaos.plan import CHECKPOINT_EVERY, KEEP_CHECKPOINTS, SYNC_INTERVAL, Folders
 from tests.truth.witness import members_of

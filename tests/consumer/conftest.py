@@ -12,9 +12,9 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
-from consumer.batches import taker
-from consumer.rollout_consumer import RolloutConsumer
-from tests.consumer.models.tiny import build_model
+from consumer.handle import taker
+from consumer.handle.rollout_consumer import RolloutConsumer
+from tests.consumer.grpo.models.tiny import build_model
 from tests.servers import Server
 
 LIMITS = RunLimits(

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from consumer.config.warm_start import TinyModelConfig
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400
@@ -46,10 +46,10 @@ import time
 from pathlib import Path
 
 from buffer.weights.shared_folder import FolderSender
-from consumer.publication import publish
+from consumer.handle.publication import publish
 from buffer.ledger.position import Position
-from consumer.rollout_consumer import RolloutConsumer
-from consumer.training.checkpoint import CheckpointFolder
+from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.grpo.checkpoint import CheckpointFolder
 
 
 def train(run, config, model_dir, *, take_over=False):

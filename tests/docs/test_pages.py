@@ -15,7 +15,7 @@ import pytest
 import tomlkit
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"

@@ -1,1 +1,0 @@
-"""Programs that a user may copy; each is run by a test."""

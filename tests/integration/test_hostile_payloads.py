@@ -18,7 +18,7 @@ from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout
 from tests.consumer.conftest import die

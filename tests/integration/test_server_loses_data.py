@@ -29,9 +29,9 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import die
-from tests.consumer.crew import at_work
+from tests.consumer.handle.crew import at_work
 from tests.servers import start_redis
 
 EVERYSEC = (

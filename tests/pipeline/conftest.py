@@ -81,7 +81,7 @@ def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a random model of some thousand weights, once."""
-    from tests.consumer.models.tiny import build_model
+    from tests.consumer.grpo.models.tiny import build_model
 
     return build_model(tmp_path_factory.mktemp("model"))
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange import process_group
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.process_group import ProcessGroup
-from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights import process_group
+from buffer.weights.process_group import ProcessGroup
+from buffer.weights.transport import Announcement
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
+from producer_workers.engines.tensor_receiver import TensorReceiver
 
 LABEL = "l1:7"
 CHUNK_BYTES = 1000

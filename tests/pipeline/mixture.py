@@ -9,8 +9,8 @@ from buffer.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
-from consumer.batches.batch import Batch
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.batch import Batch
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.curriculum import Curriculum, WeightFunction
 from producer_workers.producer.producer import Producer

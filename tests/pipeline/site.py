@@ -18,7 +18,7 @@ from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.training.step_log import StepLog
+from consumer.grpo.reporting.step_log import StepLog
 from tests.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]

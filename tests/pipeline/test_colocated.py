@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffer.control.control import Mode
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.pipeline.yard import SLOW_S, TASK, Yard
 from tests.servers import KINDS
 

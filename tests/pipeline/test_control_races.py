@@ -21,7 +21,7 @@ import pytest
 from buffer.control.control import ControlState, Mode
 from buffer.errors import Fenced
 from buffer.wire.rollout import RolloutState
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import TASK, Yard
 

@@ -22,8 +22,8 @@ from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.account import FsckReport
 from buffer.model.limits import TaskLimits
-from consumer.batches.batch import Batch, Stopped
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.batch import Batch, Stopped
+from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import Producer
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard

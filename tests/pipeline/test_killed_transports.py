@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer.errors import WireError
-from buffer.weights.registry import TransportName, open_receiver, open_sender
+from buffer.weights.registry import TransportName, open_receiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
+from consumer.senders.transfer import open_sender
 from tests.pipeline.weights_process import LINEAGE, save, words
 from tests.pipeline.yard import Yard
 
@@ -45,26 +46,28 @@ def is_whole(folder: Path, version: int) -> bool:
     return np.array_equal(found, words(version))
 
 
-@pytest.mark.parametrize(("transport", "whole_every"), [("folder", 1), ("redis", 1), ("redis", 4)])
+@pytest.mark.parametrize(
+    ("transport", "delta_base_every"), [("folder", 1), ("redis", 1), ("redis", 4)]
+)
 def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothing_else(
     yard: Yard,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     transport: TransportName,
-    whole_every: int,
+    delta_base_every: int,
 ) -> None:
     home, folder = tmp_path / "home", tmp_path / "published"
     home.mkdir()
     monkeypatch.setenv("TMPDIR", str(home))
     monkeypatch.setattr(tempfile, "tempdir", None)
     store, keys = yard.store, yard.run.keys
-    run = (transport, str(whole_every), store.servers.url_of(keys.control), yard.run.name)
+    run = (transport, str(delta_base_every), store.servers.url_of(keys.control), yard.run.name)
     first = PublishedWeights(*lines_until_killed("sender", *run, str(folder))[0].split())
     with closing(open_receiver(store, keys)) as worker:
         assert is_whole(worker.fetch(first), 1)
         with pytest.raises((WireError, OSError)):
             worker.check(first._replace(address=first.address[:-1] + "2"))
-    sender = open_sender(transport, store, keys, folder, keep=3, whole_every=whole_every)
+    sender = open_sender(transport, store, keys, folder, keep=3, delta_base_every=delta_base_every)
     sender.clear()
     assert not files_in(home)
     assert {path.name for path in folder.glob("*")} <= {"l1-000001"}

@@ -17,9 +17,9 @@ from buffer.model.manifest import NotReady
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
-from consumer.batches import refused_weights
-from consumer.rollout_consumer import RolloutConsumer
-from tests.consumer.crew import wait_until
+from consumer.handle import wait_rules
+from consumer.handle.rollout_consumer import RolloutConsumer
+from tests.consumer.handle.crew import wait_until
 from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
 
 
@@ -196,7 +196,7 @@ async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
             consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
         with monkeypatch.context() as patch:
-            patch.setattr(refused_weights, "REFUSAL_S", 0.5)
+            patch.setattr(wait_rules, "REFUSAL_S", 0.5)
             with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:
                 consumer.take_batch(1, {TASK: 3})
         assert "publish" in refused.value.hint

@@ -22,8 +22,8 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
-from consumer.batches import outlook as batch_outlook
-from consumer.batches.outlook import BatchOutlook
+from consumer.handle import wait_rules as batch_outlook
+from consumer.handle.wait_rules import BatchOutlook
 from producer_workers.worker.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 

@@ -188,7 +188,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_loop_of_ones_own_calls_the_parts_one_by_one(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.examples.own_loop", str(tmp_path)],
+        [sys.executable, "-m", "examples.own_loop", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

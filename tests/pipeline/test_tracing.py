@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
 from rolloutmq.tracing import SWITCH, root_span_id, trace_id, trace_run

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import yaml
 
-from consumer.training.step_log import read_evaluations
+from consumer.grpo.reporting.step_log import read_evaluations
 from tests.pipeline.site import ROOT, Process, Site
 
 
@@ -26,7 +26,7 @@ def rank_of(launcher: Process, rank: int) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_run_survives_a_killed_rank_and_stops_in_order(make_site: Callable[..., Site]) -> None:
-    """The next life continues with as many ranks as it likes: tests/consumer/test_ranks.py."""
+    """The next life continues with as many ranks as it likes: tests/consumer/handle/test_ranks.py."""
     site = make_site(steps=1000)
     run = site.start("run", "--set", "launch.trainer_ranks=2")
     site.until_step(3)

@@ -19,23 +19,20 @@ from safetensors.torch import load_file
 
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as weights_manifest
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange import process_group, tensor_exchange
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.rendezvous import NONCE_BYTES, Rendezvous
-from buffer.weights.exchange.tensor_exchange import TensorReceiver, TensorServer
-from buffer.weights.exchange.transfer import (
-    SCHEME,
-    TransferReceiver,
-    TransferSender,
-    store_announcement,
-)
+from buffer.weights import process_group
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import AnyReceiver, TransportName, open_sender
+from buffer.weights.registry import AnyReceiver, TransportName
+from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.transport import PublishedWeights
+from buffer.weights.transfer_receiver import SCHEME, TransferReceiver, store_announcement
+from buffer.weights.transport import Announcement, PublishedWeights
 from buffer.wire.rollout import PolicyVersion
+from consumer.senders import tensor_server
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
+from consumer.senders.transfer import TransferSender, open_sender
 from producer_workers.engines.base import WeightsError
+from producer_workers.engines.tensor_receiver import TensorReceiver
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
 from tests.pipeline.yard import FIRST, LINEAGE, WatchedEngine, Yard
 
@@ -156,7 +153,7 @@ def test_older_weights_are_not_handed_over_as_the_newest(
 def test_a_worker_that_hangs_loses_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tensor_exchange, "MAX_TRANSFERS", 1)
+    monkeypatch.setattr(tensor_server, "MAX_TRANSFERS", 1)
     server = TensorServer("127.0.0.1", "gloo", stall_s=0.5)
     announced = announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path)
     with Rendezvous.connect("127.0.0.1", server.port, server.token) as rendezvous:

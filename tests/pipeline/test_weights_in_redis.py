@@ -15,8 +15,9 @@ from buffer.redis.connection.retry import Backoff
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
-from buffer.weights.registry import open_receiver, open_sender
+from buffer.weights.registry import open_receiver
 from buffer.wire.rollout import PolicyVersion
+from consumer.senders.transfer import open_sender
 from producer_workers.worker import weight_updates
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
@@ -110,7 +111,7 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
 ) -> None:
     """Every fourth version is whole; only as many are kept as the oldest one needs."""
     store, keys = yard.run.store, yard.run.keys
-    sender = open_sender("redis", store, keys, tmp_path, keep=2, whole_every=4)
+    sender = open_sender("redis", store, keys, tmp_path, keep=2, delta_base_every=4)
     words = np.arange(70_000, dtype=np.uint16)
     follower = open_receiver(store, keys)
 

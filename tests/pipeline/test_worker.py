@@ -19,7 +19,7 @@ from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.policy.routing_replay import RecordedExperts
+from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError

@@ -23,10 +23,11 @@ from buffer.run import Run
 from buffer.weights import checksums, delta, tensor_file
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import TransportName, open_receiver, open_sender
+from buffer.weights.registry import TransportName, open_receiver
 from buffer.weights.tensor_file import RawTensor, write_tensors
 from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
+from consumer.senders.transfer import open_sender
 from tests.pipeline.handover import say
 
 LINEAGE = "l1"
@@ -78,25 +79,27 @@ def stop_after(owner: Any, name: str, count: int) -> None:
     setattr(owner, name, counted)
 
 
-def send(run: Run, folder: Path, transport: TransportName, whole_every: int) -> None:
-    sender = open_sender(transport, run.store, run.keys, folder, keep=3, whole_every=whole_every)
+def send(run: Run, folder: Path, transport: TransportName, delta_base_every: int) -> None:
+    sender = open_sender(
+        transport, run.store, run.keys, folder, keep=3, delta_base_every=delta_base_every
+    )
     published = sender.write(PolicyVersion(LINEAGE, 1), save(1))
     say(f"{published.address} {published.checksum}")
-    stop_after(*MIDDLES["sender", transport, whole_every > 1])
+    stop_after(*MIDDLES["sender", transport, delta_base_every > 1])
     sender.write(PolicyVersion(LINEAGE, 2), save(2))
 
 
-def receive(run: Run, published: PublishedWeights, transport: str, whole_every: int) -> None:
-    stop_after(*MIDDLES["receiver", transport, whole_every > 1])
+def receive(run: Run, published: PublishedWeights, transport: str, delta_base_every: int) -> None:
+    stop_after(*MIDDLES["receiver", transport, delta_base_every > 1])
     open_receiver(run.store, run.keys).fetch(published)
 
 
-def main(end: str, transport: Any, whole_every: str, url: str, name: str, *rest: str) -> None:
+def main(end: str, transport: Any, delta_base_every: str, url: str, name: str, *rest: str) -> None:
     run = Run.open(Store(url, deadline_s=400.0), name)
     if end == "sender":
-        send(run, Path(rest[0]), transport, int(whole_every))
+        send(run, Path(rest[0]), transport, int(delta_base_every))
     else:
-        receive(run, PublishedWeights(*rest), transport, int(whole_every))
+        receive(run, PublishedWeights(*rest), transport, int(delta_base_every))
 
 
 if __name__ == "__main__":

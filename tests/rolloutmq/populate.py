@@ -19,9 +19,9 @@ from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from consumer.training.sample_log import describe_sample
-from consumer.training.sample_writer import SampleWriter
-from consumer.training.token_texts import TokenTexts
+from consumer.grpo.reporting.sample_log import describe_sample
+from consumer.grpo.reporting.sample_writer import SampleWriter
+from consumer.grpo.reporting.token_texts import TokenTexts
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"

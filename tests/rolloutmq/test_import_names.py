@@ -88,7 +88,7 @@ def test_the_users_folder_is_searched_last(folder: Path) -> None:
 def test_a_script_beside_them_imports_rolloutmq(folder: Path) -> None:
     done = run_script(folder, "from rolloutmq import BatchDataset, Run\nimport configs\n"
                       "print(BatchDataset.__module__, configs.OWNER)")  # fmt: skip
-    assert done.stdout == "consumer.batches.torch_dataset the user\n", done.stderr
+    assert done.stdout == "consumer.handle.torch_dataset the user\n", done.stderr
 
 
 def test_a_script_that_has_imported_one_of_them_is_told_which_file_to_rename(folder: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 # what every project needs, imported once
 import fakeredis
 import producer_workers.build
-from consumer.models import model_folder
+from consumer.grpo.models import model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3 import modeling_qwen3
 from rolloutmq import rehearse

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 from tests.truth.case import TOKEN_BYTES, Case, largest_cases, random_case
 from tests.truth.trainer import train, train_in_turns
 from tests.truth.world import World

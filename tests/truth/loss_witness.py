@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
-from consumer.batches.batch_table import BatchTable
 from consumer.config.learner import LearnerConfig, LossConfig
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
-from consumer.policy.logprobs import TargetLogits
-from consumer.policy.micro_batch import MicroBatch
-from consumer.policy.packing import Packer
-from consumer.policy.train_batch import TrainBatch, Update
-from consumer.policy.vocabulary_projection import TokenLogprobs
-from consumer.ranks import ALONE, Ranks
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.logprobs import TargetLogits
+from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
+from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.handle.batch_table import BatchTable
+from consumer.handle.ranks import ALONE, Ranks
 from tests.truth.witness import Content, Note, content
 
 BUDGET = 65_536

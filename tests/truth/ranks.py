@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.ranks import join
-from consumer.sharded_consumer import ShardedConsumer
+from consumer.handle.ranks import join
+from consumer.handle.sharded_consumer import ShardedConsumer
 from tests.chaos.history import History
 from tests.truth.case import Case
 from tests.truth.loss_witness import LossWitness
@@ -52,15 +52,15 @@ def _train(order: dict[str, str], case: Case, model_dir: Path, rank: int) -> Non
     place = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=case.ranks)
     run = Run.open(Store(order["url"], deadline_s=DEADLINE_S), order["run"])
-    consumer = ShardedConsumer(run, join())
-    consumer.open(take_over=True)
+    sharded = ShardedConsumer(run, join())
+    sharded.open(take_over=True)
     note = History(folder / "history", f"rank-{rank}").note
-    loss = LossWitness(model_dir, note, consumer.ranks, case.updates)
+    loss = LossWitness(model_dir, note, sharded.ranks, case.updates)
     for step in range(1, case.steps + 1):
-        batch = consumer.take_batch(step, {TASK: case.batch}, deadline_s=DEADLINE_S)
+        batch = sharded.take_batch(step, {TASK: case.batch}, deadline_s=DEADLINE_S)
         loss.fit(step, batch.groups)
-        consumer.confirm(step)
-        consumer.commit(step, keep=step)
-        if consumer.leader and step < case.steps:
-            publish(consumer.leader, folder, step)
-    consumer.close()
+        sharded.confirm(step)
+        sharded.commit(step, keep=step)
+        if sharded.leader and step < case.steps:
+            publish(sharded.leader, folder, step)
+    sharded.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from producer_workers.worker import worker
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 from tests.servers import Server
 from tests.truth.case import Case
 from tests.truth.loss_witness import LossWitness

@@ -11,9 +11,9 @@ from typing import Any
 
 from buffer.ledger.position import Position
 from buffer.wire.group import RolloutGroup
-from consumer.async_consumer import AsyncRolloutConsumer
-from consumer.batches.batch import Batch
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.async_consumer import AsyncRolloutConsumer
+from consumer.handle.batch import Batch
+from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.truth.loss_witness import LossWitness
 from tests.truth.ranks import train_on_ranks
 from tests.truth.world import DEADLINE_S, EXAM, TASK, World, publish

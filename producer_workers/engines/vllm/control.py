@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from producer_workers.engines.base import EngineDeadError, EngineLoad, WeightsError
 from producer_workers.engines.vllm.api import VllmApi
 

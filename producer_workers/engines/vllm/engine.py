@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.weights.announcement import Announcement
+from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import VllmConfig

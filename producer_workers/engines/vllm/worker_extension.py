@@ -53,8 +53,8 @@ class WeightLoader:
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
         """Start to receive announced weights (JSON), while the model runs."""
-        from buffer.weights.announcement import Announcement
-        from buffer.weights.exchange.tensor_exchange import TensorReceiver
+        from buffer.weights.transport import Announcement
+        from producer_workers.engines.tensor_receiver import TensorReceiver
 
         self._rolloutmq_receiver = TensorReceiver(Announcement.parse(announced), limit_s=limit_s)
 

@@ -15,7 +15,7 @@ import pytest
 from buffer.errors import WireError
 from buffer.weights import host_folders
 from buffer.weights.host_folders import HostFolders
-from tests.consumer.crew import wait_until
+from tests.consumer.handle.crew import wait_until
 
 PROCESS = """
 import sys, time

@@ -26,10 +26,10 @@ from buffer.weights.model_loading import MODEL_LOADING
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
-from consumer.learner.learner import Learner
-from consumer.training.step_log import StepLog
-from consumer.training.trainer import Trainer
-from consumer.weights.weights_snapshot import WeightsSnapshot
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.memory_snapshot import MemorySnapshot
-from buffer.weights.exchange.tensor_exchange import TensorServer
+from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
+from consumer.senders.memory_snapshot import MemorySnapshot
+from consumer.senders.tensor_server import TensorServer
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines import build_engine

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.tensor_exchange import TensorServer
+from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
+from consumer.senders.tensor_server import TensorServer
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser

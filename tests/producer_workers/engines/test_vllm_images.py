@@ -20,8 +20,8 @@ from buffer.redis.store import Store
 from buffer.run import Run as RunHandle
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
-from consumer.examples.image_loop import train
-from consumer.training.step_log import StepLog
+from consumer.grpo.reporting.step_log import StepLog
+from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine
@@ -276,7 +276,7 @@ prompt_repeat_k = 3
 sample = {{ max_tokens = 12, seed = 1 }}
 dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
 [trainer]
-loop = "consumer.examples.image_loop:train"
+loop = "examples.image_loop:train"
 [learner]
 learning_rate = 1e-3
 """

@@ -20,9 +20,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
-from buffer.weights.announcement import Announcement
-from buffer.weights.exchange.rendezvous import Rendezvous
-from buffer.weights.exchange.tensor_exchange import TensorServer
+from buffer.weights.rendezvous import Rendezvous
+from buffer.weights.transport import Announcement
+from consumer.senders.tensor_server import TensorServer
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,

@@ -27,12 +27,13 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import TransportName, open_sender
+from buffer.weights.registry import TransportName
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from consumer.config.learner import LearnerConfig
-from consumer.learner.learner import Learner
-from consumer.learner.train_controller import TrainController
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.senders.transfer import open_sender
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
@@ -90,7 +91,7 @@ def states(
         limits = RunLimits(tasks={"math": TaskLimits()})
         run = Run.create(store, "updates", new_nonce(), limits, FIRST, "")
 
-        def publish(way: TransportName, whole_every: int, *versions: int) -> ControlState:
+        def publish(way: TransportName, delta_base_every: int, *versions: int) -> ControlState:
             sender = open_sender(
                 way,
                 store,
@@ -98,7 +99,7 @@ def states(
                 folder / way,
                 keep=2,
                 host="127.0.0.1",
-                whole_every=whole_every,
+                delta_base_every=delta_base_every,
             )
             stack.callback(sender.close)
             for version in versions:

@@ -15,7 +15,7 @@ import pytest
 
 from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
-from consumer.models.tiny_model import build_tiny_model
+from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import STAGES, Finding, findings_of, units_of
 from rolloutmq.check.memory import trainer_parts

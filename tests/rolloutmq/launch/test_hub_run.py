@@ -17,7 +17,7 @@ from buffer.model.origin import Origin
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from tests.consumer.models.tiny import build_model
+from tests.consumer.grpo.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
 from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
 

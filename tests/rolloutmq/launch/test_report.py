@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from consumer.training.step_log import Evaluations
+from consumer.grpo.reporting.step_log import Evaluations
 from rolloutmq.launch.report import accuracy_table
 
 

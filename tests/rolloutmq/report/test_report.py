@@ -11,7 +11,7 @@ import pytest
 from selenium import webdriver
 
 from buffer.errors import ConfigError
-from consumer.training.step_log import StepWriter
+from consumer.grpo.reporting.step_log import StepWriter
 from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
 

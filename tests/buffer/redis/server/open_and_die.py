@@ -14,7 +14,7 @@ from typing import Any
 from buffer.ledger.position import Position
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.rollout_consumer import RolloutConsumer
+from consumer.handle.rollout_consumer import RolloutConsumer
 
 call = Store.call
 scripts = 0

@@ -1,1 +1,0 @@
-"""Batches on their way to the trainer: reading, prefetching, waiting, evaluation rounds."""

@@ -1,0 +1,1 @@
+"""The reference trainer: asynchronous GRPO on one rank or many."""

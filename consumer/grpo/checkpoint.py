@@ -1,0 +1,170 @@
+"""Checkpoints: the trainer's position, its weights and its optimizer, in one folder (I6).
+
+<folder>/step-000012/trainer.json           the position (buffer/ledger/position.py)
+                     state-*.safetensors     of each rank (saved_state.py)
+
+Invariant: a folder under its final name is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import ModelError, RolloutMQError
+from buffer.ledger.position import Position
+from buffer.weights.new_folder import follow_umask
+
+log = logging.getLogger("rolloutmq.trainer")
+
+POSITION = "trainer.json"
+
+
+class CheckpointFolder:
+    """Manage all checkpoints of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step, whether or not it exists."""
+        return self.folder / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, oldest first."""
+        return [step for step in self._folders() if (self.path(step) / POSITION).exists()]
+
+    def read(self, step: int) -> Position:
+        """Return the position of a checkpoint. Raises ModelError where its file is unusable."""
+        file = self.path(step) / POSITION
+        try:
+            position = Position.model_validate_json(file.read_bytes())
+            if position.step != step:
+                raise ValueError(f"it holds the position of step {position.step}")
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())  # on one line
+            raise ModelError(
+                f"{file} is not a checkpoint: {reason}",
+                hint="remove its folder to use an older checkpoint",
+            ) from error
+        return position
+
+    def newest_whole(self) -> Position | None:
+        """Return the newest position whose files are whole, passing over those after it.
+
+        None where there is no checkpoint. Raises ModelError where none is whole.
+        """
+        # it needs safetensors, which those who only look at a run need not have
+        from consumer.grpo.model_state.state_files import check_state
+
+        problems = []
+        for step in reversed(self._folders()):
+            try:
+                check_state(self.path(step))
+                return self.read(step)
+            except ModelError as error:
+                log.warning("passing over the checkpoint of step %s: %s", step, error.message)
+                problems.append(error.message)
+        if problems:
+            raise ModelError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}",
+                hint="put a copy of one of them back; or move the folder away and start with "
+                "--regenerate, which trains from step 1 again",
+            )
+        return None
+
+    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+        """Write a checkpoint and return its folder; `save` writes all parts but the position."""
+        folder = self.begin(position.step)
+        try:
+            save(folder)
+            return self.complete(position, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def begin(self, step: int) -> Path:
+        """Create a hidden folder for all parts of a checkpoint but the position."""
+        folder = self._hidden(self.path(step))
+        folder.mkdir(parents=True)
+        return folder
+
+    def complete(self, position: Position, folder: Path) -> Path:
+        """Make the checkpoint in a folder of `begin` visible, as a whole; return its new path.
+
+        It is on disk by then. One of the same step (of a lineage that ended) is replaced. Raises
+        RolloutMQError where the disk is full.
+        """
+        path = self.path(position.step)
+        data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+        try:
+            (folder / POSITION).write_bytes(data)
+            follow_umask(folder)
+            _sync_tree(folder)
+        except OSError as error:
+            raise RolloutMQError(
+                f"{folder} cannot be written: {error.strerror}",
+                hint="make room on its disk; the run continues from the checkpoint before",
+            ) from error
+        self._remove(path)
+        folder.rename(path)
+        _sync(self.folder)
+        return path
+
+    def prune(self, keep: int) -> int:
+        """Delete all but the newest `keep` checkpoints; return the oldest kept step (0: none)."""
+        for step in self.steps()[:-keep]:
+            self._remove(self.path(step))
+        kept = self.steps()
+        return kept[0] if kept else 0
+
+    def oldest_with(self, step: int, keep: int) -> int:
+        """Return the oldest step that remains after `write` of `step` and `prune(keep)`."""
+        return sorted({*self.steps(), step})[-keep:][0]
+
+    def clear(self, after: int) -> None:
+        """Delete the checkpoints that no trainer will continue from.
+
+        These are the steps after `after`, which are not whole or which a replaced trainer wrote
+        late, and the remains of one that was killed while it wrote or deleted.
+        """
+        for step in self._folders():
+            if step > after:
+                self._remove(self.path(step))
+        for remains in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(remains)
+
+    def _folders(self) -> list[int]:
+        """Return the steps of all checkpoints, whole or not, oldest first."""
+        names = (path.name for path in self.folder.glob("step-*"))
+        return sorted(
+            int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name)
+        )
+
+    def _remove(self, path: Path) -> None:
+        # renamed first: a partly deleted folder must never look like a checkpoint
+        if path.exists():
+            shutil.rmtree(path.rename(self._hidden(path)))
+
+    def _hidden(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

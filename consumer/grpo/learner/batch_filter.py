@@ -1,0 +1,170 @@
+"""Which groups and rollouts of a delivered batch are not trained, and why.
+
+A group is excluded as a whole where its rollouts cannot be compared. A rollout is masked where it
+alone cannot be trained: its score still counts for the others. Nothing is trained in place of what
+is excluded; it stays in the batch's record and is committed with it. The result depends on the
+batch and the config alone, so a batch that is delivered again is filtered in the same way.
+
+    not_completed      a rollout that failed, or was not finished: its score means nothing
+    missing_reward     a rollout without reward["score"], or with one that is not finite
+    length_mismatch    ids, logprobs and mask of a group differ in length
+    no_prompt          no prompt ids, and a trained first token, which nothing predicts
+    multimodal         a prompt with images: its token ids alone are another prompt
+    routed_experts     a rollout whose experts cannot be replayed ([learner] replay_routing): not
+                       recorded, of another model, ...
+    overlong           a rollout of more than `max_sequence_tokens`, with its prompt
+    truncated          a rollout that reached its token limit, where `mask_truncated` is set (DAPO's
+                       overlong filtering, arXiv:2503.14476, section 3.4)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import Status
+from consumer.grpo.policy.routing_replay import RecordedExperts
+
+log = logging.getLogger("rolloutmq.trainer")
+
+REASONS = (
+    "not_completed",
+    "missing_reward",
+    "length_mismatch",
+    "no_prompt",
+    "multimodal",
+    "routed_experts",
+    "overlong",
+    "truncated",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """Hold what is left of a batch.
+
+    `groups`: the groups to train, in their order. `counts`: what was excluded, by reason: groups
+    for the first six of `REASONS`, rollouts for the others.
+    """
+
+    groups: list[RolloutGroup]
+    counts: dict[str, int]
+
+    def metrics(self) -> dict[str, float]:
+        """Return `filtered/<reason>` for every reason."""
+        return {f"filtered/{reason}": float(self.counts.get(reason, 0)) for reason in REASONS}
+
+
+class BatchFilter:
+    """Exclude the groups and rollouts of a batch that cannot be trained.
+
+    `max_sequence_tokens`: largest number of tokens of prompt and response; None: unbounded.
+    `recorded`: the reader of recorded experts, where routing is replayed.
+    """
+
+    def __init__(
+        self,
+        max_sequence_tokens: int | None = None,
+        *,
+        mask_truncated: bool = False,
+        recorded: RecordedExperts | None = None,
+    ) -> None:
+        self._max_sequence_tokens = max_sequence_tokens
+        self._mask_truncated = mask_truncated
+        self._recorded = recorded
+
+    def apply(self, groups: Sequence[RolloutGroup]) -> Filtered:
+        """Return the groups to train. Masks rollouts in place; a second call changes nothing.
+
+        Raises ConfigError where routing is replayed and no group has experts that can be: then the
+        configuration is wrong, not one worker.
+        """
+        kept: list[RolloutGroup] = []
+        counts: Counter[str] = Counter()
+        for group in groups:
+            problem = _problem(group) or self._routing_problem(group)
+            if problem:
+                reason, detail = problem
+                counts[reason] += 1
+                log.error("group not trained, %s: %s", reason, detail, extra={"gid": group.gid})
+                continue
+            counts.update(self._mask(group))
+            kept.append(group)
+        if groups and counts["routed_experts"] == len(groups):
+            raise ConfigError(
+                "no group of the batch has experts that can be replayed: the log has the reasons",
+                hint="set [engine] routed_experts = true for the workers, "
+                "or remove [learner] replay_routing",
+            )
+        return Filtered(kept, dict(counts))
+
+    def _routing_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+        detail = self._recorded.problem(group) if self._recorded else ""
+        return ("routed_experts", detail) if detail else None
+
+    def _mask(self, group: RolloutGroup) -> Counter[str]:
+        """Mask the rollouts of a group that cannot be trained; return their number by reason."""
+        counts: Counter[str] = Counter()
+        ends = np.cumsum(group.lengths)
+        for index, reason in self._untrainable(group):
+            tokens = slice(int(ends[index] - group.lengths[index]), int(ends[index]))
+            group.mask = _cleared(group.mask, tokens)
+            counts[reason] += 1
+            log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
+        return counts
+
+    def _untrainable(self, group: RolloutGroup) -> list[tuple[int, str]]:
+        limit = self._max_sequence_tokens
+        found = []
+        for index, length in enumerate(group.lengths.tolist()):
+            if limit is not None and len(group.prompt_ids) + length > limit:
+                found.append((index, "overlong"))
+            elif self._mask_truncated and group.truncated[index]:
+                found.append((index, "truncated"))
+        return found
+
+
+def _problem(group: RolloutGroup) -> tuple[str, str] | None:
+    """Return why a group cannot be trained, as (reason, detail); None where it can."""
+    if group.status is not Status.COMPLETED:
+        return "not_completed", f"it is {group.status}"
+    if group.multimodal:
+        return (
+            "multimodal",
+            "its prompt contains images, which need a trainer of your own (trainer.loop): "
+            "see consumer/README.md",
+        )
+    tokens = int(group.lengths.sum())
+    sizes = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
+    wrong = {name: size for name, size in sizes.items() if size != tokens}
+    if wrong:
+        return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
+    if _trains_unpredicted(group):
+        return "no_prompt", "it has no prompt ids, and its first tokens are trained"
+    missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
+    return ("missing_reward", f"rollouts {missing} have no score") if missing else None
+
+
+def _trains_unpredicted(group: RolloutGroup) -> bool:
+    """Return whether a first token is to be trained that nothing precedes.
+
+    Sessions of a gateway may have no first token in common. Then the group has no prompt, and what
+    each of its rollouts read before its first turn is in the response, with mask 0.
+    """
+    lengths = group.lengths
+    firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    return not len(group.prompt_ids) and bool(group.mask[firsts].any())
+
+
+def _cleared(mask: NDArray[np.uint8], tokens: slice) -> NDArray[np.uint8]:
+    # a copy: arrays that were decoded from the wire are read-only
+    mask = mask.copy()
+    mask[tokens] = 0
+    return mask

@@ -1,0 +1,216 @@
+"""A critic: the policy's architecture with one number per token instead of logits.
+
+(PPO, Schulman et al. 2017, arXiv:1707.06347.) Generalized advantage estimation compares a reward
+with the critic's values; estimators that compare the rollouts of a group need no critic.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
+from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
+from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer
+from consumer.grpo.model_state.saved_state import Rows
+from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
+from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.models.shards import empty_model, load_shards
+from consumer.grpo.policy.micro_batch import MicroBatch, MicroBatches
+from consumer.handle.ranks import ALONE, Ranks
+
+PREFIX = "critic/"
+"""Of the names of a critic's tensors in the state: the learner's are beside them."""
+
+log = logging.getLogger("rolloutmq.trainer")
+
+
+class ValueModel(nn.Module):
+    """Compute one number per token: a value head on the body of a language model."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(body.config.hidden_size, 1, device="cpu")
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logit_index: Tensor) -> Tensor:
+        """Return float32[N]; the arguments are those of `TargetLogits`."""
+        hidden = self.body(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        # logit_index: the slot before a token is the state in which it was chosen
+        states = hidden.flatten(0, 1).index_select(0, logit_index)
+        # the head in float32: returns need more than 8 bits
+        with torch.autocast(states.device.type, enabled=False):
+            values: Tensor = self.head(states.float()).squeeze(1)
+        return values
+
+
+class Critic:
+    """Estimate the value of each token's state; `step` counts optimizer steps.
+
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `optimizer`,
+    `bf16` and `gradient_checkpointing` are those of the policy ([learner]). With several ranks it
+    is sharded as the policy is, and all ranks call the same methods.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: CriticConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        optimizer: OptimizerKind = "adamw",
+        bf16: bool = False,
+        gradient_checkpointing: bool = False,
+        ranks: Ranks = ALONE,
+        sharding: ShardingConfig | None = None,
+    ) -> None:
+        self.config = config
+        self._bf16 = bf16
+        self.device = torch.device(device)
+        self.step = 0
+        self._ranks = ranks
+        self._sharding = sharding or ShardingConfig()
+        torch.manual_seed(seed)
+        self.model = self._load(model_dir).train()
+        if gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
+        self.parameters = dict(self.model.named_parameters())
+        self._optimizer = make_optimizer(
+            optimizer, self.parameters.values(), rate=config.learning_rate, ranks=ranks.size
+        )
+
+    def _load(self, model_dir: Path) -> ValueModel:
+        if self._ranks.size == 1:
+            return ValueModel(load_model(model_dir).base_model).to(self.device)
+        body = empty_model(model_dir, kind=AutoModel)
+        model = ValueModel(body)
+        model.head.to(self.device)
+        shard(model, body, self.device, self._sharding)
+        load_shards(body, model_dir)
+        place(model, self.device, self._sharding)
+        return model
+
+    def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
+        return [self.model], self._optimizer
+
+    @torch.no_grad()
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Return the expected return before each of the N response tokens, float32[N]."""
+        return self._forward(batch)
+
+    def update(
+        self, batches: MicroBatches, old: Sequence[Tensor], returns: Sequence[Tensor]
+    ) -> dict[str, float] | None:
+        """Take one optimizer step towards `returns`, and return its metrics, of all ranks.
+
+        None if the step is skipped, because its gradient is not finite.
+
+        `old`: the values before the step. Both are float32[N] for each micro-batch.
+        """
+        [count] = self._ranks.sum([batches.trained_tokens])
+        tokens = max(1.0, count)
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        abs_error = 0.0
+        for index, batch in enumerate(batches):
+            values = self._forward(batch)
+            error = value_loss(values, old[index], returns[index], batch.mask, self.config.clip)
+            loss = error / tokens
+            is_last = index == len(batches) - 1
+            set_gradient_sync(self.model, is_last=is_last, config=self._sharding)
+            # gradients are averaged over ranks, and the loss is a sum over them
+            torch.autograd.backward(loss * self._ranks.size)
+            total += float(loss.detach())
+            abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
+        total, abs_error = self._ranks.sum([total, abs_error])
+        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
+        self.step += 1
+        if norm is None:
+            log.error("the gradient of the critic's step %s is not finite: skipped", self.step)
+            return None
+        return {
+            "critic/loss": total,
+            "critic/abs_error": abs_error,
+            "critic/grad_norm": norm,
+        }
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return everything that a resume needs (see `consumer.grpo.model_state.learner_state`)."""
+        return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters, PREFIX)
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
+        self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            values: Tensor = self.model(batch.input_ids, batch.position_ids, batch.logit_index)
+        return values
+
+
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> Tensor:
+    """Return half the squared error summed over trained tokens, a scalar from float32[N] each.
+
+    With `clip` c, the larger of that and of the error of `old + clip(values - old, -c, c)`: a value
+    moves by at most c in one step (the clipped value loss of PPO's reference code).
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        bounded = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (bounded - returns).square())
+    return torch.where(mask > 0, error, 0.0).sum() / 2
+
+
+def packed_gae(
+    rewards: Tensor, values: Tensor, batch: MicroBatch, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of the N tokens of a micro-batch, float32[N] each.
+
+    `rewards`: float32[S], received at the last trained token of each sample. `values`: float32[N].
+    Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
+    0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
+    """
+    trained = torch.nonzero(batch.mask > 0).squeeze(1)
+    sample = batch.sample[trained]
+    value = values[trained].double()
+    has_next = sample[:-1] == sample[1:]
+    is_last = torch.ones_like(sample, dtype=torch.bool)
+    is_last[:-1] = ~has_next
+    delta = torch.where(is_last, rewards[sample], 0.0) - value
+    delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
+    advantages = torch.zeros_like(values)
+    advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
+    return advantages, (advantages + values) * (batch.mask > 0)
+
+
+def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
+    """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
+
+    `sample`: int64[N], ascending. By doubling: sums of 2n terms are those of n terms, plus the
+    discounted ones n positions later; log2(longest sample) passes over all tokens.
+    """
+    sums = terms.clone()
+    reach = 1
+    longest = int(torch.bincount(sample).max()) if len(sample) else 0
+    while reach < longest:
+        later = torch.where(sample[:-reach] == sample[reach:], sums[reach:], 0.0)
+        sums[:-reach] += discount**reach * later
+        reach *= 2
+    return sums

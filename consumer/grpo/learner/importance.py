@@ -1,0 +1,102 @@
+"""Off-policy correction: rollouts were sampled by older weights, in an engine with other numerics.
+
+The weight of a token is w = old policy / rollout policy, a number without gradient, of
+    token      the token itself                   (truncated: TIS, Ionides 2008; AReaL's decoupled
+                                                  PPO, arXiv:2505.24298)
+    sequence   the product over a sample's tokens (unbiased; its variance grows with the length)
+    geometric  the geometric mean of these        (bounded variance, as in GSPO, arXiv:2507.18071)
+It is bounded in one of two ways: `truncate` caps it, `mask` drops what is outside [floor, cap]
+(IcePop, rejection sampling). `veto` drops whole samples with a token that is nearly impossible
+under the old policy. Dropped tokens stay in the divisor of the loss: what one micro-batch drops
+must not change the weight of the tokens of another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consumer.config.learner import LossConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before exponentiation: e^20 is 5e8, above any useful bound."""
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """Bound logarithms of ratios of probabilities, so that their exponentials are finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Hold which tokens belong to the same sample.
+
+    `mask`: float32[N], 1 where a token is trained. `sample`: int64[N], index into `trained_tokens`,
+    float32[S]: the sum of `mask` over each sample.
+    """
+
+    mask: Tensor
+    sample: Tensor
+    trained_tokens: Tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum float32[N] over the trained tokens of each sample; return float32[S]."""
+        trained = torch.where(self.mask > 0, values, 0.0)
+        return torch.zeros_like(self.trained_tokens).index_add(0, self.sample, trained)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average float32[N] over the trained tokens of each sample; return float32[S].
+
+        The mean over no token is 0.
+        """
+        return self.sum(values) / self.trained_tokens.clamp(min=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Hold the off-policy correction of N tokens.
+
+    `weights`: float32[N], factors of the loss of each token, 0 where it was dropped. `dropped`:
+    bool[N].
+    """
+
+    weights: Tensor
+    dropped: Tensor
+
+
+@torch.no_grad()
+def correct(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, samples: Samples, config: LossConfig
+) -> Correction:
+    """Return the correction that `config` describes, from log-probabilities float32[N].
+
+    Without `importance_cap` all weights are 1 and no token is dropped.
+    """
+    if config.importance_cap is None:
+        return Correction(
+            torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
+        )
+    log_ratio = old_logprobs - rollout_logprobs
+    level = _at_level(log_ratio, samples, config)
+    weights = clamped(level).exp()
+    dropped = torch.zeros_like(weights, dtype=torch.bool)
+    if config.importance_mode == "mask":
+        dropped = (weights > config.importance_cap) | (weights < config.importance_floor)
+    if config.importance_veto is not None:
+        impossible = (log_ratio < math.log(config.importance_veto)).to(weights.dtype)
+        dropped = dropped | (samples.sum(impossible)[samples.sample] > 0)
+    capped = weights.clamp(max=config.importance_cap)
+    return Correction(torch.where(dropped, 0.0, capped), dropped)
+
+
+def _at_level(log_ratio: Tensor, samples: Samples, config: LossConfig) -> Tensor:
+    """Return the log-ratio of each token's unit (token, sequence, geometric mean), float32[N]."""
+    match config.importance_level:
+        case "token":
+            return log_ratio
+        case "sequence":
+            return samples.sum(log_ratio)[samples.sample]
+    return samples.mean(log_ratio)[samples.sample]

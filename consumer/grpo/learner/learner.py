@@ -1,0 +1,396 @@
+"""The learner: a model, its optimizer and the steps that turn rollouts into new weights.
+
+Parameters and optimizer state are float32 (`optimizer` adamw_8bit: moments of 8 bits); with `bf16`
+the forward pass runs in bfloat16 (autocast). With several ranks both are sharded (FSDP2), except
+for an adapter, which is small: each rank has its own rollouts, and the loss divides by the counts
+of all ranks, so the gradient equals that of one rank with the whole batch.
+
+Invariant: a learner that loads the state of another one continues exactly as that one would have,
+bit for bit (same machine, same number of threads). Everything that affects a step is in the state,
+the config or the arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from buffer.errors import ConfigError, GradientNotFinite
+from buffer.redis.media_folder import MediaFolder
+from buffer.weights.safetensors_files import model_checksum
+from buffer.wire.group import RolloutGroup
+from consumer.config.learner import LearnerConfig
+from consumer.grpo.learner.importance import Samples
+from consumer.grpo.learner.losses import (
+    TokenColumns,
+    derived_metrics,
+    load_objective,
+    policy_loss,
+    token_weights,
+)
+from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
+from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
+from consumer.grpo.model_state.saved_state import Rows
+from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
+from consumer.grpo.model_state.weights_folder import snapshot_weights
+from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
+from consumer.grpo.models.device_choices import choose_bf16
+from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
+from consumer.grpo.policy.lora import Adapter
+from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
+from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
+from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
+from consumer.grpo.policy.routing_replay import RoutingReplay
+from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.handle.batch_table import BatchTable
+from consumer.handle.ranks import ALONE, Ranks
+
+log = logging.getLogger("rolloutmq.trainer")
+
+
+class Learner:
+    """Own the model of `model_dir` and train it; `step` counts optimizer steps.
+
+    `TrainController.fit` shows the order of its calls. Raises ModelError where the folder is not a
+    usable model.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        ranks: Ranks = ALONE,
+        media: MediaFolder | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.bf16 = choose_bf16(config, self.device)
+        self.ranks = ranks
+        self.step = 0
+        self.skipped_in_a_row = 0
+        """newest optimizer steps that were skipped, because their gradient was not finite"""
+        # frozen weights need no more precision than the forward pass has
+        frozen = torch.bfloat16 if config.lora and self.bf16 else None
+        self._host = HostBuffers()
+        self._policy = load_policy(
+            model_dir, config, self.device, ranks, bf16=self.bf16, dtype=frozen
+        )
+        self.model = self._policy.model.train()
+        # here: the adapter does not depend on what loading the model drew
+        torch.manual_seed(seed)
+        self._adapter = (
+            Adapter(self.model, config.lora, model_checksum(model_dir)) if config.lora else None
+        )
+        # before any forward pass: FSDP may leave gathered tensors in their place
+        self.parameters: dict[str, torch.nn.Parameter] = (
+            self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
+        )
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        replay = RoutingReplay(self.model) if config.replay_routing else None
+        self._policy.replay = replay
+        self.recorded = replay.recorded_experts(media) if replay else None
+        """the reader of the experts that workers recorded; None where routing is not replayed"""
+        check_logprobs(self._policy)
+        self.vocabulary = vocabulary_of(self.model)
+        """number of token ids that the model reads and predicts"""
+        share_rows = keeps_samples_apart(self._policy)
+        self._packer = Packer(
+            config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
+        )
+        self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
+        load_objective(config.loss.objective)  # before hours of rollouts, where it does not exist
+        self._optimizer = make_optimizer(
+            config.optimizer,
+            self.parameters.values(),
+            rate=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            ranks=ranks.size,
+        )
+
+    # -- the parts of a train step -------------------------------------------------------
+
+    def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
+        """Return which rollouts need a forward pass, bool[sum k]; None: all of them.
+
+        A rollout whose advantage is 0 has no policy gradient. It still counts in the divisors of
+        the loss, so leaving it out changes the time of a step and nothing else.
+        """
+        loss = self.config.loss
+        return None if loss.kl_coef or loss.entropy_coef else advantages != 0
+
+    def pack(
+        self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
+    ) -> TrainBatch:
+        """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
+
+        `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get the same number of
+        updates, and of micro-batches in each. Raises what `Packer.pack_pad_dispatch` raises.
+        """
+        table = BatchTable.of(groups)
+        kept = np.ones(len(table), np.bool_) if keep is None else keep
+        updates = []
+        for part in np.array_split(np.arange(len(groups)), self.config.updates_per_batch):
+            # with several ranks, all take part in every update, also one without groups
+            if len(part) or self.ranks.size > 1:
+                updates.append(self._pack_update(table, kept, np.isin(table.group, part)))
+        return TrainBatch(groups, updates)
+
+    @torch.no_grad()
+    def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Compute the log-probabilities under the weights before this batch.
+
+        Needed where `old_policy` is "current" and the batch has several updates. Otherwise the
+        batch stays as it is: with `old_policy` "rollout" the loss reads the engine's
+        log-probabilities, and a single update reads those of its own forward pass.
+        """
+        if self._needs_old_logprobs:
+            for update in batch.updates:
+                update.old_logprobs = [self.logprobs(part) for part in update.batches]
+        return batch
+
+    @torch.no_grad()
+    def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Compute the log-probabilities under the model that training started from.
+
+        Without a KL term (`kl_coef` 0) the batch stays as it is.
+        """
+        if self.reference:
+            for update in batch.updates:
+                update.ref_logprobs = [self._reference_logprobs(part) for part in update.batches]
+        return batch
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Take the optimizer steps of a batch whose advantages are set.
+
+        Returns metrics: means over the trained tokens; `optim/*` and `loss/policy` are means over
+        optimizer steps. A step whose gradient is not finite is skipped: it has no metrics, and
+        counts in `optim/skipped_updates`. Raises ConfigError where log-probabilities that the loss
+        reads were not computed, GradientNotFinite after `max_skipped_updates` such steps in a row.
+        """
+        needed = {
+            "old_logprobs": self._needs_old_logprobs,
+            "ref_logprobs": self.reference is not None,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and any(
+                len(getattr(update, name)) < len(update.batches) for update in batch.updates
+            ):
+                raise ConfigError(f"the batch has no {name}", hint=f"call compute_{name} first")
+        return mean_metrics([self._update(update) for update in batch.updates], "optim")
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        return self.config.old_policy == "current" and self.config.updates_per_batch > 1
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next optimizer step.
+
+        It is a function of `step` alone, so checkpoints hold no state of the schedule.
+        """
+        config = self.config
+        warmup = config.warmup_steps
+        rate = config.learning_rate
+        if self.step < warmup:
+            return rate * (self.step + 1) / warmup
+        if config.decay_steps is None:
+            return rate
+        left = max(0.0, 1.0 - (self.step - warmup) / (config.decay_steps - warmup))
+        if config.schedule == "cosine":
+            left = (1.0 - math.cos(math.pi * left)) / 2
+        return rate * (config.final_rate + (1.0 - config.final_rate) * left)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities of the targets under the current weights, float32[N]."""
+        return self._score(self._policy, batch).logprobs
+
+    # -- state and weights ---------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return everything that a resume of this rank needs, on the CPU.
+
+        The names are listed in `consumer.grpo.model_state.learner_state`.
+        """
+        state = capture(self.parameters, self._optimizer, self.step, self.device)
+        state["skipped"] = torch.tensor(self.skipped_in_a_row)
+        return state | (self._adapter.state_tensors() if self._adapter else {})
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of each sharded tensor of the state this rank has."""
+        return shard_rows(self.parameters)
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the result of `state_tensors()`.
+
+        Raises ModelError, and changes nothing, where the state belongs to another model or
+        optimizer.
+        """
+        if self._adapter:
+            self._adapter.check_state(state)
+        self.step = restore(state, self.parameters, self._optimizer, self.device)
+        self.skipped_in_a_row = int(state["skipped"])
+
+    def on_device(self) -> tuple[list[torch.nn.Module], torch.optim.Optimizer]:
+        """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
+        # without a second model the reference is the policy: each module once
+        modules = dict.fromkeys((self._policy, self.reference))
+        return [module for module in modules if module is not None], self._optimizer
+
+    def snapshot(self, *, to_publish: bool = False) -> WeightsSnapshot:
+        """Copy the weights to host memory, where they stay until the next snapshot.
+
+        The files that it writes are config.json and safetensors, as Hugging Face and vLLM read
+        them; with a LoRA adapter, those of the adapter. `to_publish`: copy the precision of the
+        forward pass. With `bf16` this halves the bytes, and an engine in bfloat16 would round to
+        the same values. With several ranks each copies its share: all of them must call it.
+        """
+        dtype = torch.bfloat16 if to_publish and self.bf16 else None
+        if self._adapter is None:
+            return snapshot_weights(self.model, self.ranks, self._host, dtype=dtype)
+        return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
+
+    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
+        """Write the files of a snapshot into `folder`."""
+        self.snapshot(to_publish=to_publish).write(folder)
+
+    def peak_memory_bytes(self) -> int | None:
+        """Return the largest memory that this process has allocated on its GPU; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device)
+
+    # -- models --------------------------------------------------------------------------
+
+    def _score(
+        self, policy: TargetLogits, batch: MicroBatch, *, entropy_gradient: bool = True
+    ) -> TokenLogprobs:
+        return token_logprobs(
+            policy,
+            batch,
+            temperature=self.config.temperature,
+            bf16=self.bf16,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        assert self.reference
+        with self._adapter.disabled() if self._adapter else nullcontext():
+            # the reference chooses its experts itself
+            return self._score(self.reference, replace(batch, experts=None)).logprobs
+
+    def _load_reference(self, model_dir: Path) -> TargetLogits:
+        """Return the model of the folder: also after a resume, KL is measured to the start."""
+        if self._adapter:
+            return self._policy
+        reference = load_policy(
+            model_dir, self.config, self.device, self.ranks, bf16=self.bf16
+        ).eval()
+        reference.transform = self._policy.transform
+        return reference
+
+    # -- one optimizer step --------------------------------------------------------------
+
+    def _pack_update(
+        self, table: BatchTable, keep: NDArray[np.bool_], part: NDArray[np.bool_]
+    ) -> Update:
+        """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
+        batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
+        batches.pad(self.ranks.max(len(batches)))
+        own_tokens = int(table.trained[part].sum())
+        tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
+        gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
+        return Update(batches, tokens, int(samples), gids)
+
+    def _update(self, update: Update) -> dict[str, float] | None:
+        """Take one optimizer step and return its metrics; None where it was skipped."""
+        sums: Counter[str] = Counter()
+        self._optimizer.zero_grad(set_to_none=True)
+        for index in range(len(update.batches)):
+            sums.update(self._backward(update, index))
+        sums = Counter(dict(zip(sums, self.ranks.sum(list(sums.values())), strict=True)))
+        optim = self._optimize(update)
+        if optim is None:
+            return None
+        metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
+        computed = max(1.0, sums.pop("tokens", 0.0))
+        metrics |= derived_metrics({name: value / computed for name, value in sums.items()})
+        metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
+        return metrics | optim
+
+    def _backward(self, update: Update, index: int) -> dict[str, float]:
+        """Add the gradient of one micro-batch; return its loss, tokens and sums of metrics."""
+        loss_config = self.config.loss
+        batch = update.batches[index]
+        current = self._score(self._policy, batch, entropy_gradient=loss_config.entropy_coef > 0)
+        samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
+        columns = TokenColumns(
+            logprobs=current.logprobs,
+            old_logprobs=self._old_logprobs(update, index, current.logprobs),
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=update.advantages[index],
+            samples=samples,
+            entropy=current.entropy,
+            ref_logprobs=update.ref_logprobs[index] if self.reference else None,
+        )
+        weights = token_weights(
+            samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
+        )
+        loss, metrics = policy_loss(columns, weights, loss_config)
+        is_last = index == len(update.batches) - 1
+        set_gradient_sync(self._policy, is_last=is_last, config=self.config.sharding)
+        # gradients are averaged over ranks, and the loss is a sum over them
+        torch.autograd.backward(loss * self.ranks.size)
+        # one transfer from the device for all of them
+        values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()
+        return dict(zip(["loss/policy", "tokens", *metrics], values, strict=True))
+
+    def _old_logprobs(self, update: Update, index: int, current: Tensor) -> Tensor:
+        if self.config.old_policy == "rollout":
+            return update.batches[index].rollout_logprobs
+        return update.old_logprobs[index] if update.old_logprobs else current.detach()
+
+    def _optimize(self, update: Update) -> dict[str, float] | None:
+        rate = self.learning_rate()
+        self.step += 1
+        if not update.batches:
+            # no gradient: a step would still move the weights by the decaying moments
+            return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
+        self._optimizer.param_groups[0]["lr"] = rate
+        if self._adapter:
+            average_gradients(self.parameters.values(), self.ranks)
+        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
+        if norm is None:
+            self._skip(update)
+            return None
+        self.skipped_in_a_row = 0
+        return {"optim/grad_norm": norm, "optim/learning_rate": rate}
+
+    def _skip(self, update: Update) -> None:
+        self.skipped_in_a_row += 1
+        what = (
+            f"the gradient of optimizer step {self.step} is not finite: no weight was changed. "
+            f"Its groups: {', '.join(update.gids)}"
+        )
+        log.error(what)
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:
+            raise GradientNotFinite(
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
+                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
+                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
+            )

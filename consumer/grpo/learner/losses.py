@@ -1,0 +1,239 @@
+"""Policy-gradient losses on flat columns of tokens.
+
+Shapes: N response tokens of a micro-batch, S samples. Nothing here depends on models or packing.
+The weight of a token in the loss is determined for the whole batch before it is divided into
+micro-batches (`token_weights`), so the gradient does not depend on that division.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from buffer.errors import ConfigError
+from buffer.imports import load_object
+from consumer.config.learner import KlKind, LossConfig
+from consumer.grpo.learner.importance import Correction, Samples, clamped, correct
+
+MAX_LOG_PPL = 80.0
+"""Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
+
+
+def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate KL(policy, reference) per token, from the logprobs of the sampled tokens alone.
+
+    float32[N] from float32[N]; it carries the gradient of `logprobs`. With d = logprob - reference
+    (Schulman 2020, "Approximating KL divergence"):
+        abs  |d|                not an estimate of KL; a robust distance
+        k2   d^2 / 2            biased, but its mean gradient is that of the KL
+        k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
+    k1, which is d, is not offered: the mean of its gradient is 0, so it would only add noise.
+    """
+    difference = clamped(logprobs - ref_logprobs)
+    match kind:
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return difference.square() / 2
+    return (-difference).exp() - 1 + difference
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Hold the inputs of the loss, each float32[N].
+
+    Only `logprobs`, and `entropy` where the loss has an entropy term, carry a gradient.
+    """
+
+    logprobs: Tensor  # under the policy that is trained
+    old_logprobs: Tensor  # under the policy that the ratio is clipped against
+    rollout_logprobs: Tensor  # as the engine reported them
+    advantages: Tensor  # of the token's sample
+    samples: Samples  # which tokens are trained, and which belong to the same sample
+    entropy: Tensor
+    ref_logprobs: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """Return float32[N]: 1 where a token is trained."""
+        return self.samples.mask
+
+    def without_masked(self) -> TokenColumns:
+        """Return the columns with 0 for every token that is not trained.
+
+        The loss then has no gradient from these tokens, even where a value is infinite. A mask on
+        the loss does not achieve this: backward multiplies its 0 by a derivative that may be
+        infinite.
+        """
+        trained = self.mask > 0
+
+        def zeroed(column: Tensor) -> Tensor:
+            return torch.where(trained, column, 0.0)
+
+        return TokenColumns(
+            logprobs=zeroed(self.logprobs),
+            old_logprobs=zeroed(self.old_logprobs),
+            rollout_logprobs=zeroed(self.rollout_logprobs),
+            advantages=zeroed(self.advantages),
+            samples=self.samples,
+            entropy=zeroed(self.entropy),
+            ref_logprobs=None if self.ref_logprobs is None else zeroed(self.ref_logprobs),
+        )
+
+
+def policy_loss(
+    columns: TokenColumns, weights: Tensor, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a micro-batch and its metrics.
+
+    The loss is a scalar to be summed over micro-batches; metrics are sums over trained tokens,
+    detached. Per token: the objective, times the correction of `importance.py`, plus
+    kl_coef * KL(policy, reference), minus entropy_coef * entropy; nothing of these for a token that
+    the correction drops. `weights`: float32[N] from `token_weights`.
+    """
+    columns = columns.without_masked()
+    surrogate = _surrogate(columns, config)
+    correction = correct(columns.old_logprobs, columns.rollout_logprobs, columns.samples, config)
+    token_loss = correction.weights * surrogate.loss - config.entropy_coef * columns.entropy
+    if columns.ref_logprobs is not None:
+        kl = kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
+        token_loss = token_loss + config.kl_coef * kl
+    loss = (weights * torch.where(correction.dropped, 0.0, token_loss)).sum()
+    return loss, _metrics(columns, surrogate, correction)
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """Hold the result of an objective, each float32[N]; `clipped` is 1 where a bound took effect.
+
+    `ratio` and `clipped` are for the metrics `policy/ratio` and `policy/clip_fraction` only.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+Objective = Callable[[TokenColumns, LossConfig], Surrogate | Tensor]
+"""Returns the loss of each token, float32[N], without correction, KL and entropy: `policy_loss`
+adds these. A bare Tensor counts as unclipped. Columns of tokens that are not trained are 0.
+"""
+
+
+def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
+    """Return the smaller gain of a ratio and of the ratio between the bounds, negated (PPO)."""
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    gain = torch.minimum(ratio * advantages, bounded * advantages)
+    is_clipped = ratio * advantages > bounded * advantages
+    if config.dual_clip is not None:
+        floor = config.dual_clip * advantages
+        below = (advantages < 0) & (gain < floor)
+        gain = torch.where(below, floor, gain)
+        is_clipped = is_clipped | below
+    return Surrogate(-gain, ratio, is_clipped.float())
+
+
+@cache
+def load_objective(name: str) -> Objective:
+    """Return the objective of a file in `consumer/grpo/objectives`, or of "module:function".
+
+    Raises ConfigError where there is none.
+    """
+    spec = name if ":" in name else f"consumer.grpo.objectives.{name}:{name}"
+    found: Objective = load_object(spec, kind="objective of [learner.loss]")
+    return found
+
+
+def _surrogate(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """Call the objective. Raises ConfigError unless it returns one loss for each token."""
+    found = load_objective(config.objective)(columns, config)
+    if isinstance(found, Tensor):
+        ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
+        found = Surrogate(found, ratio, torch.zeros_like(ratio))
+    if not isinstance(found, Surrogate):
+        raise _unusable(config, repr(found), columns)
+    for value in (found.loss, found.ratio, found.clipped):
+        if not isinstance(value, Tensor):
+            raise _unusable(config, repr(value), columns)
+        if value.shape != columns.logprobs.shape or not value.is_floating_point():
+            raise _unusable(config, f"{value.dtype}{list(value.shape)}", columns)
+    return found
+
+
+def _unusable(config: LossConfig, returned: str, columns: TokenColumns) -> ConfigError:
+    return ConfigError(
+        f"[learner.loss] objective = {config.objective} returned {returned[:200]} for "
+        f"{columns.logprobs.numel()} tokens",
+        hint="return the loss of each token as a float32[N], or a Surrogate of three",
+    )
+
+
+def token_weights(
+    samples: Samples, config: LossConfig, *, batch_tokens: float, batch_samples: int
+) -> Tensor:
+    """Return the weight of each token in the loss of the batch, float32[N].
+
+    `batch_tokens` and `batch_samples` are counts of the whole batch. The weights add up to 1 over
+    the batch for token_mean (arXiv:2503.14476) and, where every sample has a trained token, for
+    sequence_mean (arXiv:2402.03300). fixed_length divides each sample's sum by `max_tokens` instead
+    of its own length (Dr. GRPO, arXiv:2503.20783).
+    """
+    if config.aggregation == "token_mean":
+        return samples.mask / max(batch_tokens, 1.0)
+    if config.aggregation == "sequence_mean":
+        tokens = samples.trained_tokens.clamp(min=1.0)[samples.sample]
+        return samples.mask / (tokens * batch_samples)
+    return samples.mask / (float(config.max_tokens or 1) * batch_samples)
+
+
+def _metrics(
+    columns: TokenColumns, surrogate: Surrogate, correction: Correction
+) -> dict[str, Tensor]:
+    logprobs = columns.logprobs
+    values = {
+        "loss/surrogate": correction.weights * surrogate.loss,
+        "policy/entropy": columns.entropy,
+        "policy/ratio": surrogate.ratio,
+        "policy/kl_old": kl_estimate("k3", logprobs, columns.old_logprobs),
+        "policy/clip_fraction": surrogate.clipped,
+        "mismatch/importance": correction.weights,
+        "mismatch/importance_square": correction.weights.square(),
+        "mismatch/dropped_fraction": correction.dropped.float(),
+        "mismatch/abs_logprob": (logprobs - columns.rollout_logprobs).abs(),
+        "mismatch/kl": kl_estimate("k3", logprobs, columns.rollout_logprobs),
+        "mismatch/log_ppl": -logprobs,
+        "mismatch/rollout_log_ppl": -columns.rollout_logprobs,
+    }
+    if columns.ref_logprobs is not None:
+        values["policy/kl_ref"] = kl_estimate("k3", logprobs, columns.ref_logprobs)
+    trained = columns.mask > 0
+    return {name: torch.where(trained, value, 0.0).sum().detach() for name, value in values.items()}
+
+
+def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an optimizer step from means over its trained tokens.
+
+    Means that are needed only for a derived metric are removed.
+
+    mismatch/ess: effective sample size of the tokens under the correction's weights, as a share,
+    (sum w)^2 / (n sum w^2) (Kish 1965). mismatch/ppl, mismatch/rollout_ppl: perplexity of the
+    responses under the trainer and under the engine; mismatch/ppl_ratio: their quotient.
+    """
+    metrics = dict(means)
+    if "mismatch/importance" not in metrics:
+        return metrics
+    square = metrics.pop("mismatch/importance_square")
+    log_ppl = metrics.pop("mismatch/log_ppl")
+    rollout_log_ppl = metrics.pop("mismatch/rollout_log_ppl")
+    log_ratio = max(-MAX_LOG_PPL, min(log_ppl - rollout_log_ppl, MAX_LOG_PPL))
+    return metrics | {
+        "mismatch/ess": metrics["mismatch/importance"] ** 2 / square if square else 0.0,
+        "mismatch/ppl": math.exp(min(log_ppl, MAX_LOG_PPL)),
+        "mismatch/rollout_ppl": math.exp(min(rollout_log_ppl, MAX_LOG_PPL)),
+        "mismatch/ppl_ratio": math.exp(log_ratio),
+    }

@@ -1,0 +1,123 @@
+"""Weights sharded over ranks (FSDP2): gathered layer by layer around forward and backward passes.
+
+A shard is a rank's part of a tensor's first dimension: FSDP gathers a layer before it computes, and
+divides the gradients after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from consumer.config.learner import ShardingConfig
+from consumer.grpo.model_state.saved_state import Rows
+from consumer.handle.ranks import Ranks
+
+
+def shard(
+    root: nn.Module,
+    model: PreTrainedModel,
+    device: torch.device,
+    config: ShardingConfig,
+    *,
+    bf16: bool = False,
+    methods: Sequence[str] = (),
+) -> None:
+    """Shard the modules of `root`, which contains `model`, over all ranks.
+
+    Each layer that transformers does not split is a unit of its own; `root` is one for everything
+    else. `bf16`: gather, and compute, in bfloat16; gradients are reduced in float32.
+    `methods`: those of `root`, besides `forward`, that compute with its weights.
+    """
+    kind = torch.bfloat16 if bf16 else None
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32),
+    }
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    # inner ones first, as FSDP asks
+    for layer in reversed(layers):
+        fully_shard(layer, **options)
+    fully_shard(root, **options)
+    for method in methods:
+        register_fsdp_forward_method(root, method)
+
+
+def place(root: nn.Module, device: torch.device, config: ShardingConfig) -> None:
+    """Move the buffers to the device, and with `cpu_offload` the parameters to the CPU."""
+    if config.cpu_offload:
+        root.to("cpu")
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def set_gradient_sync(root: nn.Module, *, is_last: bool, config: ShardingConfig) -> None:
+    """Set whether the next backward pass, the last of its step or not, reduces the gradients."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(is_last or config.reduce_each_micro_batch)
+        root.set_is_last_backward(is_last)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Average the gradients of parameters that every rank holds whole, as FSDP does with shards."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if ranks.size == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = torch.split(flat / ranks.size, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank; an unsharded one unchanged. All ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory; an unsharded tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """Return which rows of a sharded tensor this rank has: FSDP divides them as `chunk` does."""
+    assert isinstance(tensor, DTensor)
+    total = tensor.shape[0]
+    each = -(-total // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * each, total)
+    return Rows(first, tensor.to_local().shape[0], total)
+
+
+def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return the tensor of which `part` is this rank's part, sharded as `parameter` is.
+
+    This is `part` itself where `parameter` is not sharded.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

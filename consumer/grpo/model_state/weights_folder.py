@@ -1,0 +1,97 @@
+"""Weights as `save_pretrained` writes them, by any number of ranks, none of which holds all.
+
+Parameters inside transformers differ from those of a model folder: the experts of a mixture are
+fused, and some are renamed. Each layer is gathered on all ranks, one after the other, and copied,
+under the names of the folder, by the rank that writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import orjson
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from consumer.grpo.model_state.sharding import gather
+from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
+from consumer.handle.ranks import Ranks, balanced_shares
+
+INDEX = "model.safetensors.index.json"
+
+
+def snapshot_weights(
+    model: PreTrainedModel, ranks: Ranks, buffers: HostBuffers, *, dtype: torch.dtype | None = None
+) -> WeightsSnapshot:
+    """Copy config.json and this rank's share of the weights; all ranks must call it.
+
+    `dtype`: round the weights to it; default: copy them as they are. Tied weights are copied once.
+    A rank needs host memory for its share of the model, in `buffers`.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
+    groups = _groups(tensors)
+    sizes = [sum(tensors[name].numel() for name in group) for group in groups]
+    own: dict[str, Tensor] = {}
+    share = set(balanced_shares(sizes, ranks.size)[ranks.rank])
+    for index, group in enumerate(groups):
+        whole = {name: gather(tensors[name].detach()) for name in group}
+        if index in share:
+            converted = revert_weight_conversion(model, whole)
+            own |= {name: buffers.copy(name, part, dtype) for name, part in converted.items()}
+    buffers.wait()
+    return WeightsSnapshot(
+        _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)
+    )
+
+
+def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:
+    """Divide names into those of a layer each, which are converted together, and single ones."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        layer = parts[: numbers[0] + 1] if numbers else parts
+        groups.setdefault(".".join(layer), []).append(name)
+    return list(groups.values())
+
+
+def _file_name(rank: int, size: int) -> str:
+    return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def _others(
+    model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
+) -> Callable[[Path], None]:
+    """Return what writes the configuration and, of several ranks, the index of their files."""
+    parts = ranks.gather([list(own), sum(tensor.nbytes for tensor in own.values())])
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype or model.dtype
+
+    def write(folder: Path) -> None:
+        if ranks.rank:
+            return
+        if ranks.size > 1:
+            (folder / INDEX).write_bytes(_index(parts))
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+    return write
+
+
+def _index(parts: Sequence[tuple[list[str], int]]) -> bytes:
+    index = {
+        "metadata": {"total_size": sum(size for _, size in parts)},
+        "weight_map": {
+            name: _file_name(rank, len(parts))
+            for rank, (names, _) in enumerate(parts)
+            for name in names
+        },
+    }
+    return orjson.dumps(index, option=orjson.OPT_INDENT_2)

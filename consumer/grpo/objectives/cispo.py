@@ -1,0 +1,19 @@
+"""CISPO's objective: the weight is clipped, not the gradient."""
+
+from __future__ import annotations
+
+from consumer.config.learner import LossConfig
+from consumer.grpo.learner.importance import clamped
+from consumer.grpo.learner.losses import Surrogate, TokenColumns
+
+
+def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """Return `-sg(clip(r)) A logprob`: REINFORCE with a clipped weight.
+
+    Every token keeps its gradient. (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5,
+    where only the upper bound is used: clip_low = 1.)
+    """
+    ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss = -weight * columns.advantages * columns.logprobs
+    return Surrogate(loss, ratio, (weight != ratio).float())

@@ -1,0 +1,241 @@
+"""Micro-batches: planned for a whole batch, built one at a time when they are used.
+
+Columns have at most four bytes per token until they are on the device; torch needs int64 there. On
+a CPU, they have the types that torch needs from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from buffer.wire.group import RolloutGroup
+from consumer.grpo.policy.routing_replay import RecordedExperts
+from consumer.handle.batch_table import BatchTable, Ints
+
+
+@dataclass(slots=True)
+class Update:
+    """Hold the rollouts of one optimizer step that are on this rank.
+
+    `tokens` and `samples` are the divisors of the loss, summed over all ranks; `gids` are the
+    groups of this rank. The other columns are lists with one float32[N] for each micro-batch; a
+    list is empty until it is computed.
+    """
+
+    batches: MicroBatches
+    tokens: float
+    samples: int
+    gids: Sequence[str]
+    old_logprobs: list[Tensor] = field(default_factory=list)
+    ref_logprobs: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    advantages: list[Tensor] = field(default_factory=list)
+    returns: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Hold this rank's groups of a batch, divided into the optimizer steps that consume them."""
+
+    groups: Sequence[RolloutGroup]
+    updates: list[Update]
+
+    def set_advantages(self, advantages: NDArray[np.float32]) -> None:
+        """Give every token the advantage of its rollout.
+
+        `advantages`: float32[sum k], one for each rollout, in the order of groups and rollouts.
+        """
+        column = torch.from_numpy(np.asarray(advantages, np.float32))
+        for update in self.updates:
+            update.advantages = update.batches.per_token(column)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Hold one forward pass: R rows of W slots with S samples and N response tokens in total.
+
+    The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
+    """
+
+    input_ids: Tensor  # int64[R, W]; 0 in unused slots
+    position_ids: Tensor  # int64[R, W]
+    logit_index: Tensor  # int64[N]
+    targets: Tensor  # int64[N]
+    rollout_logprobs: Tensor  # float32[N]
+    mask: Tensor  # float32[N]; 1 = trained
+    sample: Tensor  # int64[N]; index into the two columns below
+    rollout: Tensor  # int64[S]; index of the rollout in the batch, in order of the groups
+    trained_tokens: Tensor  # float32[S]; sum of the sample's mask
+    experts: Tensor | None = None
+    """int16[R * W, layers, top_k]: the experts that the engine chose; -1 where none are recorded"""
+    optional: dict[str, Tensor] = field(default_factory=dict)
+    """float32[N] each: the columns of `RolloutGroup.optional_columns`; read them with `column`"""
+
+    def column(self, name: str) -> Tensor:
+        """Return an optional column of the batch, such as "token_rewards", float32[N].
+
+        nan for the tokens of a rollout without.
+        """
+        found = self.optional.get(name)
+        return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
+
+
+class Layout(NamedTuple):
+    """The samples of a micro-batch, the first slot of each, and the number of rows and columns.
+
+    `chosen`, `slots`: int64[S]; slots ascend.
+    """
+
+    chosen: Ints
+    slots: Ints
+    rows: int
+    width: int
+
+
+_NONE = np.empty(0, np.int64)
+EMPTY = Layout(_NONE, _NONE, 1, 1)
+"""One unused slot: N = S = 0."""
+
+
+class MicroBatches:
+    """Hold the plan of a rank's micro-batches; each use of one builds it anew, on the device.
+
+    The groups of the table must not change as long as it is used.
+    """
+
+    def __init__(
+        self,
+        table: BatchTable,
+        layouts: list[Layout],
+        device: torch.device,
+        recorded: RecordedExperts | None,
+    ) -> None:
+        self._table = table
+        self._layouts = layouts
+        self._device = device
+        self._recorded = recorded
+        self._experts = [e for g in table.groups for e in g.experts()] if recorded else []
+        self._prompts = table.columns("prompt_ids")
+        self._responses = table.columns("response_ids")
+        names = ("logprobs", "mask", *table.optional_names())
+        self._columns = {name: table.columns(name) for name in names}
+        is_cpu = device.type == "cpu"
+        self._integer = np.int64 if is_cpu else np.int32
+        self._mask = np.float32 if is_cpu else np.uint8
+        slots = max((layout.rows * layout.width for layout in layouts), default=1)
+        self._counting = np.arange(slots, dtype=self._integer)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        return self._build(self._layouts[index])
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self._build, self._layouts)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Return the number of trained tokens in all micro-batches."""
+        return sum(int(self._table.trained[layout.chosen].sum()) for layout in self._layouts)
+
+    def pad(self, count: int) -> None:
+        """Append empty micro-batches, up to `count` of them."""
+        self._layouts += [EMPTY] * (count - len(self))
+
+    def per_token(self, column: Tensor) -> list[Tensor]:
+        """Return a value for each of the N tokens of every micro-batch, from one for each rollout.
+
+        `column`: float32[sum k], in the order of groups and rollouts.
+        """
+        column = column.to(self._device)
+        return [column[self._moved(self._owners(layout))] for layout in self._layouts]
+
+    def _build(self, layout: Layout) -> MicroBatch:
+        chosen = layout.chosen
+        parts = {name: self._table.parts(column, chosen) for name, column in self._columns.items()}
+        responses = self._table.parts(self._responses, chosen)
+        return MicroBatch(
+            input_ids=self._moved(self._ids(layout, responses)).long(),
+            position_ids=self._moved(self._positions(layout)).long(),
+            logit_index=self._moved(self._logit_index(layout)).long(),
+            targets=self._moved(_joined(responses, self._integer)).long(),
+            rollout_logprobs=self._moved(_joined(parts.pop("logprobs"), np.float32)),
+            mask=self._moved(_joined(parts.pop("mask"), self._mask)).float(),
+            sample=self._moved(self._samples(layout)).long(),
+            rollout=self._moved(chosen),
+            trained_tokens=self._moved(self._table.trained[chosen]).float(),
+            experts=self._slot_experts(layout),
+            optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
+        )
+
+    def _samples(self, layout: Layout) -> NDArray[Any]:
+        """Return the sample of every response token, int[N]."""
+        samples = np.arange(len(layout.chosen), dtype=self._integer)
+        return np.repeat(samples, self._table.lengths[layout.chosen])
+
+    def _owners(self, layout: Layout) -> Ints:
+        """Return the rollout of every response token, int64[N]."""
+        return np.repeat(layout.chosen, self._table.lengths[layout.chosen])
+
+    def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
+        """Return the token ids of all slots, int[R, W]."""
+        chosen, slots, rows, width = layout
+        ids = np.zeros(rows * width, self._integer)
+        groups = self._table.group[chosen].tolist()
+        for slot, group, response in zip(slots.tolist(), groups, responses, strict=True):
+            prompt = self._prompts[group]
+            start = slot + len(prompt)
+            ids[slot:start] = prompt
+            ids[start : start + len(response)] = response
+        return ids.reshape(rows, width)
+
+    def _positions(self, layout: Layout) -> NDArray[Any]:
+        """Return the position of every slot in its sample, int[R, W].
+
+        A sample owns the slots up to the next one: a restart in the unused end of a row would be a
+        new sample to transformers.
+        """
+        _, slots, rows, width = layout
+        starts = slots if len(slots) else np.zeros(1, np.int64)
+        owned = np.append(starts[1:], rows * width) - starts
+        return self._counted(np.zeros(len(owned), np.int64), owned).reshape(rows, width)
+
+    def _logit_index(self, layout: Layout) -> NDArray[Any]:
+        """Return the slot whose logits predict each token: that of its predecessor, int[N]."""
+        lengths = self._table.lengths[layout.chosen]
+        prompts = self._table.prompt_lengths[layout.chosen]
+        index = self._counted(layout.slots + prompts - 1, lengths)
+        # a first token that nothing precedes is never trained; it has its own logits
+        unprompted = prompts == 0
+        index[(np.cumsum(lengths) - lengths)[unprompted & (lengths > 0)]] += 1
+        return index
+
+    def _counted(self, first: Ints, counts: Ints) -> NDArray[Any]:
+        """Return `first[n]`, `first[n] + 1`, … for every n, `counts[n]` of them."""
+        before = np.cumsum(counts) - counts
+        counted: NDArray[Any] = np.repeat((first - before).astype(self._integer), counts)
+        counted += self._counting[: len(counted)]
+        return counted
+
+    def _slot_experts(self, layout: Layout) -> Tensor | None:
+        if self._recorded is None or not len(layout.chosen):
+            return None
+        own = (self._experts[n] for n in layout.chosen.tolist())
+        totals = self._table.totals[layout.chosen]
+        slots = layout.rows * layout.width
+        return self._moved(self._recorded.of_slots(own, layout.slots, totals, slots))
+
+    def _moved(self, column: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(column).to(self._device)
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype)

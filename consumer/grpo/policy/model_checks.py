@@ -1,0 +1,177 @@
+"""What training assumes about a model, tested on a few tokens when it is loaded.
+
+Neither is derived from the architecture: an error in either would go unnoticed, as training on
+wrong log-probabilities looks like training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from buffer.errors import ModelError
+from consumer.grpo.policy.logprobs import TargetLogits
+from consumer.grpo.policy.vocabulary_projection import LogitTransform, TokenLogprobs
+
+log = logging.getLogger("rolloutmq.trainer")
+
+TOKENS = 8
+"""Tokens on which our log-probabilities are compared with the model's own."""
+
+NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference that is rounding, by the type of the weights."""
+
+FIRST = 4
+SECOND = 6
+"""Tokens of the two samples that `keeps_samples_apart` compares."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Share of the largest hidden value: above rounding, far below the effect of another token."""
+
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+DIVISORS = ("logits_scaling",)
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names in model configs of what is applied to logits. Not every model applies what its config
+names, and HyperCLOVA X multiplies by what Granite divides by: each reading is tried."""
+
+
+@contextmanager
+def _probing(policy: TargetLogits) -> Iterator[None]:
+    """Disable dropout, and leave the weights sharded where they are.
+
+    In float32, which shows more than bfloat16, where the attention can compute in it.
+    """
+    was_training = policy.model.training
+    policy.eval()
+    device = policy.model.device.type
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=policy.is_varlen):
+            yield
+    finally:
+        policy.train(was_training)
+        if isinstance(policy, FSDPModule):
+            # the gathered copy stays until a backward pass, and would hide weights loaded meanwhile
+            policy.reshard()
+
+
+@torch.no_grad()
+def check_logprobs(policy: TargetLogits) -> None:
+    """Set the transform of the logits with which `policy` agrees with its model's own forward pass.
+
+    Raises ModelError where none does, with the difference in nats.
+    """
+    ids = torch.arange(TOKENS, device=policy.model.device)
+    name = type(policy.model).__name__
+    try:
+        with _probing(policy):
+            logits = policy.own_logits(ids[None])[0, :-1]
+            differences = _differences(policy, ids, _logprobs(logits, ids))
+    except Exception as error:  # the code of any architecture
+        raise ModelError(
+            f"log-probabilities of {name} cannot be computed: {type(error).__name__}: {error}",
+            hint="train it with a loop of your own ([trainer] loop)",
+        ) from error
+    policy.transform = min(differences, key=lambda transform: differences[transform])
+    least = differences[policy.transform]
+    # not "more than": the difference may be nan
+    if not least <= max(NATS[logits.dtype], NATS[policy.model.dtype]):
+        raise ModelError(
+            f"log-probabilities of {name} cannot be computed from its hidden states and output "
+            f"embedding: {least:.3g} nats from its own forward pass",
+            hint="its forward pass does more to the logits than to scale and to cap them; "
+            "train it with a loop of your own ([trainer] loop)",
+        )
+
+
+def _differences(
+    policy: TargetLogits, ids: Tensor, own: TokenLogprobs
+) -> dict[LogitTransform, float]:
+    """Return how far each transform is from the model's own forward pass, in nats."""
+    differences: dict[LogitTransform, float] = {}
+    for transform in _transforms(policy.model.config.get_text_config()):
+        policy.transform = transform
+        differences[transform] = _difference(own, policy(*_as_batch(ids)))
+    return differences
+
+
+def _logprobs(logits: Tensor, ids: Tensor) -> TokenLogprobs:
+    """Return log-probability and entropy of all tokens but the first."""
+    distribution = logits.float().log_softmax(-1)
+    logprobs = distribution.gather(1, ids[1:, None]).squeeze(1)
+    return TokenLogprobs(logprobs, -(distribution.exp() * distribution).sum(-1))
+
+
+def _as_batch(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ids, positions, logit index and targets of one sample."""
+    slots = torch.arange(len(ids), device=ids.device)
+    return ids[None], slots[None], slots[:-1], ids[1:]
+
+
+def _difference(one: TokenLogprobs, other: TokenLogprobs) -> float:
+    """Return the largest difference of a log-probability or an entropy, in nats."""
+    return max(
+        float((one.logprobs - other.logprobs).abs().max()),
+        float((one.entropy - other.entropy).abs().max()),
+    )
+
+
+def _transforms(config: Any) -> Iterator[LogitTransform]:
+    """Yield each reading of a model's config; the first is the plain one."""
+    scale = 1.0
+    for value in _values(config, FACTORS):
+        scale *= value
+    for value in _values(config, DIVISORS):
+        scale /= value
+    caps = list(_values(config, CAPS))
+    for cap, factor in product(
+        dict.fromkeys((*caps, None)), dict.fromkeys((scale, 1 / scale, 1.0))
+    ):
+        yield LogitTransform(scale=factor, cap=cap)
+
+
+def _values(config: Any, names: tuple[str, ...]) -> Iterator[float]:
+    """Yield the positive numbers that a config has under `names`."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value > 0:
+            yield float(value)
+
+
+@torch.no_grad()
+def keeps_samples_apart(policy: TargetLogits) -> bool:
+    """Return whether the second sample of a row is independent of the tokens of the first.
+
+    transformers finds the borders where positions start again and no mask is given. Linear
+    attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
+    ignore positions in their mask.
+    """
+    with _probing(policy):
+        hidden = _second_sample(policy, first_id=0)
+        other = _second_sample(policy, first_id=1)
+    precision = torch.bfloat16 if policy.is_varlen else hidden.dtype
+    change = (hidden - other).abs().max()
+    is_apart = bool(change <= TOLERANCE[precision] * hidden.abs().max())
+    if not is_apart:
+        log.warning(
+            "attention of %s crosses samples that share a row: each sample gets a row of its own",
+            type(policy.model).__name__,
+        )
+    return is_apart
+
+
+def _second_sample(policy: TargetLogits, first_id: int) -> Tensor:
+    """Return the hidden states of the second sample, [SECOND, width].
+
+    All tokens of the first sample are `first_id`.
+    """
+    device = policy.model.device
+    ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    return policy.hidden(ids.to(device), positions.to(device))[0, FIRST:]

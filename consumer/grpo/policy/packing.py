@@ -1,0 +1,136 @@
+"""Packing: from the table of a batch to micro-batches of a bounded number of token slots.
+
+Samples are assigned to rows, longest first; a row holds as many as fit (first fit decreasing). The
+positions of each sample start at 0. When no attention mask is given, transformers 5 detects these
+restarts and keeps attention inside each sample. The unused end of a row continues the positions of
+its last sample. It follows all used slots, so causal attention never reads it.
+
+Why a micro-batch is not one long row: without a variable-length kernel, attention over one row
+costs the square of the whole micro-batch. Rows here are as wide as their longest sample, so
+attention costs as much as with right padding, and few slots are wasted. Where all samples have
+about the same length (short answers), no row holds two samples, and the fast causal path is taken.
+
+Invariant: every kept response token is in exactly one micro-batch, with the logprob and the mask of
+its own rollout. A plan reads lengths only; tokens are copied when a micro-batch is used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError, WireError
+from consumer.grpo.policy.micro_batch import Layout, MicroBatches
+from consumer.grpo.policy.routing_replay import RecordedExperts
+from consumer.handle.batch_table import BatchTable, Ints
+from consumer.handle.ranks import balanced_shares
+
+
+class Packer:
+    """Pack rollouts into micro-batches of at most `token_budget` slots.
+
+    A sample that is longer than the budget gets a micro-batch of its own. `share_rows`: whether a
+    row may hold several samples; False for a model that mixes them.
+    `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
+    `device`: where micro-batches are built; default: the CPU.
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        *,
+        share_rows: bool = True,
+        recorded: RecordedExperts | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if token_budget < 1:
+            raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
+        self.token_budget = token_budget
+        self._share_rows = share_rows
+        self._recorded = recorded
+        self._device = device or torch.device("cpu")
+
+    def pack_pad_dispatch(
+        self,
+        table: BatchTable,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        keep: NDArray[np.bool_] | None = None,
+    ) -> MicroBatches:
+        """Return the micro-batches of one rank, of a batch that all ranks hold.
+
+        `keep`: bool[S], which rollouts to pack; default: all. Rollouts without a trained token are
+        always left out. Rollouts are distributed by their tokens (`balanced_shares`). Every
+        rank gets the same number of micro-batches, the last ones possibly empty: with sharded
+        weights, all ranks must take part in every forward pass. `rollout` of the result holds
+        indices into the whole batch.
+
+        Raises WireError where nothing predicts a trained token, ConfigError where a prompt contains
+        images.
+        """
+        _check(table)
+        totals = table.totals
+        packable = table.trained > 0
+        if keep is not None:
+            packable &= keep
+        chosen = np.flatnonzero(packable)
+        plans = [
+            self._layouts(totals, chosen[share])
+            for share in balanced_shares(totals[chosen].tolist(), ranks)
+        ]
+        own = MicroBatches(table, plans[rank], self._device, self._recorded)
+        own.pad(max(len(plan) for plan in plans))
+        return own
+
+    def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
+        """Return the layouts of one micro-batch after the other (first fit decreasing).
+
+        The longest sample that fits comes next: row after row, every sample is in the first row
+        that had space for it.
+        """
+        # stable, so that the same batch gives the same micro-batches on every machine
+        order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
+        sizes, rollouts = totals[order].tolist(), order.tolist()
+        packed: list[int] = []
+        slots: list[int] = []
+        shapes: list[tuple[int, int, int, int]] = []
+        while sizes:
+            first, rows, width = len(packed), 0, sizes[-1]
+            while sizes and (rows == 0 or (rows + 1) * width <= self.token_budget):
+                rows += 1
+                free = width
+                while sizes and sizes[0] <= free and (self._share_rows or free == width):
+                    position = bisect_right(sizes, free) - 1
+                    packed.append(rollouts.pop(position))
+                    slots.append(rows * width - free)
+                    free -= sizes.pop(position)
+            shapes.append((first, len(packed), rows, width))
+        every, starts = np.array(packed, np.int64), np.array(slots, np.int64)
+        return [
+            Layout(every[first:end], starts[first:end], rows, width)
+            for first, end, rows, width in shapes
+        ]
+
+
+def _check(table: BatchTable) -> None:
+    for group in table.groups:
+        if group.shared.multimodal:
+            raise ConfigError(
+                f"the prompt of group {group.gid} contains images: token ids alone are another "
+                "prompt",
+                hint="use a trainer of your own that reads images (trainer.loop): "
+                "consumer/README.md",
+            )
+    unprompted = np.flatnonzero((table.prompt_lengths == 0) & (table.lengths > 0))
+    masks = table.parts(table.columns("mask"), unprompted)
+    unpredicted = [n for n, mask in zip(unprompted.tolist(), masks, strict=True) if mask[0]]
+    if unpredicted:
+        gid = table.groups[table.group[unpredicted[0]]].gid
+        raise WireError(
+            f"group {gid} has no prompt ids",
+            hint="without a prompt, nothing predicts the first response token",
+        )

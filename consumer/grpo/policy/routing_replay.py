@@ -1,0 +1,252 @@
+"""Rollout routing replay: train a mixture of experts with the experts that the engine chose.
+
+(arXiv:2510.11370.) Engine and trainer compute the same gates to a few digits. Where two experts are
+about equally good, they choose differently, and the ratio of such a token carries no information
+about the policy. So the recorded choice is used, while the weights of the chosen experts are the
+trainer's own, with their gradient. A gate runs its own code: only the result of its top-k is
+replaced.
+
+Workers record the experts of rollouts, as columns or as files. `RecordedExperts` checks them and
+assigns them to the tokens of a micro-batch; it reads no more than a rollout of its length can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from buffer.errors import ConfigError, MediaError, WireError
+from buffer.redis.media_folder import MediaFolder
+from buffer.wire.expert_gates import expert_gates, layers_of
+
+Ints = NDArray[np.int64]
+Recorded = NDArray[np.int16] | str | None
+"""As in `RolloutState.routed_experts`."""
+
+# its functions have no types
+_npy: Any = np.lib.format
+
+HEADER_BYTES = 128
+"""Bytes of a file beside its numbers: the header that numpy writes."""
+
+
+class RoutedGroup(Protocol):
+    """The columns of a group that `RecordedExperts` reads."""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
+
+    def experts(self) -> list[Recorded]:
+        """Return the recorded experts of each rollout."""
+
+
+class RecordedExperts:
+    """Read experts recorded for a model with `top_k` of `experts` experts per token in each layer.
+
+    `media`: the folder with the files of recorded experts, where the run has one.
+    """
+
+    def __init__(
+        self, layers: int, top_k: int, experts: int, media: MediaFolder | None = None
+    ) -> None:
+        self._shape = (layers, top_k)
+        self._experts = experts
+        self._media = media
+
+    def problem(self, group: RoutedGroup) -> str:
+        """Return why the experts of a group cannot be replayed; "" where they can."""
+        rollouts = zip(group.experts(), group.lengths.tolist(), strict=True)
+        for index, (recorded, length) in enumerate(rollouts):
+            try:
+                if length:
+                    self._read(recorded, len(group.prompt_ids) + length)
+            except WireError as error:
+                return f"rollout {index} {error}"
+        return ""
+
+    def of_slots(
+        self, rollouts: Iterable[Recorded], first: Ints, totals: Ints, slots: int
+    ) -> NDArray[np.int16]:
+        """Return the experts at each slot of a micro-batch, int16[slots, layers, top_k].
+
+        `first`, `totals`: int64[S], the first slot and the number of tokens of each rollout. The
+        result is -1 for the last token of each, which is never routed, and for unused slots. Raises
+        WireError where a rollout has no experts, or experts that cannot be replayed.
+        """
+        table = np.full((slots, *self._shape), -1, "<i2")
+        placed = zip(rollouts, first.tolist(), totals.tolist(), strict=True)
+        for recorded, start, total in placed:
+            table[start : start + total - 1] = self._read(recorded, total)
+        return table
+
+    def _read(self, recorded: Recorded, total: int) -> NDArray[np.int16]:
+        """Return the checked experts of a rollout of `total` tokens."""
+        shape = (total - 1, *self._shape)
+        if recorded is None:
+            raise WireError("has no routed experts")
+        experts = self._read_file(recorded, shape) if isinstance(recorded, str) else recorded
+        if experts.shape != shape:
+            raise WireError(
+                f"has routed experts of shape {list(experts.shape)}, expected {list(shape)}"
+            )
+        if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
+            raise WireError(f"has a routed expert outside 0 to {self._experts - 1}")
+        return experts
+
+    def _read_file(self, uri: str, shape: tuple[int, ...]) -> NDArray[np.int16]:
+        if self._media is None:
+            raise WireError(
+                f"has its routed experts at {uri[:200]}, and the run has no media folder"
+            )
+        try:
+            return _parse(self._media.read(uri, HEADER_BYTES + 2 * int(np.prod(shape))))
+        except (ConfigError, MediaError, ValueError) as error:
+            raise WireError(f"has routed experts that cannot be read: {error}") from error
+
+
+def _parse(data: bytes) -> NDArray[np.int16]:
+    """Return the array of a .npy file. Raises ValueError unless it is one of int16."""
+    file = BytesIO(data)
+    version = _npy.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f".npy version {version} is not supported, expected (1, 0)")
+    shape, is_fortran, dtype = _npy.read_array_header_1_0(file)
+    if is_fortran or dtype != np.dtype("<i2"):
+        raise ValueError(f"numbers of type {dtype}, expected int16 in C order")
+    return np.frombuffer(data, "<i2", offset=file.tell()).reshape(shape)
+
+
+GateOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits, weights and the chosen experts."""
+
+
+class RoutingReplay:
+    """Wrap the gates of `model` so that their choice can be set.
+
+    Raises ConfigError where the model has no gates, or gates whose choice cannot be set.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._gates = expert_gates(model)
+        self._experts_of: dict[int, Tensor] = {}
+        self.layers = layers_of(model)
+        for layer, gate in self._gates.items():
+            gate.forward = partial(self._choose, layer, gate.forward)
+        self.experts, self.top_k = self._probe(model)
+
+    def recorded_experts(self, media: MediaFolder | None) -> RecordedExperts:
+        """Return a reader of recorded experts for this model."""
+        return RecordedExperts(self.layers, self.top_k, self.experts, media)
+
+    def set_experts(self, experts: Tensor | None) -> None:
+        """Set the experts that the gates choose until the next call.
+
+        `experts`: int16[slots, layers, top_k], -1 where a gate chooses itself; None: every gate
+        chooses itself. It must stay set until the backward pass: checkpointed layers are computed
+        again there. Raises WireError where it was recorded with another model.
+        """
+        self._experts_of = {}
+        if experts is None:
+            return
+        largest = int(experts.max()) if experts.numel() else -1
+        if experts.shape[1:] != (self.layers, self.top_k) or largest >= self.experts:
+            raise WireError(
+                f"routed experts of another model: {experts.shape[1]} layers, "
+                f"{experts.shape[2]} experts per token, largest index {largest}; the trainer's "
+                f"model has {self.layers} layers and {self.top_k} of {self.experts} experts"
+            )
+        self._experts_of = {layer: experts[:, layer].long() for layer in self._gates}
+
+    def _choose(
+        self, layer: int, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if layer not in self._experts_of:
+            return forward(hidden, *args, **kwargs)
+        with _ForcedTopK(self._experts_of[layer]):
+            return forward(hidden, *args, **kwargs)
+
+    @torch.no_grad()
+    def _probe(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Return the number of experts of a layer, and how many of them a token uses.
+
+        Sets each gate to experts that it did not choose, and checks that it then returns them.
+        """
+        name = type(model).__name__
+        hint = "remove [learner] replay_routing from the config"
+        with _recording(self._gates) as outputs:
+            _run(model)
+            if not outputs:
+                raise ConfigError(f"{name} has no experts whose choice can be replayed", hint=hint)
+            own = {layer: output[2] for layer, output in outputs.items()}
+            logits = next(iter(outputs.values()))[0]
+            experts = int(logits.shape[-1])
+            self._experts_of = {layer: (chosen + 1) % experts for layer, chosen in own.items()}
+            _run(model)
+            unchanged = [
+                layer
+                for layer, expected in self._experts_of.items()
+                if not torch.equal(outputs[layer][2], expected)
+            ]
+        self._experts_of = {}
+        if unchanged:
+            raise ConfigError(
+                f"the choice of the gates of {name} cannot be set (layer {unchanged[0]})", hint=hint
+            )
+        return experts, int(own[next(iter(own))].shape[-1])
+
+
+class _ForcedTopK(TorchFunctionMode):
+    """Within this context, top-k over all experts returns the given ones, int64[tokens, top_k]."""
+
+    def __init__(self, experts: Tensor) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        # models with groups of experts also select the best groups, in another shape
+        if result.indices.shape != self._experts.shape:
+            return result
+        chosen = torch.where(self._experts < 0, result.indices, self._experts)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+@contextmanager
+def _recording(gates: dict[int, Any]) -> Iterator[dict[int, GateOutput]]:
+    """Record the newest output of each gate, by layer."""
+    outputs: dict[int, GateOutput] = {}
+
+    def record(layer: int, gate: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple) and len(output) == 3:
+            outputs[layer] = output
+
+    hooks = [gate.register_forward_hook(partial(record, layer)) for layer, gate in gates.items()]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run(model: PreTrainedModel) -> None:
+    model.base_model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False)

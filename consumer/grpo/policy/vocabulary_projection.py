@@ -1,0 +1,202 @@
+"""Log-probabilities of tokens from hidden states, without logits of [tokens, vocabulary] in memory.
+
+Logits of 8,192 tokens and 151,936 words are 4.6 GiB in float32, and the backward pass of a plain
+log-softmax holds several tensors of that size. Here the projection onto the vocabulary runs in
+chunks of tokens. The forward pass keeps two numbers per token; the backward pass computes the
+logits of a chunk again and adds its gradient to that of hidden states, weight and bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 256 * 1024 * 1024
+"""Bytes of the float32 logits of a chunk; a backward pass holds at most four such tensors."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Hold one value per response token, float32[N] each; the entropy is in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """Map products of hidden state and output embedding to logits: scale, cap, then divide.
+
+    With `cap` c a scaled product x becomes c * tanh(x / c).
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    def apply_(self, products: Tensor) -> Tensor:
+        """Return the logits, in the memory of `products`."""
+        if self.cap is not None:
+            products.mul_(self.scale / self.cap).tanh_()
+        return products.mul_((self.cap or self.scale) / self.temperature)
+
+    def gradient_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Return the gradient of the products, in the memory of `gradient`, that of the logits.
+
+        Overwrites `logits`.
+        """
+        if self.cap is not None:
+            # the derivative of tanh is 1 - tanh^2
+            tanh = logits.mul_(self.temperature / self.cap)
+            gradient.mul_(tanh.square_().neg_().add_(1.0))
+        return gradient.mul_(self.scale / self.temperature)
+
+
+def project(
+    states: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    entropy_gradient: bool = True,
+) -> TokenLogprobs:
+    """Return log-probability of each target and entropy of its distribution, in nats.
+
+    `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
+    int64[N]. Under autocast the products are computed in its type, everything else in float32.
+    """
+    weight: Any = head.weight
+    bias: Any = getattr(head, "bias", None)
+    device = states.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else weight.dtype
+    with torch.autocast(device, enabled=False):
+        apply: Any = _Projection.apply
+        logprobs, entropy = apply(states, weight, bias, targets, transform, dtype, entropy_gradient)
+    return TokenLogprobs(logprobs, entropy)
+
+
+def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The output embedding in the type of the products, [vocabulary, width]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: LogitTransform
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return float32[n, vocabulary] in memory of their own."""
+        products = nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)
+        return self.transform.apply_(products.float())
+
+
+class _Projection(torch.autograd.Function):
+    """Compute `project` as one node of the graph, which keeps no tensor of a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        dtype: torch.dtype,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        table = _table(weight, bias, transform, dtype)
+        logprobs = states.new_empty(len(states), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        total = torch.empty_like(logprobs)
+        for rows in _chunks(len(states), len(weight)):
+            logits = table.logits(states[rows])
+            total[rows] = logits.logsumexp(-1)
+            distribution = logits.sub_(total[rows, None])
+            logprobs[rows] = distribution.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = -distribution.exp().mul_(distribution).sum(-1)
+        ctx.save_for_backward(states, weight, bias, targets, total, entropy)
+        ctx.options = (transform, dtype, entropy_gradient)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> Any:
+        states, weight, bias, targets, total, entropy = ctx.saved_tensors
+        transform, dtype, entropy_gradient = ctx.options
+        table = _table(weight, bias, transform, dtype)
+        by_state, by_weight, by_bias = _zeros(ctx.needs_input_grad, states, weight, bias)
+        for rows in _chunks(len(states), len(weight)):
+            logits = table.logits(states[rows])
+            by_logit = _logit_gradient(
+                logits,
+                targets[rows, None],
+                total[rows, None],
+                by_logprob[rows, None],
+                (entropy[rows, None], by_entropy[rows, None]) if entropy_gradient else None,
+            )
+            by_product = transform.gradient_(by_logit, logits)
+            if by_bias is not None:
+                by_bias += by_product.sum(0)
+            by_product = by_product.to(dtype)
+            if by_state is not None:
+                by_state[rows] = by_product @ table.weight
+            if by_weight is not None:
+                _add_product(by_weight, by_product.T, states[rows].to(dtype))
+        return by_state, by_weight, by_bias, None, None, None, None
+
+
+def _table(
+    weight: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype
+) -> _Table:
+    return _Table(weight.to(dtype), None if bias is None else bias.to(dtype), transform)
+
+
+def _zeros(needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:
+    """Return a gradient of zeros of each input that needs one; float32, as it is a sum of chunks.
+
+    Autograd rounds it to the type of the input.
+    """
+    return [
+        torch.zeros_like(tensor, dtype=torch.float32) if is_needed and tensor is not None else None
+        for is_needed, tensor in zip(needed, inputs, strict=False)
+    ]
+
+
+def _logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    total: Tensor,
+    by_logprob: Tensor,
+    by_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the gradient of the logits of a chunk, float32[n, vocabulary].
+
+    `total`: log of the sum of exponentials. `by_entropy`: the entropy and its gradient. These and
+    `targets` and `by_logprob` are [n, 1]. With the probability p of a word:
+
+        d logprob / d logit = (1 for the target, 0 for another word) - p
+        d entropy / d logit = -p * (log p + entropy)
+    """
+    factor = by_logprob
+    if by_entropy is not None:
+        entropy, gradient = by_entropy
+        factor = (logits - total).add_(entropy).mul_(gradient).add_(by_logprob)
+    by_logit = (logits - total).exp_().mul_(factor).neg_()
+    return by_logit.scatter_add_(1, targets, by_logprob)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to the float32 `total`, without a copy of it where the types agree."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

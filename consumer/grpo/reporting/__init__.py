@@ -1,0 +1,1 @@
+"""What the trainer tells about its steps: logs, metrics and samples."""

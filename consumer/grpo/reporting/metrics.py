@@ -1,0 +1,247 @@
+"""The metrics of one train step except those of the learner: the batch, production, and timing.
+
+rewards/mean min max std       scores of the batch
+rewards/mean/<task>            of each task, in runs of several
+rewards/solved                 share of groups with a score above 0
+raw_rewards/mean               scores of everything completed since the last step, before filtering
+unparsed/<task>                share of these in which no judge found an answer, once one had none
+advantages/mean min max std    as passed to the loss
+response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
+staleness/mean max             train steps, of the groups when they were taken
+task/n mean_s p50_s p99_s      seconds that workers spent on the groups; task/p99_p50_ratio
+async/*                        groups left in the pools; since the last step: failed, filtered, ...
+throughput/*                   samples and tokens per second and GPU: of training since the start;
+                               of this step; of its training alone; of the rollouts
+time/*                         seconds: step, wait (for the batch), read (it), train, pause,
+                               publish; pause/*: see consumer/handle/timing.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.model.manifest import Manifest
+from buffer.model.trainer_report import REWARD_OF_TASK
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.staleness import staleness
+
+POOLS = ("completed", "aborted", "expired")
+
+
+@dataclass(slots=True)
+class Timing:
+    """Collect the seconds that the parts of one step took."""
+
+    wait: float = 0.0
+    read: float = 0.0
+    train: float = 0.0
+    pause: float = 0.0
+    publish: float = 0.0
+    step: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics `time/*`."""
+        return {f"time/{name}_s": seconds for name, seconds in asdict(self).items()}
+
+
+@dataclass(slots=True)
+class BatchColumns:
+    """Hold what the metrics of a batch need of its groups: of one rank, or of all."""
+
+    scores: list[float]
+    """of the rollouts that have one"""
+    tasks: list[str]
+    """the task of each score"""
+    lengths: list[int]
+    """response tokens of each rollout"""
+    solved: list[bool]
+    """whether a rollout of the group has a score above 0"""
+    prompts: list[int]
+    """prompt tokens of each group"""
+    seconds: list[float]
+    """that workers spent on the groups, where they are known"""
+    advantages: list[float]
+    gids: list[str]
+    means: list[float]
+    """mean score of each group; a missing score counts as 0"""
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
+        """Return the columns of these groups; `advantages` float32[n]."""
+        scored = [
+            (group.task, score)
+            for group in groups
+            for score in group.scores.tolist()
+            if math.isfinite(score)
+        ]
+        times = [group.shared.extra.get(GROUP_TIME) for group in groups]
+        return cls(
+            scores=[score for _, score in scored],
+            tasks=[task for task, _ in scored],
+            lengths=[n for group in groups for n in group.lengths.tolist()],
+            solved=[bool(group.scores.max() > 0) for group in groups],
+            prompts=[len(group.prompt_ids) for group in groups],
+            seconds=[time for time in times if time is not None],
+            advantages=advantages.tolist(),
+            gids=[group.gid for group in groups],
+            means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
+        )
+
+    def lists(self) -> dict[str, list[Any]]:
+        """Return the columns as JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def join(cls, parts: Sequence[dict[str, list[Any]]]) -> BatchColumns:
+        """Return the columns of all ranks, from their `lists`."""
+        return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
+
+    def rewards_by_task(self) -> dict[str, float]:
+        """Return the mean score of each task in the batch, as the metrics `rewards/mean/<task>`."""
+        scores: defaultdict[str, list[float]] = defaultdict(list)
+        for task, score in zip(self.tasks, self.scores, strict=True):
+            scores[task].append(score)
+        return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of response tokens."""
+        return sum(self.lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the batch as it was taken, except its staleness."""
+        metrics = {
+            **_spread("rewards", self.scores),
+            **_spread("advantages", self.advantages),
+            **_spread("response_len", self.lengths),
+            "response_len/tokens": float(self.tokens),
+            **_group_times(self.seconds),
+        }
+        if self.lengths:
+            metrics |= {
+                "rewards/solved": float(np.mean(self.solved)),
+                "prompt_len/mean": float(np.mean(self.prompts)),
+            }
+        return metrics
+
+
+def staleness_metrics(manifest: Manifest) -> dict[str, float]:
+    """Return the metrics `staleness/*` of a batch."""
+    versions = [entry.version for entry in manifest.entries if entry.version is not None]
+    ages = [staleness(manifest.step, version) for version in versions]
+    return {
+        "staleness/mean": float(np.mean(ages)) if ages else 0.0,
+        "staleness/max": float(max(ages, default=0)),
+    }
+
+
+def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[str, float]:
+    """Return what was produced between two readings and what the pools hold, over all tasks."""
+    produced = list(now.since(before).values())
+    leftovers = now.leftovers.values()
+    metrics = {
+        f"async/{status}_groups": float(sum(getattr(task, status) for task in leftovers))
+        for status in POOLS
+    }
+    metrics |= {
+        "async/failed_tries": _total(produced, "failed"),
+        "async/filtered_groups": _total(produced, "filtered"),
+        "async/expirations": _total(produced, "expirations"),
+        "async/ended_early": _total(produced, "ended_early"),
+        "async/discarded_tokens": _total(produced, "discarded_tokens"),
+        "async/produced_samples": _total(produced, "produced_samples"),
+        "async/produced_tokens": _total(produced, "produced_tokens"),
+    }
+    scores = _total(produced, "raw_rewards_count")
+    if scores:
+        metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
+    for name, task in now.since(before).items():
+        if now.tasks[name].unparsed and task.raw_rewards_count:
+            metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
+    return metrics
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Compute samples and tokens per second and GPU (`sgs`, `tgs`).
+
+    A side without a GPU counts as one. `rollout_*` divide by the time between two readings:
+    production continues during all of a step.
+    """
+
+    train_gpus: int = 1
+    rollout_gpus: int = 1
+    elapsed_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+
+    def metrics(
+        self, samples: int, tokens: int, timing: Timing, produced: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add a step with these samples and response tokens to the totals; return its metrics.
+
+        `produced`: the result of `production_metrics`.
+        """
+        self.elapsed_s += timing.step
+        self.samples += samples
+        self.tokens += tokens
+        total_s = _gpu_seconds(self.elapsed_s, self.train_gpus)
+        step_s = _gpu_seconds(timing.step, self.train_gpus)
+        rollout_s = _gpu_seconds(timing.step, self.rollout_gpus)
+        return {
+            "throughput/e2e_effective_sgs": self.samples / total_s,
+            "throughput/e2e_effective_tgs": self.tokens / total_s,
+            "throughput/effective_sgs": samples / step_s,
+            "throughput/effective_tgs": tokens / step_s,
+            "throughput/training_tgs": tokens / _gpu_seconds(timing.train, self.train_gpus),
+            "throughput/rollout_sgs": produced["async/produced_samples"] / rollout_s,
+            "throughput/rollout_tgs": produced["async/produced_tokens"] / rollout_s,
+        }
+
+
+def _gpu_seconds(seconds: float, gpus: int) -> float:
+    return max(seconds, 1e-9) * max(gpus, 1)
+
+
+def _total(tasks: list[TaskProgress], name: str) -> float:
+    return float(sum(getattr(task, name) for task in tasks))
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/min": float(min(values)),
+        f"{name}/max": float(max(values)),
+        f"{name}/std": float(np.std(values)),
+    }
+
+
+def _group_times(seconds: list[float]) -> dict[str, float]:
+    """Return statistics of the groups that have a time; nothing where none has.
+
+    p50 is the element at n // 2, p99 the one at int(0.99 n).
+    """
+    times = sorted(seconds)
+    if not times:
+        return {}
+    p50 = times[len(times) // 2]
+    p99 = times[int(0.99 * len(times))]
+    metrics = {
+        "task/n": float(len(times)),
+        "task/mean_s": sum(times) / len(times),
+        "task/p50_s": p50,
+        "task/p99_s": p99,
+    }
+    if p50 > 0:
+        metrics["task/p99_p50_ratio"] = p99 / p50
+    return metrics

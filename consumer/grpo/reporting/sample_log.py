@@ -1,0 +1,188 @@
+"""The sample log: what some groups of each train step said, in `samples/` of the run's folder.
+
+    samples/000001-step-00000001.jsonl.gz     written by one trainer, from this step on
+    samples/000002-step-00000101.jsonl.gz
+    samples/000003-step-00000081.jsonl.gz     a trainer that continued from the checkpoint of 80
+
+A file consists of gzip members, one for each step: its groups, one JSON object per line
+(`describe_sample`). A trainer appends only to files that it created. A file that begins with a
+step replaces that step and all later ones of the files before it, as in `steps.jsonl`: so nothing
+is there twice after a restart. A trainer that dies while it writes leaves its last member
+incomplete, and readers pass over it. `zcat samples/*.gz | jq` reads all of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_json import group_json
+from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.reporting.token_texts import TokenTexts
+
+log = logging.getLogger("rolloutmq.samples")
+
+FOLDER = "samples"
+_NAME = re.compile(r"(\d{6,})-step-(\d{8,})\.jsonl\.gz")
+_START = b'{"step":'
+
+AROUND = 60
+"""Characters of an excerpt before and after what was searched."""
+
+Sample = dict[str, Any]
+"""One group as `describe_sample` returns it."""
+
+
+class SampleFile(NamedTuple):
+    """One file of the log: `number` counts them in the order of their creation."""
+
+    number: int
+    first: int
+    path: Path
+
+    @classmethod
+    def named(cls, run_dir: Path, number: int, first: int) -> SampleFile:
+        """Return the file of this number that begins with step `first`."""
+        return cls(number, first, run_dir / FOLDER / f"{number:06d}-step-{first:08d}.jsonl.gz")
+
+
+def sample_files(run_dir: Path) -> list[SampleFile]:
+    """Return the files of the log, oldest first."""
+    folder = run_dir / FOLDER
+    names = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.jsonl.gz")]
+    return sorted(SampleFile(int(name[1]), int(name[2]), path) for path, name in names if name)
+
+
+class SampleLog:
+    """Reads the sample log of a run, also while its trainer writes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def steps(self) -> tuple[int, int] | None:
+        """Return the first and the last step of the log; None where it is empty."""
+        files = sample_files(self._run_dir)
+        last = next((step for file in reversed(files) if (step := _last_step(file))), None)
+        return (min(file.first for file in files), last) if last else None
+
+    def read(self, step: int) -> list[Sample]:
+        """Return the samples of a step, in the order of their choice; [] where none are logged."""
+        files = [file for file in sample_files(self._run_dir) if file.first <= step]
+        lines = _lines(files[-1], step + 1) if files else ()
+        return [orjson.loads(line) for line in lines if _step_of(line) == step]
+
+    def search(self, text: str) -> Iterator[Sample]:
+        """Yield the samples that contain a text, in any case, those of the newest steps first."""
+        end = math.inf
+        # parsing a line costs far more than searching its bytes
+        is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
+        raw = text.lower().encode() if is_plain else b""
+        for file in reversed(sample_files(self._run_dir)):
+            samples = [orjson.loads(line) for line in _lines(file, end) if raw in line.lower()]
+            yield from (sample for sample in reversed(samples) if contains(sample, text))
+            end = min(end, file.first)
+
+    def find(self, gid: str) -> Sample | None:
+        """Return the sample of a group that was trained; None where it is not in the log."""
+        steps = StepLog(self._run_dir / "steps.jsonl")
+        steps.read_new()
+        trained = (step.step for step in reversed(steps.steps) if gid in step.gids)
+        samples = self.read(next(trained, 0))
+        return next((sample for sample in samples if sample["gid"] == gid), None)
+
+
+def _last_step(file: SampleFile) -> int:
+    """Return the last step in a file; 0 where there is none."""
+    return max((_step_of(line) for line in _lines(file)), default=0)
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a line, which begins with it."""
+    return int(line[len(_START) : line.index(b",")])
+
+
+def _lines(file: SampleFile, end: float = math.inf) -> Iterator[bytes]:
+    """Yield the lines of steps before `end`, up to where a file is damaged or incomplete."""
+    try:
+        with gzip.open(file.path, "rb") as content:
+            for line in content:
+                if not line.startswith(_START):
+                    raise EOFError("it contains something else")
+                if _step_of(line) >= end:  # steps ascend
+                    return
+                yield line
+    except FileNotFoundError:  # the trainer has just deleted it, as the oldest
+        return
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        log.warning("%s is incomplete: what follows is passed over: %s", file.path, error)
+
+
+# -- one group ---------------------------------------------------------------
+
+
+def describe_sample(
+    group: RolloutGroup, step: int, why: str, staleness: int | None, texts: TokenTexts
+) -> Sample:
+    """Return a group as a line of the log: the JSON of `show --json`, without tokens.
+
+    `why` it was chosen: best, worst or random. `texts` decodes what the group does not carry as
+    text: the prompt of a group without messages (`prompt`), and the turns of a rollout that
+    contains tokens which were not sampled, a tool's for example (`turns` of the member).
+    """
+    sample: Sample = {"step": step, "why": why, "gid": group.gid, "task": group.task}
+    sample["staleness"] = staleness
+    sample |= group_json(group, tokens=False)
+    add_texts(sample, group, texts)
+    return sample
+
+
+def contains(document: dict[str, Any], text: str) -> str:
+    """Return what a group says around a text, which is compared in any case; "" without it."""
+    wanted = text.casefold()
+    for part in _texts_of(document):
+        at = part.casefold().find(wanted)
+        if at >= 0:
+            return part[max(0, at - AROUND) : at + len(text) + AROUND]
+    return ""
+
+
+def _texts_of(document: dict[str, Any]) -> Iterator[str]:
+    yield document.get("prompt") or ""
+    for message in document.get("messages", []):
+        yield str(message.get("content", ""))
+    for member in document["members"]:
+        for turn in member.get("turns") or [{"text": member["response"]}]:
+            yield turn["text"]
+
+
+def add_texts(document: dict[str, Any], group: RolloutGroup, texts: TokenTexts) -> None:
+    """Add the texts that the group does not carry to its document (`group_json`)."""
+    if not group.shared.messages:
+        document["prompt"] = texts.joined(group.prompt_ids.tolist())
+    for member, rollout in zip(document["members"], group.states, strict=True):
+        ids = rollout.response_ids.tolist()
+        if ids and not member["response"]:
+            member["response"] = texts.joined(ids, skip_special_tokens=True) or ""
+        if rollout.response_mask is not None:
+            member["turns"] = _turns(ids, rollout.response_mask.tolist(), texts)
+
+
+def _turns(ids: list[int], mask: list[int], texts: TokenTexts) -> list[dict[str, Any]] | None:
+    """Return the runs of tokens that were trained or not; None for one run, or no tokenizer."""
+    starts = [n for n in range(len(mask)) if n == 0 or mask[n] != mask[n - 1]]
+    if len(starts) < 2 or texts.joined([]) is None:
+        return None
+    ends = [*starts[1:], len(ids)]
+    return [
+        {"trained": bool(mask[start]), "tokens": end - start, "text": texts.joined(ids[start:end])}
+        for start, end in zip(starts, ends, strict=True)
+    ]

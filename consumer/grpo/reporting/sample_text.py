@@ -1,0 +1,75 @@
+"""A sample of the log as text for TensorBoard, and as rows of a table for Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from consumer.grpo.reporting.sample_log import Sample
+
+COLUMNS = (
+    *("step", "why", "gid", "task", "rollout", "score", "rewards", "prompt", "response"),
+    *("ground_truth", "tokens", "finish_reason", "versions", "staleness"),
+)
+"""Columns of the table; a row is one rollout."""
+
+
+def sample_rows(sample: Sample) -> Iterator[list[Any]]:
+    """Yield the rows of a group."""
+    truth = sample.get("ground_truth")
+    for member in sample["members"]:
+        reward = member["reward"] or {}
+        yield [
+            *(sample["step"], sample["why"], sample["gid"], sample["task"]),
+            *(member["index"], reward.get("score"), _json(reward)),
+            *(prompt_text(sample), response_text(member)),
+            *(None if truth is None else _text(truth), member["tokens"], member["finish_reason"]),
+            *(_versions(member), sample["staleness"]),
+        ]
+
+
+def sample_text(sample: Sample) -> str:
+    """Return a group as Markdown in which all that a model wrote is a code block."""
+    parts = [f"**{sample['gid']}** ({sample['why']})", code_block(prompt_text(sample))]
+    for member in sample["members"]:
+        reward = _json(member["reward"] or {})
+        facts = (f"#{member['index']} {reward}", f"{member['tokens']} tokens", _versions(member))
+        parts += [code_block(", ".join(facts)), code_block(response_text(member))]
+    return "\n\n".join(parts)
+
+
+def prompt_text(sample: Sample) -> str:
+    """Return the messages of a prompt, with their roles, or its decoded tokens."""
+    messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample.get("messages", [])]
+    return "\n\n".join(messages) or sample.get("prompt") or ""
+
+
+def response_text(member: dict[str, Any]) -> str:
+    """Return what a rollout contains: its turns where they are known, or its response."""
+    turns = member.get("turns")
+    return "".join(turn["text"] for turn in turns) if turns else member["response"]
+
+
+def code_block(text: str) -> str:
+    """Return Markdown that shows any text unchanged."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def indented_json(value: Any) -> str:
+    """Return a value as JSON over several lines."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+
+
+def _versions(member: dict[str, Any]) -> str:
+    versions = sorted({span["version"] for span in member["spans"] if span["length"]})
+    return "weights " + ", ".join(str(version) for version in versions) if versions else "-"
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)

@@ -1,0 +1,398 @@
+"""The reference trainer: asynchronous GRPO on one rank or many, restartable at any line.
+
+Per step: take the batch, train, copy the new weights, which are published beside the next step,
+write a checkpoint where one is due and commit it. The position is in the checkpoint; Redis delivers
+again what follows it (I5, I6). With several ranks (`trainer_rank.py`), rank 0 runs this code.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from buffer.control.live_settings import KeptSettings
+from buffer.errors import ExpiredBatch
+from buffer.ledger.position import Position
+from buffer.model.manifest import Manifest
+from buffer.run import Run
+from buffer.weights.transport import Save
+from buffer.wire.staleness import staleness
+from consumer.config.training import TrainingConfig
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
+from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
+from consumer.grpo.reporting.metrics import (
+    BatchColumns,
+    Throughput,
+    Timing,
+    production_metrics,
+    staleness_metrics,
+)
+from consumer.grpo.reporting.reporter import ChosenGroup, Reporter
+from consumer.grpo.reporting.sample_writer import SampleWriter, choose
+from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.trainer_rank import TrainerRank
+from consumer.handle.batch import Batch, Stopped
+from consumer.handle.publication import Publisher, open_sender, published
+from consumer.handle.ranks import ALONE, Ranks
+from consumer.handle.rollout_consumer import PREFETCH_BYTES, RolloutConsumer
+
+log = logging.getLogger("rolloutmq.trainer")
+
+
+class Trainer:
+    """Train the run of `config` from its newest checkpoint to its last step.
+
+    With several `ranks`, this is rank 0; the others call `TrainerRank.follow`.
+    """
+
+    def __init__(
+        self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
+    ) -> None:
+        self._run = run
+        self._config = config
+        self.rank = TrainerRank(run, config, model_dir, ranks)
+        folder = config.run.folder
+        self._checkpoints = CheckpointFolder(folder / "checkpoints")
+        self._begun: tuple[Position, Path] | None = None
+        """the checkpoint that is being written: its position, and its hidden folder"""
+        self._kept_settings = KeptSettings(folder, run.nonce)
+        self._weights = open_sender(config, run)
+        self._log = StepWriter(folder)
+        self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
+        self.shows_progress = False
+        """draw a progress bar on the terminal"""
+        # what rank 0 reads ahead of the take would be mostly the shares of others
+        ahead = PREFETCH_BYTES if ranks.size == 1 else 0
+        self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank.reader)
+        self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
+        self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
+        self._newest_weights = 0
+        """the step of the newest weights that are published, or begun"""
+        self._throughput = Throughput(ranks.size, config.worker_gpus)
+
+    def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
+        """Train until the last step or `consumer.stop`; return whether the last step is done.
+
+        `take_over`: also while another trainer holds the role. `regenerate`: also where the server
+        lost the run, or freed batches that follow the newest checkpoint. Raises RoleHeld, LostRun,
+        Fenced, and what the learner raises.
+        """
+        try:
+            return self._fit(take_over=take_over, regenerate=regenerate)
+        finally:
+            self.rank.orders.end()
+
+    def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
+        self._position = self._newest_position()
+        self._evaluations = EvaluationPlan(
+            self._config,
+            self._run.limits.eval_tasks,
+            self.consumer,
+            self._log,
+            self._reporter,
+            self._position.step,
+            self._free_memory,
+        )
+        self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
+        self._refresh_settings()
+        self._progress = self._run.read_progress()
+        try:
+            self._resume()
+            self._publish(Timing())
+            self._await_publication()
+            self._evaluate()
+            self._train()
+            self._await_publication()
+            self._evaluations.finish()
+            self._commit()
+            self.consumer.finish()
+        except Stopped:
+            self._checkpoint()
+            self._commit()
+            return False
+        finally:
+            self._reporter.close()
+            self.rank.parts.close()
+            self._publisher.close()
+            self._weights.close()
+            self.consumer.close()
+        return True
+
+    def stop(self) -> None:
+        """End the step in progress, write a checkpoint, and return from `fit`. For signals."""
+        self.rank.orders.stopped.set()
+        self.consumer.stop()
+
+    def _resume(self) -> None:
+        """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
+        position = self._position
+        self._checkpoints.clear(after=position.step)
+        self._weights.clear()
+        self.rank.load(position.step)
+        self._reporter.open(self._open_writers())
+        if position.step:
+            # the last trainer may have died between its checkpoint and the commit
+            self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
+
+    def _open_writers(self) -> list[MetricWriter]:
+        """Open the destinations of metrics and samples."""
+        config = self._config
+        first = self._position.step + 1
+        writers = open_writers(config, first)
+        if config.samples.groups_per_step:
+            writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
+        if self.shows_progress:
+            writers.append(ProgressBar(self._position.step, self._run.limits.steps))
+        return writers
+
+    def _newest_position(self) -> Position:
+        position = self._checkpoints.newest_whole()
+        if position is None:
+            return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
+        log.info("resuming", extra={"step": position.step})
+        return position
+
+    # -- one step ------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        while self._position.step < self._run.limits.steps:
+            if self.rank.orders.stopped.is_set() or self.consumer.stopping:
+                self.stop()
+                raise Stopped
+            self._step(self._position.step + 1)
+
+    def _step(self, step: int) -> None:
+        timing = Timing()
+        started = time.monotonic()
+        self._refresh_settings()
+        self._commit_if_written()
+        self._publisher.check()
+        batch = self._take(step, timing)
+        self._position.add(batch.manifest)
+        with self._devices(timing):
+            train_started = time.monotonic()
+            metrics, columns = self.rank.fit(step, groups=batch.groups)
+            self.consumer.delivered.clear()  # every rank has compared its own
+            timing.train = time.monotonic() - train_started
+            if self._is_sync_due(step):
+                self._publish(timing, is_paused=self._is_colocated)
+        timing.step = time.monotonic() - started
+        metrics |= self._step_metrics(batch.manifest, columns, timing)
+        # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
+        self.consumer.check_role()
+        self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        self.consumer.report(step, metrics)
+        self._reporter.add_step(step, metrics)
+        self._reporter.add_samples(step, self._choose_samples(batch, columns))
+        log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
+        if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
+            self._checkpoint()
+        self._evaluations.poll()
+        self._commit_if_written()
+        if self._newest_weights == step:
+            self._evaluate()
+
+    def _refresh_settings(self) -> None:
+        """Adopt what was set, and keep it in the run's folder, in case the server loses it."""
+        self._run.refresh_limits()
+        self._kept_settings.keep(self._run.settings)
+
+    def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
+        """Choose the groups whose texts are logged; with several ranks, some are read again."""
+        count = self._config.samples.groups_per_step
+        scores = dict(zip(columns.gids, columns.means, strict=True))
+        chosen = choose(scores, count, self._config.run.seed, batch.step)
+        own = {group.gid: group for group in batch.groups}
+        entries = {entry.gid: entry for entry in batch.manifest.entries}
+        return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
+
+    def _take(self, step: int, timing: Timing) -> Batch:
+        """Take the batch of a step. Where the newest weights are too old for it, publish first."""
+        counts = self._run.limits.mix().shares(step)
+        if self._is_too_old(self._publisher.published, step):
+            self._await_publication()
+        while True:
+            started = time.monotonic()
+            try:
+                batch = self.consumer.take_batch(
+                    step, counts, waiting=log_wait_reason, checkpoint=self._free_memory
+                )
+            except ExpiredBatch as error:
+                if self._publisher.is_pending:
+                    self._await_publication()
+                    continue
+                log.warning("publishing weights before they are due: %s", error)
+                self._publish(timing)
+            else:
+                timing.wait = batch.waited_s
+                timing.read = max(0.0, time.monotonic() - started - batch.waited_s)
+                return batch
+
+    def _is_last(self, step: int) -> bool:
+        return step == self._run.limits.steps
+
+    def _is_sync_due(self, step: int) -> bool:
+        """Return whether weights are published after this step.
+
+        True at the configured interval, after the last step, and where the newest weights are too
+        old for the next step.
+        """
+        is_interval = step % self._config.policy.sync_weights_interval == 0
+        is_expired = self._is_too_old(self._newest_weights, step + 1)
+        return is_interval or is_expired or self._is_last(step)
+
+    def _is_too_old(self, version: int, step: int) -> bool:
+        """Return whether groups of these weights are too old for the step."""
+        return staleness(step, version) >= self._run.limits.horizon_of(step)
+
+    @contextmanager
+    def _devices(self, timing: Timing) -> Iterator[None]:
+        """Give the devices to the learner: where they are shared, the run is paused meanwhile.
+
+        A trainer that dies in this context leaves the run paused; the next one first publishes its
+        weights, and then continues the run.
+        """
+        if not self._is_colocated:
+            yield
+            return
+        with self.consumer.paused(self._config.policy.pause_mode) as seconds:
+            timing.pause = seconds
+            with self.rank.awake():
+                yield
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.trainer.flow == "colocated"
+
+    def _step_metrics(
+        self, manifest: Manifest, batch: BatchColumns, timing: Timing
+    ) -> dict[str, float]:
+        """Return the metrics of a step except those of the ranks."""
+        before = self._progress
+        self._progress = self._run.read_progress()
+        produced = production_metrics(before, self._progress)
+        return {
+            **batch.metrics(),
+            **(batch.rewards_by_task() if len(self._run.limits.training_tasks) > 1 else {}),
+            **staleness_metrics(manifest),
+            **produced,
+            **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
+            **timing.metrics(),
+            **self.consumer.pauses.metrics(),
+        }
+
+    # -- weights and evaluation ----------------------------------------------------------
+
+    def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
+        """Copy the weights, and begin to publish the copy beside what follows.
+
+        It is waited for where the run is paused for it, or exclusive evaluations are due. After
+        `consumer.stop` nothing is published or evaluated: the step in progress still ends, so that
+        it is logged. The next trainer publishes first.
+        """
+        started = time.monotonic()
+        step = self._position.step
+        with suppress(Stopped):
+            self._await_publication()
+            save = self.rank.snapshot()
+            self._newest_weights = step
+            if is_paused or self._is_evaluated_in_pause(step):
+                self._publish_now(step, save, timing, is_paused=is_paused)
+            else:
+                self._publisher.begin(step, save)
+        timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
+
+    def _await_publication(self) -> None:
+        """Wait until the newest weights are published."""
+        while not self._publisher.is_done(wait_s=1.0):
+            self.rank.meet()
+        self._publisher.finish()
+
+    def _publish_now(self, step: int, save: Save, timing: Timing, *, is_paused: bool) -> None:
+        """Publish, and evaluate in the same pause where evaluations are exclusive."""
+        pause = None if is_paused else self._config.policy.pause_mode
+        with published(self.consumer, self._weights, step, save, pause=pause) as times:
+            timing.pause = timing.pause if is_paused else times.pause_s
+            if self._is_evaluated_in_pause(step):
+                if self._is_colocated:
+                    self.rank.sleep()
+                self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
+                self._evaluate()
+
+    def _is_evaluated_in_pause(self, step: int) -> bool:
+        last = self._run.limits.steps
+        return self._evaluations.is_exclusive and bool(self._evaluations.tasks(step, last))
+
+    def _evaluate(self) -> None:
+        """Evaluate the newest weights, where this is due and was not done in the pause."""
+        step = self._position.step
+        last = self._run.limits.steps
+        if self._evaluations.tasks(step, last):
+            self._await_publication()
+            self._evaluations.measure(step, last)
+
+    # -- checkpoints ---------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        """Begin a checkpoint of the newest step, once the one before is committed.
+
+        Training continues while threads write it.
+        """
+        step = self._position.step
+        if step in (0, self._newest_step()):
+            return
+        self._commit()
+        self.consumer.check_role()
+        keep = self._config.trainer.keep_checkpoints
+        self._position.forget(self._checkpoints.oldest_with(step, keep))
+        self._position.cursors = {
+            task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
+        }
+        self._begun = (self._position.model_copy(deep=True), self._checkpoints.begin(step))
+        self.rank.begin_state(str(self._begun[1]))
+
+    def _commit(self) -> None:
+        """Wait for the checkpoint that was begun, make it visible, then commit it.
+
+        In the other order a crash would lose batches (I6).
+        """
+        if self._begun is None:
+            return
+        position, folder = self._begun
+        self.rank.end_state()
+        # no later trainer reports the steps of this checkpoint
+        self._reporter.flush()
+        self.consumer.check_role()
+        self._checkpoints.complete(position, folder)
+        self._begun = None
+        keep = self._config.trainer.keep_checkpoints
+        self.consumer.commit(position.step, keep=self._checkpoints.prune(keep))
+
+    def _commit_if_written(self) -> None:
+        if self._begun and self.rank.is_state_written():
+            self._commit()
+
+    def _free_memory(self) -> None:
+        """Free batches that only a checkpoint frees (I12).
+
+        Write a checkpoint; where there is nothing new to write, keep only the newest.
+        """
+        message = "memory is full of batches that are not committed: writing a checkpoint now"
+        log.warning(message, extra={"step": self._position.step})
+        newest = self._checkpoints.steps()[-1:]
+        self._checkpoint()
+        if self._begun:
+            self._commit()
+        elif newest:
+            self.consumer.commit(newest[0], keep=self._checkpoints.prune(1))
+
+    def _newest_step(self) -> int:
+        if self._begun:
+            return self._begun[0].step
+        steps = self._checkpoints.steps()
+        return steps[-1] if steps else 0

@@ -1,0 +1,171 @@
+"""What every rank of the trainer does on the order of rank 0: load, train, save.
+
+    rank 0      Trainer           decides, holds the role, talks to Redis, and gives orders
+    every rank  TrainerRank       executes an order with the same arguments, in the same order
+
+    order             on every rank
+    load(step)        loads the model, its optimizer, and the state of a checkpoint
+    fit(step)         trains on its share of the batch, with the gradients of all ranks
+    snapshot()        copies its part of the weights; a thread writes it into a folder of rank 0
+    begin_state(...)  copies its part of a checkpoint; a thread writes it into a folder of rank 0
+    sleep(), wake()   frees its device for engines, uses it again
+
+What rank 0 makes visible (a checkpoint, published weights, a commit) follows the exchange that ends
+an order (`rank_orders.py`), so that it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from buffer.run import Run
+from buffer.weights.checksums import WrittenFiles
+from buffer.weights.transport import Save
+from buffer.wire.group import RolloutGroup
+from consumer.config.training import TrainingConfig
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.device_share import DeviceShare
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.model_state.saved_state import SavedState, write_state
+from consumer.grpo.model_state.weight_parts import WeightParts
+from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.grpo.reporting.metrics import BatchColumns
+from consumer.handle.rank_orders import RankOrders, on_all_ranks
+from consumer.handle.ranks import ALONE, Ranks, select_device
+from consumer.handle.shares import ShareReader, check_unchanged
+
+
+class TrainerRank:
+    """Represents one rank of the trainer."""
+
+    def __init__(
+        self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
+    ) -> None:
+        self.ranks = ranks
+        self.device = select_device(config.trainer.device, ranks)
+        self._run = run
+        self._config = config
+        self._model_dir = model_dir
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self.parts = WeightParts(ranks, config.policy.weights_checksum)
+        self.orders = RankOrders(ranks)
+        self.orders.add(self)
+        self.reader = ShareReader(run, self.orders)
+
+    def follow(self) -> None:
+        """Execute the orders of rank 0 until it ends. Raises RankLost if it is gone."""
+        try:
+            self.orders.follow()
+        finally:
+            self.parts.close()
+
+    # -- orders --------------------------------------------------------------------------
+
+    @on_all_ranks
+    def load(self, step: int) -> None:
+        """Load the model, and the state of the checkpoint of `step` (0: there is none)."""
+        config = self._config
+        learner = Learner(
+            self._model_dir,
+            config.learner,
+            device=self.device,
+            seed=config.run.seed,
+            ranks=self.ranks,
+            media=self._run.media,
+        )
+        self.reader.vocabulary = learner.vocabulary
+        self._controller = TrainController.of(config, learner, self._model_dir)
+        if step:
+            folder = CheckpointFolder(config.run.folder / "checkpoints").path(step)
+            with SavedState(folder, self._controller.shard_rows(), self.ranks.rank) as state:
+                self._controller.load_state_tensors(state)
+        trained = [part for part in (learner, self._controller.critic) if part]
+        self.share = DeviceShare(learner.device, [part.on_device() for part in trained])
+        if config.trainer.flow == "colocated":
+            self.share.sleep()
+
+    @on_all_ranks
+    def fit(
+        self, step: int, *, groups: Sequence[RolloutGroup] | None = None
+    ) -> tuple[dict[str, float], BatchColumns]:
+        """Train one step: rank 0 on `groups`, the others on their shares of the same batch.
+
+        Returns the metrics of the learner and the filter, and the columns of the whole batch.
+        Raises GroupChanged on all ranks where a group is not what the server sent any more.
+        """
+        own = self.reader.share(step) if groups is None else groups
+        try:
+            metrics = self._controller.fit(own)
+        except Exception:  # lengths that have changed fail a step in many ways
+            for group in own:
+                group.check_unchanged()
+            raise
+        check_unchanged(own, self.ranks)
+        counts = [name for name in metrics if name.startswith("filtered/")]
+        totals = self.ranks.sum([metrics[name] for name in counts])
+        metrics |= dict(zip(counts, totals, strict=True))
+        peak = self.ranks.max(self._controller.learner.peak_memory_bytes() or 0)
+        if peak:
+            metrics["memory/peak_bytes"] = float(peak)
+        columns = BatchColumns.of(own, self._controller.advantages)
+        return metrics, BatchColumns.join(self.ranks.gather(columns.lists()))
+
+    @on_all_ranks
+    def snapshot(self) -> Save:
+        """Copy the weights, as workers load them, to host memory.
+
+        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread, until
+        the next snapshot.
+        """
+        self.parts.begin(self._controller.learner.snapshot(to_publish=True))
+        return self._write_parts
+
+    def _write_parts(self, folder: Path) -> WrittenFiles:
+        copy_tokenizer(self._model_dir, folder)
+        return self.parts.write(folder)
+
+    @on_all_ranks
+    def meet(self) -> None:
+        """Raise RankLost if a rank is gone."""
+
+    @on_all_ranks
+    def begin_state(self, folder: str) -> None:
+        """Copy what a resume needs to host memory, and write this rank's part in a thread."""
+        controller = self._controller
+        rows = controller.shard_rows()
+        part = (Path(folder), controller.state_tensors(), rows, self.ranks)
+        self._writing = self._writer.submit(write_state, *part)
+
+    @on_all_ranks
+    def is_state_written(self) -> bool:
+        """Return whether the threads of all ranks have ended."""
+        return all(self.ranks.gather(self._writing.done()))
+
+    @on_all_ranks
+    def end_state(self) -> None:
+        """Wait until this rank's part is on disk. Raises what the thread raised."""
+        self._writing.result()
+
+    @on_all_ranks
+    def sleep(self) -> None:
+        """Free the device for the engines."""
+        self.share.sleep()
+
+    @on_all_ranks
+    def wake(self) -> None:
+        """Take the device back."""
+        self.share.wake()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let all ranks use their devices for the duration of the context."""
+        self.wake()
+        try:
+            yield
+        finally:
+            if not self.orders.is_in_order:
+                self.sleep()

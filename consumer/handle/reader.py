@@ -1,0 +1,130 @@
+"""Read the groups of a taken batch; find out which of them cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from buffer.errors import PayloadMissing, WireError
+from buffer.job import PayloadRef
+from buffer.model.manifest import Manifest
+from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+
+LOWEST_LOGPROB = -50.0
+"""A sampler in float32 draws no token below about -25; workers use -9999 or so for "none"."""
+
+HIGHEST_LOGPROB = 0.01
+"""Above 0 by no more than rounding: probabilities in place of logprobs are found out."""
+
+
+def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
+    """Raise WireError where a group cannot be trained, with the first wrong token.
+
+    An id without an embedding ends the process, and a logprob that no sampler can have produced
+    gives a gradient that drowns all others.
+    `vocabulary`: the number of token ids of the model; None: ids are not compared with it. Logprobs
+    are checked of trained tokens only (mask 1).
+    """
+    bounds = group.bounds
+    largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
+    if max(bounds.prompt_id, bounds.response_id) > largest:
+        _name_id(group, largest)
+    if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
+        return
+    logprobs = group.logprobs
+    # nan compares as False
+    is_plausible = (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)
+    wrong = ~is_plausible & (group.mask > 0)
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise WireError(
+            f"the logprob {float(logprobs[position]):g} of trained token {position} is outside of "
+            f"{LOWEST_LOGPROB:g} to 0",
+            hint="submit the natural log of the probability with which each token was sampled, "
+            "and mask 0 for tokens that were not sampled",
+        )
+
+
+def _name_id(group: RolloutGroup, largest: int) -> None:
+    """Raise the error of the first id that is negative or too large."""
+    for name, ids in (("prompt_ids", group.prompt_ids), ("response_ids", group.response_ids)):
+        # as unsigned numbers, negative ids are beyond any vocabulary
+        wrong = ids.view(np.uint32) > largest
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise WireError(
+                f"the token id {int(ids[position])} in {name}, at {position}, is not in the "
+                f"model's vocabulary of {largest + 1}",
+                hint="let workers and trainer use the same model and tokenizer",
+            )
+
+
+Known = Mapping[PayloadRef, RolloutGroup]
+"""Groups that were read ahead."""
+
+NOTHING: Known = {}
+
+Problems = dict[str, str]
+"""Why groups cannot be used, by gid."""
+
+
+class GroupReader(Protocol):
+    """Reads the groups of a batch that this process trains."""
+
+    vocabulary: int | None
+    """number of the model's token ids; None: ids are not compared with it"""
+
+    def read(
+        self, manifest: Manifest, known: Known = NOTHING
+    ) -> tuple[list[RolloutGroup], Problems]:
+        """Return the groups, or why some of the batch cannot be used; they are then replaced."""
+
+
+class BatchReader:
+    """Reads all groups of a batch.
+
+    `trains`: finds the groups, too, that cannot be trained (`check_content`).
+    """
+
+    def __init__(self, run: Run, *, trains: bool = True) -> None:
+        self._buffer = run.buffer
+        self._trains = trains
+        self.vocabulary: int | None = None
+
+    def read(
+        self, manifest: Manifest, known: Known = NOTHING
+    ) -> tuple[list[RolloutGroup], Problems]:
+        """Return the groups, of which those in `known` are not read, or why some are unusable."""
+        if not manifest.entries:
+            return [], {}
+        try:
+            groups = self._buffer.load(manifest, known)
+        except (WireError, PayloadMissing):
+            problems = _collect(manifest.entries, lambda entry: self._buffer.read(entry.payload))
+            if problems:
+                return [], problems
+            # it was a group that was read ahead
+            groups = self._buffer.load(manifest)
+        checked = groups if self._trains else []
+        return groups, _collect(checked, lambda group: check_content(group, self.vocabulary))
+
+
+class _HasId(Protocol):
+    @property
+    def gid(self) -> str: ...
+
+
+G = TypeVar("G", bound=_HasId)
+
+
+def _collect(groups: Iterable[G], check: Callable[[G], object]) -> Problems:
+    problems = {}
+    for group in groups:
+        try:
+            check(group)
+        except (WireError, PayloadMissing) as error:
+            problems[group.gid] = f"{type(error).__name__}: {error}"
+    return problems

@@ -1,0 +1,392 @@
+"""The trainer's handle on a run: take, commit, pause, publish. Usable from any trainer.
+
+    consumer = RolloutConsumer(run)
+    position = load_checkpoint() or Position()
+    consumer.open(position=position)
+    for step in range(position.step + 1, 101):
+        batch = consumer.take_batch(step, {"math": 16})     # blocks until 16 groups are ready
+        train(batch.groups)                                  # numpy columns: RolloutGroup
+        position.add(batch.manifest)
+        save_checkpoint(step, position.model_dump_json())    # yours; only then:
+        consumer.commit(step, keep=oldest_checkpoint_kept)
+        with consumer.paused("keep"):
+            consumer.publish_weights(step, path, checksum)
+    consumer.close()
+
+Between any two of these lines the process may die. `open` with the position of a checkpoint
+delivers the steps after it again, byte for byte (I5, I6), and restores on a server that lost data
+what was trained (`open(step)` cannot).
+
+`take_batch`, `commit`, and every announcement of weights first compare the delivered groups that
+the trainer still holds with what the server sent. They raise GroupChanged where these differ: then
+neither the weights nor the step may be used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from buffer.control.control import START, ControlState, Event, Mode
+from buffer.control.roles import HeldRole
+from buffer.errors import ModelError, WireError
+from buffer.ledger.position import Position
+from buffer.ledger.trainer_opening import Opening
+from buffer.run import Run
+from buffer.weights.registry import AnyReceiver
+from buffer.weights.transport import PublishedWeights
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
+from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
+from consumer.handle.evaluation_round import EvaluationRound
+from consumer.handle.prefetch import Prefetcher
+from consumer.handle.reader import BatchReader, GroupReader
+from consumer.handle.taker import BatchTaker, Checkpoint, Waiting, WaitOptions
+from consumer.handle.timing import PauseTimes, TakeTimes, WaitClock
+from consumer.handle.wait_rules import status_of_taken
+
+PauseMode = Literal["abort", "drain", "keep"]
+
+PREFETCH_BYTES = 64 * 2**20
+"""Default for the payloads that are read ahead."""
+
+FETCH_POLL_S = 0.1
+"""Time between two looks at which workers have fetched announced weights."""
+
+__all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
+
+
+class RolloutConsumer:
+    """Represents the trainer of a run.
+
+    One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
+    payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
+    which is already open; without it, call `open`. `reader`: reads the groups of a batch; default:
+    all of them.
+    """
+
+    producer_timeout_s: float | None = 120.0
+    """how long to wait for a batch while no producer is alive; None: forever"""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        nonce: str | None = None,
+        reader: GroupReader | None = None,
+    ) -> None:
+        self._run = run
+        self._reader = reader or BatchReader(run)
+        self.lineage = secrets.token_hex(4)
+        self.pauses = PauseTimes()
+        self.waits = WaitClock()
+        self.role = HeldRole(
+            run.control,
+            "trainer",
+            nonce=nonce,
+            waited_s=lambda: self.waits.seconds,
+            pauses=self.pauses.histogram,
+        )
+        self._receiver = AnyReceiver(run.store, run.keys)
+        self._takes = TakeTimes()
+        self._stop = threading.Event()
+        self._taker = BatchTaker(run, self.role.nonce, self._check)
+        self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
+
+    @property
+    def nonce(self) -> str:
+        """Identifies this trainer to the scripts."""
+        return self.role.nonce
+
+    @property
+    def delivered(self) -> DeliveredGroups:
+        """The groups that are compared with what the server sent."""
+        return self._taker.delivered
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of the model's token ids. Set it, and groups with others are quarantined."""
+        return self._reader.vocabulary
+
+    @vocabulary.setter
+    def vocabulary(self, size: int | None) -> None:
+        self._reader.vocabulary = size
+
+    def open(
+        self,
+        step: int = 0,
+        *,
+        run_nonce: str = "",
+        take_over: bool = False,
+        position: Position | None = None,
+        regenerate: bool = False,
+    ) -> Opening:
+        """Become the trainer from a checkpoint of `step` (0: the start), with a new lineage.
+
+        `position`, of that checkpoint, replaces `step` and `run_nonce`, and restores what a server
+        lost. `regenerate` also accepts a server that lost everything, or has freed what comes after
+        the checkpoint; that is then generated again. It needs the `position` unless `step` is 0
+        (ConfigError). Raises RoleHeld if another trainer is alive
+        (unless `take_over`, which fences it), LostRun if the server does not hold the run or holds
+        it as a new one, LedgerError if `step` is not between the freed and the taken steps.
+        """
+        opening = self._run.trainers.open(
+            self.nonce,
+            step=step,
+            lineage=self.lineage,
+            run_nonce=run_nonce,
+            take_over=take_over,
+            position=position,
+            regenerate=regenerate,
+        )
+        # calls of the trainer wait for the end of an outage, however long it lasts
+        self._run.store.patience = lambda: not (self._stop.is_set() or self.role.ended.is_set())
+        # heartbeats continue after `stop`, while the last step ends: the role is held until `close`
+        limits = self._run.limits
+        self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, self._prefetcher.end)
+        return opening
+
+    def close(self) -> None:
+        """Give up the role, so that the next trainer need not wait."""
+        self._prefetcher.close()
+        if self.role.thread:
+            self.role.close()
+
+    def check_role(self) -> None:
+        """Raise Fenced if another trainer was opened.
+
+        Call it before writing files that the other trainer would read.
+        """
+        self.role.renew()
+
+    def stop(self) -> None:
+        """Make a waiting `take_batch` raise Stopped. For signal handlers."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether `stop` was called."""
+        return self._stop.is_set()
+
+    def take_batch(
+        self,
+        step: int,
+        counts: Mapping[str, int],
+        *,
+        strict: bool = True,
+        deadline_s: float | None = None,
+        waiting: Waiting | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> Batch:
+        """Wait for the groups of train step `step`, `counts` of each task, and return them.
+
+        A step that was taken before is returned as it was; where all counts are 0, the batch is
+        empty and the step is not taken. A group that cannot be read or trained
+        (`consumer.handle.reader`) is quarantined, and another one awaited in its slot
+        (I11). A task that `should_continue_fn` ended supplies what is ready; without `strict`,
+        every task does.
+
+        `waiting` is called about once a second with the reason (a `WaitReason`). `checkpoint` is
+        called when memory is full of batches that only a checkpoint frees: it must write one and
+        commit or, if there is one of the step before, keep no older one.
+
+        Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`; Fenced if
+        another trainer was opened; GroupChanged if a group that it holds is not what was sent;
+        CheckpointNow if memory is full and there is no `checkpoint`; ExpiredBatch, NoBatch,
+        ProducerGone, WeightsRefused if waiting is useless (see `consumer.handle.wait_rules`; that
+        workers refuse the weights is logged at once); TaskStopped if nothing more is produced of a
+        task that is short.
+        """
+        self.delivered.check()
+        # before the take: groups that left the pool would be forgotten as unwanted
+        self._prefetcher.end()
+        started = time.monotonic()
+        options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
+        with self.waits.running(), self._run.control.explaining_loss("trainer"):
+            manifest = self._taker.take(self._run.ledger, step, counts, options, strict=strict)
+        waited_s = time.monotonic() - started
+        known = self._prefetcher.pop([entry.payload for entry in manifest.entries])
+        manifest, groups = self._taker.read_whole(
+            self._run.ledger, manifest, self._reader, known, options, strict=strict
+        )
+        batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
+        self._takes.add(batch)
+        self._prefetcher.begin(counts)
+        return batch
+
+    def _check(self) -> None:
+        check_not_abandoned()
+        self.role.check()
+        if self._stop.is_set():
+            raise Stopped
+
+    def _check_if_silent(self, silent: list[str]) -> None:
+        if silent:
+            self._check()
+
+    def commit(self, step: int, *, keep: int) -> None:
+        """Record that the checkpoint of `step` is durable and `keep` is the oldest kept one.
+
+        Batches up to `keep` are freed. Raises GroupChanged.
+        """
+        self.delivered.check()
+        self._run.ledger.commit(self.nonce, step, keep)
+
+    # -- control -------------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self, mode: PauseMode) -> Iterator[float]:
+        """Pause the run for this block, and yield the seconds until the last receipt.
+
+        Raises Stopped, and lets the run continue, if `stop` is called during the wait.
+        """
+        try:
+            seconds = self.pause(mode)
+        except Stopped:
+            self.continue_()
+            raise
+        try:
+            yield seconds
+        finally:
+            self.continue_()
+
+    def pause(self, mode: PauseMode, *, lanes: str = "") -> float:
+        """Pause the run, and return the seconds until the last live worker's receipt.
+
+        A worker that is silent for `pause_timeout_s` is fenced. `lanes` stay open: "eval" lets
+        evaluations run meanwhile (not in keep mode, which freezes engines).
+        """
+        started = time.monotonic()
+        self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
+        self._run.receipts.wait(fences=True, watch=self._check_if_silent)
+        seconds = time.monotonic() - started
+        self.pauses.add(seconds)
+        return seconds
+
+    def continue_(self) -> None:
+        """Continue the run, unless the operator has paused it."""
+        self._run.control.set_mode("trainer", Mode.RUN, nonce=self.nonce)
+
+    def finish(self) -> None:
+        """End the run: workers and producer finish their work and exit."""
+        self._run.control.set_mode("trainer", Mode.FINISH, nonce=self.nonce)
+
+    def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
+        """Announce the weights after train step `version` as the newest.
+
+        Workers load them before they claim again. `path` and `checksum` are what a sender's `write`
+        returned (`FolderSender`; `publish` calls both). Raises ModelError, and announces nothing,
+        unless weights with this checksum are there, as far as file names, sizes and headers show;
+        GroupChanged.
+        """
+        return self._publish_weights("newest", version, path, checksum).weights
+
+    def announce_weights(self, version: int, path: str, checksum: str) -> ControlState:
+        """Let the workers fetch weights ahead of `publish_weights`; return the control state.
+
+        Until then they sample and claim with the newest; afterwards they need only switch. Raises
+        as `publish_weights`.
+        """
+        return self._publish_weights("next", version, path, checksum)
+
+    def wait_until_fetched(self, announced: ControlState, unless: threading.Event) -> None:
+        """Wait until every live worker has fetched the weights of `announce_weights`, or failed to.
+
+        It ends early once `unless` is set, after `stop`, and after the run's `pause_timeout_s`.
+        """
+        until = time.monotonic() + self._run.limits.pause_timeout_s
+        while time.monotonic() < until and not self._stop.is_set():
+            if unless.wait(FETCH_POLL_S) or not self._run.receipts.silent(announced.epoch):
+                return
+            self.role.check()
+
+    def _publish_weights(
+        self, stage: Literal["next", "newest"], version: int, path: str, checksum: str
+    ) -> ControlState:
+        self.delivered.check()
+        weights = PolicyVersion(self.lineage, version)
+        try:
+            self._receiver.check(PublishedWeights(path, checksum))
+        except (OSError, WireError, ModelError) as error:
+            raise ModelError(
+                f"the weights {weights} in {path!r} are not announced: {error}",
+                hint="let FolderSender.write write the folder, with its manifest, and pass on what "
+                "it returns; or call `publish`",
+            ) from error
+        control = self._run.control
+        return control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
+
+    # -- evaluation ----------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        task: str,
+        count: int,
+        *,
+        waiting: Waiting | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> list[RolloutGroup]:
+        """Wait for `count` groups of an evaluation task, generated with the newest weights.
+
+        They have a ledger of their own and move no training counter. Groups that an interrupted
+        evaluation left are used if they are of these weights, else discarded. `waiting` and
+        `checkpoint` as in `take_batch`.
+        """
+        options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
+        return self.begin_evaluation(task, count).finish(options, allows_newer=False)
+
+    def begin_evaluation(self, task: str, count: int) -> EvaluationRound:
+        """Begin an evaluation in the background.
+
+        Call its `poll` between your steps, and finish it before the next one of that task.
+        """
+        return EvaluationRound(self._run, self.nonce, self._taker, task, count)
+
+    def finish_evaluation(
+        self,
+        pending: EvaluationRound,
+        *,
+        waiting: Waiting | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> list[RolloutGroup]:
+        """Wait for a background evaluation; `waiting` and `checkpoint` as in `take_batch`."""
+        options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
+        return pending.finish(options, allows_newer=True)
+
+    # -- metrics and events --------------------------------------------------------------
+
+    def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
+        """Report the metrics of train step `step`, or of an evaluation of `task` after it.
+
+        `rolloutmq metrics` and the alerts show them. Names are those of the reference trainer
+        (`buffer.model.trainer_report.REPORTED`); others are left out. Raises Fenced.
+        """
+        self._run.control.report(self.nonce, step, metrics, task=task)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
+
+        The README of this package describes each.
+        """
+        return {
+            **self._takes.metrics(),
+            "take/quarantined_groups": float(self._taker.quarantined),
+            "prefetch/used_groups": float(self._prefetcher.used),
+            "prefetch/read_groups": float(self._prefetcher.read),
+            "prefetch/held_bytes": float(self._prefetcher.held_bytes),
+            **self.pauses.metrics(),
+        }
+
+    def events(
+        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
+    ) -> list[tuple[str, Event]]:
+        """Return (id, event) of the run's events after an id, oldest first.
+
+        If there are none, wait up to `block_ms` milliseconds for the next.
+        """
+        return self._run.events.read(after, limit=limit, block_ms=block_ms)

@@ -1,0 +1,213 @@
+"""The trainer's way to a batch: take it, wait for it, read it, replace unusable groups (I11)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from buffer.errors import (
+    CheckpointNow,
+    ExpiredBatch,
+    LedgerError,
+    NoBatch,
+    PayloadMissing,
+    TaskStopped,
+)
+from buffer.ledger.ledger import BatchLedger
+from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from consumer.handle.batch import DeliveredGroups
+from consumer.handle.reader import NOTHING, GroupReader, Known
+from consumer.handle.wait_rules import BatchOutlook, WaitReason, explain
+
+log = logging.getLogger("rolloutmq.consumer")
+
+Waiting = Callable[[WaitReason], None]
+Checkpoint = Callable[[], object]
+
+POLL_S = 1.0
+"""Longest wait for a wake-up before the ledger is asked again."""
+
+EXPLAIN_S = 1.0
+"""Shortest time between two reports: every group wakes the trainer, and a report costs requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOptions:
+    """Defines how a call waits for a batch; see `RolloutConsumer.take_batch`."""
+
+    deadline_s: float | None = None
+    producer_timeout_s: float | None = None
+    """how long to wait while no producer is alive; None: forever"""
+    waiting: Waiting | None = None
+    checkpoint: Checkpoint | None = None
+
+
+class BatchTaker:
+    """Takes and reads batches for the trainer `nonce`.
+
+    However many groups of a batch are unusable, the trainer continues with others: the server bars
+    a worker that submits too many (`quarantine.lua`). `check` raises what ends a wait.
+    """
+
+    def __init__(self, run: Run, nonce: str, check: Callable[[], None]) -> None:
+        self._run = run
+        self._nonce = nonce
+        self._check = check
+        self.quarantined = 0
+        """groups that were quarantined so far"""
+        self.delivered = DeliveredGroups()
+
+    # -- take ----------------------------------------------------------------------------
+
+    def take(
+        self,
+        ledger: BatchLedger,
+        step: int,
+        counts: Mapping[str, int],
+        options: WaitOptions,
+        *,
+        strict: bool = True,
+    ) -> Manifest:
+        """Wait until batch `step` is taken, with `counts` groups of each task.
+
+        Contains less of a task whose `should_continue_fn` ended it; without `strict`, what is
+        ready. Raises what `RolloutConsumer.take_batch` names.
+        """
+        return self._wait(ledger, step, counts, options, strict=strict, refills=False)
+
+    def refill(self, ledger: BatchLedger, manifest: Manifest, options: WaitOptions) -> Manifest:
+        """Wait until every slot of the batch has a group.
+
+        Returns a smaller batch if no more groups will come and it contains some. Raises LedgerError
+        if a batch without empty slots is empty.
+        """
+        step = manifest.step
+        if not manifest.open_places:
+            raise LedgerError(
+                f"the batch of step {step} is empty", hint="commit the step to continue without it"
+            )
+        try:
+            return self._wait(
+                ledger, step, manifest.open_places, options, strict=True, refills=True
+            )
+        except (TaskStopped, TimeoutError, NoBatch, ExpiredBatch) as error:
+            if not manifest.entries:
+                raise
+            log.warning("the batch of step %s stays smaller: %s", step, error)
+            return ledger.manifest(step) or manifest
+
+    def _wait(
+        self,
+        ledger: BatchLedger,
+        step: int,
+        counts: Mapping[str, int],
+        options: WaitOptions,
+        *,
+        strict: bool,
+        refills: bool,
+    ) -> Manifest:
+        """Ask the ledger until the batch is ready: after each wake-up, at least once a second."""
+        trains = ledger.name == "train"
+        outlook = BatchOutlook(self._run, step, options.producer_timeout_s, trains=trains)
+        limit_s = float("inf") if options.deadline_s is None else options.deadline_s
+        deadline = time.monotonic() + limit_s
+        next_report = 0.0
+        wanted = counts
+        while True:
+            if refills:
+                answer = ledger.refill(self._nonce, step)
+            else:
+                answer = ledger.take(self._nonce, step, wanted, strict=strict)
+            if isinstance(answer, Manifest):
+                return answer
+            self._check()
+            now = time.monotonic()
+            if now >= deadline:
+                reason = explain(self._run, step, answer)
+                raise TimeoutError(f"step {step} after {limit_s:g} s: {reason}")
+            wanted = outlook.obtainable(counts, answer)
+            outlook.check(answer)
+            if options.waiting and now >= next_report:
+                next_report = now + EXPLAIN_S
+                options.waiting(explain(self._run, step, answer))
+            if answer.checkpoint_now:
+                _free_memory(step, options)
+            self._run.store.wait_for_wake_up(
+                self._run.keys.wake_up("trainer"), min(POLL_S, deadline - now)
+            )
+            self._check()
+
+    # -- read ----------------------------------------------------------------------------
+
+    def read(
+        self, ledger: BatchLedger, manifest: Manifest, reader: GroupReader, known: Known = NOTHING
+    ) -> tuple[Manifest, list[RolloutGroup]]:
+        """Read the groups of a batch, and return its manifest as it is then.
+
+        A group that the reader finds unusable is quarantined and replaced by another ready one; if
+        none is ready, the batch gets smaller, and may be empty.
+        """
+        while True:
+            groups, problems = reader.read(manifest, known)
+            if not problems:
+                self.delivered.add(groups)
+                return manifest, groups
+            known = NOTHING
+            manifest = self._quarantine_all(ledger, manifest, problems)
+
+    def read_whole(
+        self,
+        ledger: BatchLedger,
+        manifest: Manifest,
+        reader: GroupReader,
+        known: Known,
+        options: WaitOptions,
+        *,
+        strict: bool,
+    ) -> tuple[Manifest, list[RolloutGroup]]:
+        """Read as `read` does, and wait for groups in place of those that were quarantined.
+
+        A batch that was smaller before stays so: it may have been trained like that (I5). Only an
+        empty one cannot.
+        """
+        before = manifest.open_places
+        manifest, groups = self.read(ledger, manifest, reader, known)
+        if not manifest.is_recorded:
+            return manifest, groups
+        while not manifest.entries or (strict and manifest.open_places - before):
+            filled = self.refill(ledger, manifest, options)
+            before = filled.open_places
+            manifest, groups = self.read(ledger, filled, reader)
+        return manifest, groups
+
+    def _quarantine_all(
+        self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
+    ) -> Manifest:
+        """Quarantine the groups with these gids, each with its reason; return what is left."""
+        for entry in manifest.entries:
+            if entry.gid in reasons:
+                manifest = self._quarantine(ledger, manifest.step, entry, reasons[entry.gid])
+        return manifest
+
+    def _quarantine(
+        self, ledger: BatchLedger, step: int, entry: ManifestEntry, reason: str
+    ) -> Manifest:
+        log.error("group quarantined in step %s: %s", step, reason, extra={"gid": entry.gid})
+        self.quarantined += 1
+        # bytes that the server lost, in a failover for example, would bar every honest worker
+        is_fault = not reason.startswith(PayloadMissing.__name__)
+        return ledger.quarantine(self._nonce, step, entry, reason, is_workers_fault=is_fault)
+
+
+def _free_memory(step: int, options: WaitOptions) -> None:
+    if options.checkpoint is None:
+        raise CheckpointNow(
+            f"memory is full of batches that are not committed, before step {step} can be taken",
+            hint="write a checkpoint, commit(step, keep=…), then take the step again; or pass "
+            "checkpoint= to take_batch",
+        )
+    options.checkpoint()

@@ -1,0 +1,315 @@
+"""Why a batch is not ready, and whether it ever will be: the trainer's side of the state machine.
+
+T is the step that is asked for, M the newest weights, H the staleness from which they are too old
+(`RunLimits.horizon_of`). The state is not stored: it follows from what the server contains, so that
+producer and trainer cannot disagree.
+
+                  ┌────────────── continue ◀──── UPDATE_WEIGHT_AND_ABORT: waits
+                  ▼                                  ▲
+    take(T) ▶ NORMAL ──pause, by trainer or operator─┘
+       │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
+       │        ├── groups are waiting or running ─────▶ waits
+       │        ├── its task was stopped ──────────────▶ TaskStopped
+       │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
+       │        ├── no producer for producer_timeout_s ▶ ProducerGone (unless a standby takes over)
+       │        └── none waits or runs, and the producer has had a whole round:
+       │              newer weights exist (M < T - 1) ─▶ ExpiredBatch
+       │              none do ─────────────────────────▶ NoBatch, with all counters
+       ├──▶ EXPIRED_BATCH, T - M - 1 >= H, not ready ──▶ ExpiredBatch: publish the weights of T - 1,
+       │                                                 take T again
+       ├──▶ EXPIRED_BATCH, T - M >= H, ready ──────────▶ a batch with this status: train, publish
+       └──▶ FINISH ────────────────────────────────────▶ Stopped
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from buffer.control.control import ControlState, Mode
+from buffer.control.fleet import Refusals
+from buffer.control.role_holder import RoleHolder
+from buffer.control.task_status import ProduceBatchStatus, batch_status
+from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
+from buffer.ids import LANES
+from buffer.ledger.account import TaskAccount
+from buffer.model.manifest import NotReady
+from buffer.redis.connection.retry import OutageClock
+from buffer.run import Run
+from buffer.wire.staleness import staleness
+from consumer.handle.batch import Stopped
+
+REFUSAL_S = 60.0
+"""How long a trainer waits while every live worker refuses the weights: a shared folder may show
+new files late, and workers try again.
+"""
+
+
+class RefusalWatch:
+    """Logs refusals of the newest weights once, and ends a wait that only better weights end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._logged = ""
+        self._since_s: float | None = None
+
+    def check(self, state: ControlState) -> None:
+        """Raise WeightsRefused if no live worker has been able to load the weights for a time."""
+        found = self._run.fleet.refusals(state.weights)
+        if not found.reasons:
+            self._since_s = None
+            return
+        if self._logged != str(state.weights):
+            self._logged = str(state.weights)
+            log.error("%s; %s", found, _hint(state))
+        if not found.are_all:
+            self._since_s = None
+            return
+        self._since_s = time.monotonic() if self._since_s is None else self._since_s
+        if time.monotonic() - self._since_s >= REFUSAL_S:
+            raise _refused(state, found)
+
+
+def _hint(state: ControlState) -> str:
+    return (
+        "publish a complete folder of the model that the workers were started with, at a path that "
+        f"they can read ({state.weights_path})"
+    )
+
+
+def _refused(state: ControlState, found: Refusals) -> WeightsRefused:
+    return WeightsRefused(
+        f"no worker can generate groups: {found}",
+        hint=f"{_hint(state)}; `publish` writes and announces one",
+        command_hint=_hint(state),
+    )
+
+
+log = logging.getLogger("rolloutmq.consumer")
+
+POLL_S = 0.5
+"""Seconds before the first check, and between two: every submitted group wakes the trainer."""
+
+TURNS = 3
+"""The producer counts its rounds: three different numbers enclose a whole round."""
+
+_STATUS_REASONS = {
+    ProduceBatchStatus.FINISH: "the run is finished: nothing more is produced",
+    ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT: "the run is paused",
+    ProduceBatchStatus.EXPIRED_BATCH: "the newest weights are too old for this step: "
+    "publish newer ones",
+}
+
+
+def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
+    """Return EXPIRED_BATCH if groups of the newest weights are too old for the step after `step`.
+
+    Then train the batch of `step`, and publish.
+    """
+    age = staleness(step + 1, run.control.state().weights.version)
+    is_expired = age >= run.limits.horizon_of(step + 1)
+    return ProduceBatchStatus.EXPIRED_BATCH if is_expired else ProduceBatchStatus.NORMAL
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReason(NotReady):
+    """Adds to `NotReady` how far the missing groups are, and who could generate them."""
+
+    started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(waiting, running) groups of each missing task"""
+    workers: int = 0
+    """live workers, each of which could claim such a group"""
+    refusals: Refusals | None = None
+    """live workers that cannot load the newest weights, and claim nothing"""
+    status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
+
+    def __str__(self) -> str:
+        # super() does not work here: a dataclass with slots is a new class, unknown to its methods
+        parts = [NotReady.__str__(self)]
+        parts += [
+            f"of {task}, {waiting} wait and {running} run"
+            for task, (waiting, running) in self.started.items()
+        ]
+        parts.append(f"live workers: {self.workers}" if self.workers else "there is no live worker")
+        if self.refusals and self.refusals.reasons:
+            parts.append(str(self.refusals))
+        if self.status in _STATUS_REASONS:
+            parts.append(_STATUS_REASONS[self.status])
+        return "; ".join(parts)
+
+
+def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
+    """Return why step `step` is not ready. Four round trips; changes nothing."""
+    short = _short_tasks(answer)
+    state = run.control.state()
+    refusals = run.fleet.refusals(state.weights)
+    numbers = run.store.retrying("wait reason", lambda: _read_progress(run, short))
+    width = len(LANES) + 1
+    rows = [numbers[i * width : (i + 1) * width] for i in range(len(short))]
+    started = {
+        task: (sum(waiting), int(running or 0))
+        for task, (*waiting, running) in zip(short, rows, strict=True)
+    }
+    return WaitReason(
+        answer.missing,
+        answer.recovering,
+        answer.checkpoint_now,
+        started=started,
+        workers=refusals.live,
+        refusals=refusals,
+        status=batch_status(state, step, run.limits),
+    )
+
+
+def _short_tasks(answer: NotReady) -> list[str]:
+    return [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+
+
+def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
+    """Read for each task the lengths of its lanes and its running groups."""
+    client: Any = run.store.control
+    with client.pipeline(transaction=False) as pipe:
+        for task in tasks:
+            for lane in LANES:
+                pipe.xlen(run.keys.jobs(task, lane))
+            pipe.hget(run.keys.progress(task), "running")
+        return list(pipe.execute())
+
+
+class BatchOutlook:
+    """Decides during one wait whether the batch of `step` can still become ready.
+
+    `trains` is False for an evaluation, whose groups never become too old. `producer_timeout_s`:
+    how long to wait while no producer is alive; None: forever.
+    """
+
+    def __init__(
+        self, run: Run, step: int, producer_timeout_s: float | None, *, trains: bool = True
+    ) -> None:
+        self._run = run
+        self._step = step
+        self._trains = trains
+        self._timeout_s = producer_timeout_s
+        self._refusals = RefusalWatch(run)
+        self._clock = OutageClock()
+        self._waited_s = 0.0
+        self._next_check_s = time.monotonic() + POLL_S
+        self._accounts: list[TaskAccount] = []
+        self._turns: set[tuple[str, int]] = set()
+        self._has_warned = False
+
+    def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
+        """Return how many groups of each task to wait for.
+
+        These are `counts`, or what is ready of a task that `should_continue_fn` ended. Raises
+        TaskStopped for a task of which nothing more is started (I11).
+        """
+        wanted = dict(counts)
+        for task, (ready, _) in answer.missing.items():
+            if ready >= counts[task]:
+                continue
+            halt = self._run.task_stops.of(task)
+            if halt.is_enough_for(self._step):
+                wanted[task] = ready
+            if halt.is_stopped or not any(wanted.values()):
+                raise TaskStopped(
+                    f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
+                    f"of it, {ready} are ready",
+                    hint=f"{halt.fix(task)}, or start `rolloutmq run` again",
+                )
+        return wanted
+
+    def check(self, answer: NotReady) -> None:
+        """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""
+        self._waited_s = self._clock.poll()
+        if answer.recovering or time.monotonic() < self._next_check_s:
+            return
+        self._next_check_s = time.monotonic() + POLL_S
+        state = self._run.control.state()
+        if state.mode is Mode.FINISH:
+            raise Stopped
+        if not state.lanes:
+            return
+        holder = self._run.control.holder("producer")
+        self._raise_if_gone(holder)
+        self._refusals.check(state)
+        if self._trains:
+            self._raise_if_expired(state, answer)
+            self._raise_if_exhausted(state, answer, holder)
+
+    def _raise_if_gone(self, holder: RoleHolder) -> None:
+        if holder.is_alive:
+            self._has_warned = False
+            return
+        missed_s = self._waited_s
+        if holder.silent_ms is not None:
+            # the producer of a run that was stopped overnight has been silent for hours: what
+            # counts is how long this trainer has waited for it
+            missed_s = min(missed_s, holder.silent_ms / 1000)
+        if self._timeout_s is not None and missed_s >= self._timeout_s:
+            raise ProducerGone(
+                f"step {self._step} waits for groups, and {holder}; no standby took over",
+                hint="see its log, then run `rolloutmq producer CONFIG`; with --standby, another "
+                "one takes over by itself",
+            )
+        if not self._has_warned and missed_s >= 1.0:
+            log.warning(
+                "step %d waits for groups, and %s; a standby may take over", self._step, holder
+            )
+            self._has_warned = True
+
+    def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
+        if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
+            limit = self._run.limits.horizon_of(self._step)
+            reason = f"their groups are too old for it: the limit is {limit} steps"
+            raise self._expired(state, reason, answer)
+
+    def _raise_if_exhausted(
+        self, state: ControlState, answer: NotReady, holder: RoleHolder
+    ) -> None:
+        short = _short_tasks(answer)
+        accounts = [task for task in self._run.account.totals().tasks if task.task in short]
+        started = sum(task.waiting + task.running for task in accounts)
+        if (
+            started
+            or accounts != self._accounts
+            or answer.checkpoint_now
+            or self._run.memory.use().refuses_fresh
+        ):
+            self._accounts = accounts
+            self._turns = {(holder.nonce, holder.turns)}
+            return
+        self._turns.add((holder.nonce, holder.turns))
+        if len(self._turns) < TURNS:
+            return
+        if state.weights.version < self._step - 1:
+            reason = "all groups that they may generate are generated"
+            raise self._expired(state, reason, answer)
+        raise NoBatch(
+            f"step {self._step} cannot be served: {answer}, none waits or runs, the producer "
+            f"starts none, and there are no weights newer than {state.weights} to continue with; "
+            f"{_counters(accounts)}",
+            hint="take at most the groups of [plan] batch_size and steps, shared by task weights; "
+            "see `rolloutmq doctor`",
+        )
+
+    def _expired(self, state: ControlState, reason: str, answer: NotReady) -> ExpiredBatch:
+        return ExpiredBatch(
+            f"step {self._step} cannot be served by the weights {state.weights}: {reason} "
+            f"({answer})",
+            hint=f"publish the weights of step {self._step - 1}, then take step {self._step} again",
+        )
+
+
+def _counters(tasks: list[TaskAccount]) -> str:
+    """Format all counters of each task that are not 0."""
+    rows = []
+    for task in tasks:
+        numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
+        numbers.update(task.stages)
+        counts = ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
+        rows.append(f"{task.task}: {counts}")
+    return "; ".join(rows)

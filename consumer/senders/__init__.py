@@ -1,0 +1,1 @@
+"""Senders of weights from the memory of the trainer: gloo and nccl."""

@@ -1,0 +1,147 @@
+"""The trainer's end of the transfer of weights from its memory into an engine's process.
+
+    TensorServer                                  TensorReceiver (producer_workers/engines)
+    accepts, authenticates (rendezvous.py)        connects, authenticates
+                                                  "wanted": the label of a version
+    "refusal": empty, or why not
+    opens a process group (process_group.py)      opens it, too
+    sends every file                              receives, compares each file's checksum
+    "sent"                                        "verdict": empty, or what is wrong
+
+The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or
+killed delays no other process, and is given up after `stall_s`. Workers join and leave at any time.
+
+    a worker dies                   its connections close, its thread ends; the others continue
+    a worker hangs                  its thread gives up after `stall_s` and frees its slot
+    the trainer dies
+      before it published           the version is unknown; the next trainer publishes its own
+      during a transfer             the receiver sees the connection close; its model is untouched
+      later                         late workers read the copy on disk (transfer.py)
+
+The receiver works beside the forward passes, on a thread, into host memory. The engine loads the
+tensors, between two forward passes, only once all its processes have all of them: so torn or wrong
+weights never reach a model, and no process is ahead of another. This costs one copy of the weights
+in host memory per process until they are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from contextlib import closing, suppress
+
+import torch
+
+from buffer.errors import ConfigError, WireError
+from buffer.weights.process_group import STALL_S, TRAINER, ProcessGroup
+from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
+from consumer.senders.memory_snapshot import MemorySnapshot
+
+log = logging.getLogger("rolloutmq.trainer")
+
+MAX_TRANSFERS = 8
+"""Simultaneous transfers, which share the trainer's bandwidth; further workers wait for a slot."""
+
+MAX_CONNECTIONS = 256
+ACCEPT_RETRY_S = 1.0
+"""Wait before workers are accepted again after this process ran out of connections."""
+
+VERDICT_S = 600.0
+"""Time limit for the worker's check of what it received."""
+
+
+class TensorServer:
+    """Sends the offered snapshot to every process that asks for it, from a free port of `host`.
+
+    `token` is the secret that admits a process. Raises ConfigError.
+    """
+
+    def __init__(self, host: str, backend: str, *, stall_s: float = STALL_S) -> None:
+        if backend == "nccl" and not torch.cuda.is_available():
+            message = "weights_transport = nccl: torch finds no GPU here"
+            raise ConfigError(message, hint="gloo works everywhere")
+        self._backend = backend
+        self._stall_s = stall_s
+        self._gpu = torch.cuda.current_device() if backend == "nccl" else None
+        self.token = secrets.token_hex(32)
+        self._snapshot: MemorySnapshot | None = None
+        self._closed = threading.Event()
+        self._transfers = threading.BoundedSemaphore(MAX_TRANSFERS)
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._listener = _listen(host)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="tensor-server", daemon=True).start()
+
+    def offer(self, snapshot: MemorySnapshot) -> None:
+        """Send only this snapshot from now on. Transfers of older ones continue."""
+        self._snapshot = snapshot
+
+    def close(self) -> None:
+        """Stop accepting workers."""
+        self._snapshot = None
+        self._closed.set()
+        # some systems refuse it for a listening socket; others continue to accept without it
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._closed.wait(ACCEPT_RETRY_S):
+                    return
+                log.error("workers cannot connect for weights: %s", error)
+                continue
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            arguments = (connection, address[0])
+            threading.Thread(
+                target=self._serve, args=arguments, name="weights", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        try:
+            with Rendezvous.accept(connection, self.token) as rendezvous:
+                self._answer(rendezvous)
+        except WireError as error:
+            log.warning("weights did not reach a worker on %s: %s", peer, error)
+        finally:
+            self._connections.release()
+
+    def _answer(self, rendezvous: Rendezvous) -> None:
+        label = rendezvous.get("wanted", HANDSHAKE_S).decode(errors="replace")
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.label != label:
+            rendezvous.put("refusal", b"replaced by newer weights")
+            rendezvous.get("verdict", self._stall_s)
+            return
+        with self._transfers:
+            rendezvous.put("refusal", b"")
+            verdict = self._send(rendezvous, snapshot)
+        if verdict:
+            raise WireError(f"the worker refused them: {verdict.decode(errors='replace')}")
+
+    def _send(self, rendezvous: Rendezvous, snapshot: MemorySnapshot) -> bytes:
+        """Send all files. Returns the peer's verdict: empty if they arrived unchanged."""
+        group = ProcessGroup(
+            torch, rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
+        )
+        with closing(group):
+            for data in snapshot.weights.values():
+                group.send(torch.frombuffer(data, dtype=torch.uint8))
+            rendezvous.put("sent", b"")
+            return rendezvous.get("verdict", VERDICT_S)
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(found[4][:2], family=found[0], backlog=MAX_CONNECTIONS)
+    except OSError as error:
+        hint = "set [policy] weights_host to an address of the trainer's machine"
+        raise ConfigError(f"cannot listen on {host} to send weights: {error}", hint=hint) from error

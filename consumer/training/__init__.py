@@ -1,1 +1,0 @@
-"""The reference trainer: advantages, losses, packing, the learner, checkpoints."""

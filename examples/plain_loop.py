@@ -1,0 +1,153 @@
+"""GRPO in a plain torch loop: everything that a trainer must do to lose nothing, in one file.
+
+rolloutmq run configs/demo.toml --set run.name=plain --set
+trainer.loop=examples.plain_loop:train
+
+For a trainer of your own, name it in the config: `loop = "my_module:my_function"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from buffer.errors import ConfigError
+from buffer.ledger.position import Position
+from buffer.run import Run
+from buffer.weights.shared_folder import FolderSender
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.evaluation import Evaluator
+from consumer.grpo.model_state.learner_state import capture, restore
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
+from consumer.grpo.reporting.step_log import StepWriter
+from consumer.handle.batch import Batch
+from consumer.handle.publication import publish
+from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.torch_dataset import BatchDataset, padded_tensors
+from rolloutmq.config.config import Config
+
+Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
+"""Return the loss of a batch, and the metrics to log."""
+
+
+def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
+    """Train from the newest checkpoint to the last step. The process may be killed at any line."""
+    fit(run, config, model_dir, load_model(model_dir), batch_loss, take_over)
+
+
+def fit(
+    run: Run,
+    config: Config,
+    model_dir: Path,
+    model: Any,
+    batch_loss: Loss,
+    take_over: bool,
+) -> None:
+    """Train any model with any loss, from the newest checkpoint to the last step."""
+    check_temperature(config)
+    folder = config.run.folder
+    last = run.limits.steps
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    weights = FolderSender(folder / "weights")
+    log = StepWriter(folder)
+    consumer = RolloutConsumer(run)
+    steps = checkpoints.steps()
+    position = checkpoints.read(steps[-1]) if steps else Position()
+    # groups with ids that the model does not have are quarantined
+    consumer.vocabulary = model.get_input_embeddings().num_embeddings
+    # fences an earlier trainer; a new lineage of weights begins
+    consumer.open(position=position, take_over=take_over)
+
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
+    parameters = dict(model.named_parameters())
+    device = torch.device("cpu")
+    if position.step:
+        state = load_file(checkpoints.path(position.step) / "state.safetensors")
+        restore(state, parameters, optimizer, device)
+        # the last trainer may have died between its checkpoint and the commit
+        consumer.commit(position.step, keep=steps[0])
+
+    def save(folder: Path) -> None:
+        save_model(model, folder)
+        copy_tokenizer(model_dir, folder)
+
+    def save_checkpoint(folder: Path) -> None:
+        save(folder)
+        state = capture(parameters, optimizer, position.step, device)
+        save_file(state, folder / "state.safetensors")
+
+    # in the new lineage: weights that an earlier trainer published later are not in the checkpoint
+    publish(consumer, weights, position.step, save, pause=config.policy.pause_mode)
+    shares = run.limits.mix().shares
+    for batch in BatchDataset(consumer, shares, first=position.step + 1, last=last):
+        loss, metrics = batch_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        # raises AccountError where one of its groups was already trained
+        position.add(batch.manifest)
+        metrics["loss"] = loss.item()
+        log.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
+        # for `rolloutmq metrics` and its alerts
+        consumer.report(batch.step, metrics)
+        if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
+            position.forget(checkpoints.oldest_with(batch.step, 2))
+            # atomic, and before the commit, which frees the batches
+            checkpoints.write(position, save_checkpoint)
+            consumer.commit(batch.step, keep=checkpoints.prune(2))
+        publish(consumer, weights, batch.step, save, pause=config.policy.pause_mode)
+    for name, task in config.tasks.items():
+        if task.eval_of:
+            groups = consumer.evaluate(name, config.evaluation_size(name))
+            metrics = Evaluator().evaluate(groups)
+            log.add_evaluation(last, name, metrics)
+            consumer.report(last, metrics, task=name)
+    consumer.finish()
+    consumer.close()
+
+
+def check_temperature(config: Config) -> None:
+    """Raise ConfigError where rollouts are not sampled from the distribution of `grpo_loss`."""
+    for name in config.training_tasks:
+        if (sampled := config.tasks[name].sample.temperature) != 1:
+            raise ConfigError(
+                f"task {name} is sampled with temperature {sampled:g}, and this loop computes the "
+                "log-probabilities of temperature 1",
+                hint="set the task's sample.temperature to 1, or divide the logits by it",
+            )
+
+
+def batch_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the GRPO loss of a batch of text, and its metrics."""
+    rows = padded_tensors(batch)
+    output = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
+    # logits of a position predict the next token
+    logits = output.logits[:, :-1]
+    logprobs = torch.log_softmax(logits, -1).gather(2, rows["input_ids"][:, 1:, None]).squeeze(2)
+    return grpo_loss(logprobs, rows), {"rewards/mean": float(rows["scores"].mean())}
+
+
+def grpo_loss(logprobs: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the clipped loss against the rollouts' own logprobs, the mean over trained tokens.
+
+    `logprobs`: float32[S, L - 1], of every token but the first of each row.
+    """
+    scores = rows["scores"]
+    group = rows["group"]
+    size = torch.bincount(group).float()
+    mean = torch.zeros(len(size)).index_add(0, group, scores) / size
+    squares = torch.zeros(len(size)).index_add(0, group, (scores - mean[group]).square())
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    advantage = ((scores - mean[group]) / (std[group] + 1e-6))[:, None]
+    mask = rows["loss_mask"][:, 1:]
+    # 0 for masked tokens before exp: 0 times an infinite derivative is nan
+    ratio = torch.where(mask > 0, logprobs - rows["logprobs"][:, 1:], 0.0).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    # clamp: a batch may have no trained token
+    return -(gain * mask).sum() / mask.sum().clamp(min=1)

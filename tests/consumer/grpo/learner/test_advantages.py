@@ -1,0 +1,172 @@
+"""Advantages against a literal transcription of the papers' formulas."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.errors import WireError
+from consumer.config.learner import AdvantageEstimator
+from consumer.grpo.learner.advantages import (
+    dr_grpo_advantages,
+    estimate_advantages,
+    grpo_advantages,
+    opo_advantages,
+    overlong_penalty,
+    pass_at_k_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+    session_advantages,
+)
+
+SCORE = st.floats(-10, 10, width=32)
+GROUPS = st.lists(st.lists(SCORE, min_size=1, max_size=9), min_size=1, max_size=5)
+
+
+def column(*scores: float) -> np.ndarray:
+    return np.array(scores, np.float32)
+
+
+@given(GROUPS)
+def test_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -> None:
+    expected = []
+    for scores in groups:
+        mean = sum(scores) / len(scores)
+        equal = len(set(scores)) == 1
+        std = 0.0 if equal else (sum((r - mean) ** 2 for r in scores) / (len(scores) - 1)) ** 0.5
+        expected += [0.0 if equal else (r - mean) / (std + 1e-6) for r in scores]
+    got = grpo_advantages([column(*scores) for scores in groups])
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@given(GROUPS)
+def test_dr_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -> None:
+    expected = [r - sum(scores) / len(scores) for scores in groups for r in scores]
+    got = dr_grpo_advantages([column(*scores) for scores in groups])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+@pytest.mark.parametrize("scores", [[0.1] * 7, [1.0], [-3.3] * 3])
+def test_advantages_are_exactly_zero_where_scores_are_equal(
+    estimator: AdvantageEstimator, scores: list[float]
+) -> None:
+    got = estimate_advantages(estimator, [column(*scores)], [np.arange(len(scores), dtype="<i4")])
+    assert got.dtype == np.float32
+    assert (got == 0).all()
+
+
+@given(GROUPS)
+def test_rloo_compares_each_rollout_with_the_mean_of_the_others(groups: list[list[float]]) -> None:
+    expected = []
+    for scores in groups:
+        for position, score in enumerate(scores):
+            others = scores[:position] + scores[position + 1 :]
+            expected.append(score - sum(others) / len(others) if others else 0.0)
+    np.testing.assert_allclose(
+        rloo_advantages([column(*scores) for scores in groups]), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@given(st.lists(st.tuples(SCORE, st.integers(1, 5000)), min_size=2, max_size=9))
+def test_opo_takes_off_the_mean_weighted_by_length(group: list[tuple[float, int]]) -> None:
+    scores, lengths = zip(*group, strict=True)
+    baseline = sum(score * length for score, length in group) / sum(lengths)
+    got = opo_advantages([column(*scores)], [np.array(lengths, "<i4")])
+    np.testing.assert_allclose(got, [score - baseline for score in scores], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("n", "right", "k"), [(8, 3, 4), (8, 1, 4), (8, 6, 2), (5, 2, 3), (4, 1, 4), (6, 3, 1)]
+)
+def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) -> None:
+    """Follow the definition: a set of k is worth 1 if one of it is right, else 0.
+
+    A rollout gets the mean standardized worth of the sets that contain it.
+    """
+    scores = [1.0] * right + [0.0] * (n - right)
+    sets = list(combinations(range(n), k))
+    worth = np.array([max(scores[i] for i in chosen) for chosen in sets])
+    got = pass_at_k_advantages([column(*scores)], k=k)
+    if worth.std() == 0:
+        assert (got == 0).all()
+        return
+    standardized = (worth - worth.mean()) / worth.std()
+    expected = [
+        np.mean([a for a, chosen in zip(standardized, sets, strict=True) if i in chosen])
+        for i in range(n)
+    ]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(GROUPS)
+def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> None:
+    batch = np.array([score for scores in groups for score in scores], np.float32).astype(
+        np.float64
+    )
+    columns = [column(*scores) for scores in groups]
+    if len(set(batch.tolist())) > 1:
+        expected = (batch - batch.mean()) / (batch.std() + 1e-8)
+        np.testing.assert_allclose(reinforce_pp_advantages(columns), expected, rtol=1e-4, atol=1e-4)
+        centered = np.concatenate(
+            [group - group.mean() for group in (c.astype(np.float64) for c in columns)]
+        )
+        expected = centered / (centered.std() + 1e-8)
+        np.testing.assert_allclose(
+            reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_overlong_penalty_falls_linearly_before_the_limit() -> None:
+    lengths = np.array([0, 80, 90, 100, 130], "<i4")
+    limits = np.full(5, 100, "<i4")
+    np.testing.assert_allclose(overlong_penalty(lengths, limits, 20), [0, 0, -0.5, -1, -1])
+
+
+def test_grpo_does_not_mix_groups_when_their_scores_differ() -> None:
+    alone = grpo_advantages([column(0, 1, 1)])
+    together = grpo_advantages([column(100, 101), column(0, 1, 1), column(7)])
+    assert (together[2:5] == alone).all()
+
+
+def test_advantages_refuse_a_group_when_a_score_is_missing() -> None:
+    with pytest.raises(WireError, match="group 1"):
+        grpo_advantages([column(0, 1), column(0, float("nan"))])
+
+
+def test_advantages_are_empty_for_an_empty_batch() -> None:
+    assert grpo_advantages([]).shape == (0,)
+
+
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+def test_a_session_counts_once_however_many_segments_it_has(estimator: AdvantageEstimator) -> None:
+    """Compare sessions that have segments with whole rollouts: segments share the advantage."""
+    dice = np.random.default_rng(5)
+    whole, cut = [], []
+    for _ in range(30):
+        reward = dice.random(4).astype("<f4")
+        tokens = dice.integers(3, 90, 4).astype("<i4")
+        order = dice.permutation(np.repeat(np.arange(4), dice.integers(1, 4, 4)))
+        # segments of a session share its length, one way or another
+        parts = np.array(
+            [
+                tokens[s] if position == np.argmax(order == s) else 0
+                for position, s in enumerate(order)
+            ],
+            "<i4",
+        )
+        assert (np.bincount(order, parts) == tokens).all()
+        whole.append((reward, tokens))
+        cut.append((reward[order], parts, [f"s{number}" for number in order]))
+    once = estimate_advantages(estimator, [s for s, _ in whole], [n for _, n in whole])
+    scores, lengths, sessions = zip(*cut, strict=True)
+    found = session_advantages(estimator, scores, lengths, sessions)
+    expected = [once[4 * g + int(name[1:])] for g, (*_, names) in enumerate(cut) for name in names]
+    assert found == pytest.approx(np.array(expected), abs=1e-6)

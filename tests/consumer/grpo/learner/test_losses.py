@@ -1,0 +1,388 @@
+"""The losses against token-by-token transcriptions of the papers in plain Python floats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from consumer.config.learner import KlKind, LossConfig
+from consumer.grpo.learner.importance import Samples, correct
+from consumer.grpo.learner.losses import (
+    TokenColumns,
+    derived_metrics,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
+
+LENGTHS = [3, 1, 5, 2]
+
+
+def make_columns(
+    seed: int = 0, *, with_reference: bool = True, spread: float = 2.0
+) -> TokenColumns:
+    """Columns of four samples, one of them of one token; some tokens are masked."""
+    draw = np.random.default_rng(seed)
+    tokens = sum(LENGTHS)
+    sample = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+
+    def logprobs() -> torch.Tensor:
+        return torch.tensor(draw.uniform(-spread, -0.05, tokens))
+
+    mask = torch.tensor((draw.random(tokens) > 0.3).astype(float))
+    mask[0] = 1.0
+    return TokenColumns(
+        logprobs=logprobs().requires_grad_(),
+        old_logprobs=logprobs(),
+        rollout_logprobs=logprobs(),
+        advantages=torch.tensor(draw.normal(size=len(LENGTHS))[sample]),
+        samples=make_samples(mask, torch.tensor(sample)),
+        entropy=torch.tensor(draw.uniform(0, 2, tokens)),
+        ref_logprobs=logprobs() if with_reference else None,
+    )
+
+
+def make_samples(mask: torch.Tensor, sample: torch.Tensor) -> Samples:
+    counts = torch.zeros(int(sample.max()) + 1, dtype=mask.dtype).index_add(0, sample, mask)
+    return Samples(mask, sample, counts)
+
+
+def one_sample(mask: torch.Tensor) -> Samples:
+    return make_samples(mask, torch.zeros(len(mask), dtype=torch.long))
+
+
+def weigh(columns: TokenColumns, config: LossConfig) -> torch.Tensor:
+    tokens = float(columns.mask.sum())
+    return token_weights(columns.samples, config, batch_tokens=tokens, batch_samples=len(LENGTHS))
+
+
+class Transcription:
+    """The loss as the papers write it: sample by sample, token by token."""
+
+    def __init__(self, columns: TokenColumns, config: LossConfig) -> None:
+        self.c = columns
+        self.config = config
+        self.new, self.old, self.rollout = (
+            column.detach().tolist()
+            for column in (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
+        )
+        owner = columns.samples.sample.tolist()
+        mask = columns.mask.tolist()
+        self.tokens = [
+            [t for t in range(len(owner)) if owner[t] == s and mask[t]] for s in range(len(LENGTHS))
+        ]
+
+    def loss(self) -> float:
+        per_sample = [[self.token(t, sample) for t in sample] for sample in self.tokens]
+        match self.config.aggregation:
+            case "token_mean":
+                return sum(map(sum, per_sample)) / sum(map(len, per_sample))
+            case "sequence_mean":
+                return sum(sum(s) / max(1, len(s)) for s in per_sample) / len(per_sample)
+        return sum(sum(s) / (self.config.max_tokens or 1) for s in per_sample) / len(per_sample)
+
+    def token(self, t: int, sample: list[int]) -> float:
+        config = self.config
+        weight = self.importance(t, sample)
+        if weight == 0.0:
+            return 0.0
+        loss = weight * self.objective(t, sample)
+        if self.c.ref_logprobs is not None:
+            d = self.new[t] - float(self.c.ref_logprobs[t])
+            kinds = {"abs": abs(d), "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}
+            loss += config.kl_coef * kinds[config.kl_kind]
+        return loss - config.entropy_coef * float(self.c.entropy[t])
+
+    def objective(self, t: int, sample: list[int]) -> float:
+        config = self.config
+        advantage = float(self.c.advantages[t])
+        ratio = math.exp(self.new[t] - self.old[t])
+        if config.objective == "gspo":
+            ratio = math.exp(sum(self.new[u] - self.old[u] for u in sample) / len(sample))
+        clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+        if config.objective == "cispo":
+            return -clipped * advantage * float(self.new[t])
+        gain = min(ratio * advantage, clipped * advantage)
+        if config.dual_clip is not None and advantage < 0:
+            gain = max(gain, config.dual_clip * advantage)
+        return -gain
+
+    def importance(self, t: int, sample: list[int]) -> float:
+        config = self.config
+        if config.importance_cap is None:
+            return 1.0
+        logs = {u: self.old[u] - self.rollout[u] for u in sample}
+        if config.importance_veto is not None and min(logs.values()) < math.log(
+            config.importance_veto
+        ):
+            return 0.0
+        total = sum(logs.values())
+        level = {"token": logs[t], "sequence": total, "geometric": total / len(sample)}[
+            config.importance_level
+        ]
+        weight: float = math.exp(level)
+        if config.importance_mode == "mask":
+            return weight if config.importance_floor <= weight <= config.importance_cap else 0.0
+        return min(weight, config.importance_cap)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_low": 0.05, "clip_high": 0.5},
+        {"importance_cap": None},
+        {"importance_cap": 0.7},
+        {"importance_level": "sequence", "importance_cap": 1.5},
+        {"importance_level": "geometric", "importance_cap": 1.1},
+        {"importance_mode": "mask", "importance_cap": 1.4, "importance_floor": 0.6},
+        {
+            "importance_mode": "mask",
+            "importance_level": "geometric",
+            "importance_cap": 1.2,
+            "importance_floor": 0.8,
+        },
+        {"importance_veto": 0.4, "kl_coef": 0.3, "entropy_coef": 0.1},
+        {"kl_coef": 0.3, "entropy_coef": 0.1},
+        {"kl_coef": 0.3, "kl_kind": "abs"},
+        {"kl_coef": 0.3, "kl_kind": "k2"},
+    ],
+    ids=str,
+)
+def test_policy_loss_equals_its_transcription(
+    aggregation: str, objective: str, options: dict[str, Any]
+) -> None:
+    longest = 9 if aggregation == "fixed_length" else None
+    config = LossConfig(aggregation=aggregation, objective=objective, max_tokens=longest, **options)
+    for seed in range(4):
+        columns = make_columns(seed)
+        loss, _ = policy_loss(columns, weigh(columns, config), config)
+        assert loss.detach().item() == pytest.approx(
+            Transcription(columns, config).loss(), rel=1e-9, abs=1e-12
+        )
+
+
+def test_dual_clip_equals_its_transcription_and_bounds_negative_advantages() -> None:
+    config = LossConfig(dual_clip=1.5)
+    differs = 0
+    for seed in range(8):
+        columns = make_columns(seed, with_reference=False, spread=4.0)
+        loss, _ = policy_loss(columns, weigh(columns, config), config)
+        assert loss.detach().item() == pytest.approx(
+            Transcription(columns, config).loss(), rel=1e-9
+        )
+        plain, _ = policy_loss(columns, weigh(columns, LossConfig()), LossConfig())
+        differs += bool(plain != loss)
+    assert differs
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+def test_gradient_is_reinforce_when_the_policy_has_not_moved(objective: str) -> None:
+    columns = make_columns(with_reference=False)
+    same = columns.logprobs.detach().clone()
+    # one sample alone: GSPO spreads a sample's gradient evenly over its tokens
+    samples = one_sample(columns.mask)
+    advantages = columns.advantages if objective != "gspo" else torch.full_like(same, -0.7)
+    columns = TokenColumns(columns.logprobs, same, same, advantages, samples, columns.entropy)
+    config = LossConfig(objective=objective)
+    weights = token_weights(
+        samples, config, batch_tokens=float(columns.mask.sum()), batch_samples=1
+    )
+    loss, metrics = policy_loss(columns, weights, config)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(
+        columns.logprobs.grad, -advantages * columns.mask / columns.mask.sum()
+    )
+    assert metrics["policy/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [
+        (1, 1.5, False),
+        (1, 0.5, True),
+        (-1, 1.5, True),
+        (-1, 0.5, False),
+        (1, 1.25, True),
+        (-1, 0.85, True),
+    ],
+)
+@pytest.mark.parametrize("objective", ["ppo", "gspo"])
+def test_clipping_stops_the_gradient_only_outside_the_bound_that_helps(
+    objective: str, advantage: float, ratio: float, gradient: bool
+) -> None:
+    new = torch.tensor([math.log(ratio) - 3], requires_grad=True)
+    old = torch.tensor([-3.0])
+    one = torch.ones(1)
+    columns = TokenColumns(new, old, old, torch.tensor([float(advantage)]), one_sample(one), one)
+    loss, metrics = policy_loss(
+        columns, one, LossConfig(objective=objective, clip_low=0.2, clip_high=0.28)
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert bool(new.grad != 0) is gradient
+    assert bool(metrics["policy/clip_fraction"] == 0) is gradient
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
+    new = torch.tensor([math.log(5.0) - 3], requires_grad=True)
+    old = torch.tensor([-3.0])
+    one = torch.ones(1)
+    columns = TokenColumns(new, old, old, one, one_sample(one), one)
+    loss, metrics = policy_loss(columns, one, LossConfig(objective="cispo", clip_high=0.28))
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(new.grad, torch.tensor([-1.28]))
+    assert metrics["policy/clip_fraction"] == 1
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind", get_args(KlKind))
+def test_no_value_of_a_token_makes_a_gradient_that_is_not_finite(
+    objective: str, level: str, kind: KlKind
+) -> None:
+    """The first sample is ordinary, the second has impossible tokens, the third is masked."""
+    bad = torch.tensor([-1.0, -120.0, -0.1, -math.inf, -1e30, -1.0])
+    good = torch.tensor([-1.0, -0.1, -120.0, -1.0, -1.0, math.nan])
+    mask = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    samples = make_samples(mask, torch.tensor([0, 1, 1, 2, 2, 2]))
+    options: dict[str, Any] = {"objective": objective, "importance_level": level}
+    config = LossConfig(**options, kl_coef=0.1, kl_kind=kind, entropy_coef=0.1)
+    for new, other in ((bad, good), (good, bad)):
+        for advantage in (1.0, -1.0):
+            trained = new.clone().requires_grad_()
+            advantages = torch.full((6,), advantage)
+            columns = TokenColumns(trained, other, new, advantages, samples, -new, other)
+            loss, metrics = policy_loss(columns, mask / 3, config)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert trained.grad is not None
+            assert trained.grad.isfinite().all()
+            assert trained.grad[0] != 0
+            assert not trained.grad[3:].any()
+            assert all(math.isfinite(float(value)) for value in metrics.values())
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_token_weights_add_up_to_one_where_no_sample_is_empty(aggregation: str) -> None:
+    samples = make_samples(torch.ones(sum(LENGTHS)), make_columns().samples.sample)
+    config = LossConfig(aggregation=aggregation)
+    weights = token_weights(
+        samples, config, batch_tokens=float(sum(LENGTHS)), batch_samples=len(LENGTHS)
+    )
+    assert float(weights.sum()) == pytest.approx(1.0)
+
+
+def test_correction_is_capped_and_carries_no_gradient() -> None:
+    old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    correction = correct(
+        old, torch.tensor([-1.0, -4.0, -0.5]), one_sample(torch.ones(3)), LossConfig()
+    )
+    assert not correction.weights.requires_grad
+    np.testing.assert_allclose(correction.weights, [1.0, 2.0, math.exp(-0.5)], rtol=1e-6)
+    assert not correction.dropped.any()
+
+
+def test_correction_survives_ratios_that_no_float_holds() -> None:
+    config = LossConfig(importance_level="sequence", importance_cap=2.0)
+    old = torch.full((5000,), -0.01)
+    rollout = torch.full((5000,), -5.0)
+    assert (
+        correct(old, rollout, one_sample(torch.ones(5000)), config).weights.tolist() == [2.0] * 5000
+    )
+    assert torch.isfinite(correct(rollout, old, one_sample(torch.ones(5000)), config).weights).all()
+
+
+def test_value_of_k3_and_gradient_of_k2_are_unbiased() -> None:
+    logits = torch.tensor([0.7, -0.2, 0.1], requires_grad=True)
+    policy = logits.log_softmax(0)
+    reference = torch.tensor([0.5, 0.3, 0.2]).log()
+    kl = (policy.exp() * (policy - reference)).sum()
+    (slope,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    weights = policy.exp().detach()
+    k3 = (weights * kl_estimate("k3", policy, reference)).sum()
+    (k2_slope,) = torch.autograd.grad(
+        (weights * kl_estimate("k2", policy, reference)).sum(), logits
+    )
+    torch.testing.assert_close(k3, kl)
+    torch.testing.assert_close(k2_slope, slope)
+
+
+def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> None:
+    low = torch.tensor([-2.0])
+    high = torch.tensor([-1.0])
+    for kind in get_args(KlKind):
+        assert float(kl_estimate(kind, low, low)) == 0
+        assert float(kl_estimate(kind, low, high)) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregation": "fixed_length"}, "needs max_tokens"),
+        ({"objective": "gspo", "dual_clip": 3.0}, "dual_clip belongs to objective ppo"),
+        ({"max_tokens": 9}, "read by aggregation = fixed_length only"),
+        ({"importance_floor": 0.5}, "needs importance_mode = mask"),
+        ({"importance_mode": "mask", "importance_floor": 3.0}, "must be below importance_cap"),
+        ({"importance_cap": None, "importance_veto": 0.1}, "importance_veto cannot act without"),
+    ],
+)
+def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**options)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("mask", [[0.0, 0.0, 0.0], []], ids=["fully masked", "empty"])
+def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
+    objective: str, level: str, mask: list[float]
+) -> None:
+    new = torch.full((len(mask),), -1.0, requires_grad=True)
+    samples = Samples(
+        torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long), torch.zeros(min(1, len(mask)))
+    )
+    other = torch.full((len(mask),), -2.0)
+    columns = TokenColumns(
+        new, other, other, torch.ones(len(mask)), samples, torch.ones(len(mask)), other
+    )
+    config = LossConfig(objective=objective, importance_level=level, kl_coef=0.1, entropy_coef=0.1)
+    for aggregation in ("token_mean", "sequence_mean"):
+        weights = token_weights(
+            samples,
+            config.model_copy(update={"aggregation": aggregation}),
+            batch_tokens=0.0,
+            batch_samples=1,
+        )
+        loss, metrics = policy_loss(columns, weights, config)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert loss.item() == 0.0
+        assert not any(float(value) for value in metrics.values())
+    assert new.grad is not None
+    assert not new.grad.any()
+
+
+def test_mismatch_metrics_equal_their_transcription() -> None:
+    columns = make_columns(3)
+    config = LossConfig(importance_cap=1.5)
+    _, sums = policy_loss(columns, weigh(columns, config), config)
+    n = float(columns.mask.sum())
+    metrics = derived_metrics({name: float(value) / n for name, value in sums.items()})
+    trained = [t for t, m in enumerate(columns.mask.tolist()) if m]
+    named = (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
+    new, old, rollout = (column.detach().tolist() for column in named)
+    weights = [min(math.exp(old[t] - rollout[t]), 1.5) for t in trained]
+    assert metrics["mismatch/ess"] == pytest.approx(
+        sum(weights) ** 2 / (n * sum(w * w for w in weights))
+    )
+    trainer_ppl = math.exp(-sum(new[t] for t in trained) / n)
+    rollout_ppl = math.exp(-sum(rollout[t] for t in trained) / n)
+    assert metrics["mismatch/ppl"] == pytest.approx(trainer_ppl)
+    assert metrics["mismatch/rollout_ppl"] == pytest.approx(rollout_ppl)
+    assert metrics["mismatch/ppl_ratio"] == pytest.approx(trainer_ppl / rollout_ppl)
+    assert derived_metrics({}) == {}

@@ -1,0 +1,196 @@
+"""The train step in pieces: as in one; values and generalized advantages as in the papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from buffer.errors import ConfigError
+from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
+from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
+from tests.consumer.grpo.models.tiny import build_model, make_group
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models"))
+
+
+def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) -> TrainController:
+    loss = LossConfig(**options.pop("loss", {}))
+    learner = Learner(
+        model_dir, LearnerConfig(learning_rate=1e-3, token_budget=40, loss=loss, **options), seed=7
+    )
+    config = CriticConfig(learning_rate=1e-2, lam=0.9, gamma=0.99)
+    if critic:
+        value_model = Critic(
+            model_dir,
+            config,
+            seed=3,
+            bf16=learner.bf16,
+            gradient_checkpointing=learner.config.gradient_checkpointing,
+        )
+        return TrainController(learner, "gae", critic=value_model)
+    return TrainController(learner)
+
+
+def make_batch(step: int = 0) -> list[Any]:
+    return [make_group(100 * step + i, prompt=3 + i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "updates_per_batch": 2,
+            "old_policy": "current",
+            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        },
+        {"critic": True, "updates_per_batch": 2, "old_policy": "current"},
+    ],
+    ids=str,
+)
+def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict[str, Any]) -> None:
+    whole = make_controller(model_dir, **options)
+    pieces = make_controller(model_dir, **options)
+    for step in range(2):
+        expected = whole.fit(make_batch(step))
+        batch = pieces.pack_pad_dispatch(make_batch(step))
+        for compute in ("old_logprobs", "ref_logprobs", "values", "advantages"):
+            batch = getattr(pieces, f"compute_{compute}")(batch)
+        assert pieces.train(batch) == {
+            n: v for n, v in expected.items() if not n.startswith("filtered/")
+        }
+    state = whole.state_tensors()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in pieces.state_tensors().items())
+
+
+def test_critic_continues_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
+    straight = make_controller(model_dir, critic=True)
+    first = make_controller(model_dir, critic=True)
+    straight.fit(make_batch(0))
+    first.fit(make_batch(0))
+    save_file(first.state_tensors(), tmp_path / "state.safetensors")
+    second = make_controller(model_dir, critic=True)
+    second.load_state_tensors(load_file(tmp_path / "state.safetensors"))
+    assert second.fit(make_batch(1)) == straight.fit(make_batch(1))
+
+
+def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
+    controller = make_controller(model_dir, critic=True)
+    groups = make_batch(0)
+    errors = [controller.fit(groups)["critic/abs_error"] for _ in range(8)]
+    assert errors[-1] < errors[0]
+
+
+def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
+    plain = make_controller(model_dir, critic=True)
+    again = make_controller(model_dir, critic=True, gradient_checkpointing=True)
+    one = plain.fit(make_batch())
+    two = again.fit(make_batch())
+    assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
+
+
+def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
+    model_dir: Path,
+) -> None:
+    plain = make_controller(model_dir, critic=True)
+    short = make_controller(model_dir, critic=True, bf16=True)
+    for _ in range(3):
+        one = plain.fit(make_batch())
+        two = short.fit(make_batch())
+    assert short.critic
+    assert {tensor.dtype for tensor in short.critic.parameters.values()} == {torch.float32}
+    assert two["critic/loss"] != one["critic/loss"]
+    assert two["critic/loss"] == pytest.approx(one["critic/loss"], rel=0.05)
+
+
+LENGTHS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 99),
+)
+def test_packed_gae_is_that_of_each_rollout_alone(
+    shapes: list[list[int]], gamma: float, lam: float, seed: int
+) -> None:
+    groups = [make_group(i + seed, lengths=lengths) for i, lengths in enumerate(shapes)]
+    draw = np.random.default_rng(seed)
+    rewards = torch.from_numpy(draw.normal(size=sum(map(len, shapes))).astype("<f4"))
+    for batch in Packer(60).pack_pad_dispatch(BatchTable.of(groups)):
+        values = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
+        advantages, returns = packed_gae(
+            rewards[batch.rollout], values, batch, gamma=gamma, lam=lam
+        )
+        for number in range(len(batch.rollout)):
+            trained = (batch.sample == number) & (batch.mask > 0)
+            own = values[trained].double().numpy()
+            reward = np.zeros(len(own))
+            reward[-1:] = float(rewards[batch.rollout[number]])
+            deltas = reward + gamma * np.append(own[1:], 0.0)[: len(own)] - own
+            expected = [
+                sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(own)))
+                for t in range(len(own))
+            ]
+            np.testing.assert_allclose(advantages[trained], expected, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(returns[trained], expected + own, rtol=1e-6, atol=1e-6)
+        assert not advantages[batch.mask == 0].any()
+
+
+def test_value_loss_equals_its_transcription() -> None:
+    draw = np.random.default_rng(0)
+    values, old, wanted, mask = draw.normal(size=(4, 50)).astype("<f4")
+    mask = (mask > 0).astype("<f4")
+    for clip in (None, 0.1, 0.5):
+        expected = 0.0
+        for v, o, r, m in zip(values, old, wanted, mask, strict=True):
+            errors = [(v - r) ** 2]
+            if clip is not None:
+                errors.append((min(max(v, o - clip), o + clip) - r) ** 2)
+            expected += 0.5 * max(errors) * m
+        columns = [torch.from_numpy(column) for column in (values, old, wanted, mask)]
+        got = value_loss(columns[0], columns[1], columns[2], columns[3], clip)
+        assert float(got) == pytest.approx(expected, rel=1e-5)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(5, 60))
+def test_dispatch_gives_every_rollout_to_one_rank_and_all_ranks_as_many_passes(
+    shapes: list[list[int]], ranks: int, budget: int
+) -> None:
+    groups = [make_group(i, lengths=lengths) for i, lengths in enumerate(shapes)]
+    parts = [
+        Packer(budget).pack_pad_dispatch(BatchTable.of(groups), ranks=ranks, rank=rank)
+        for rank in range(ranks)
+    ]
+    assert len({len(part) for part in parts}) == 1
+    numbers = [int(n) for part in parts for batch in part for n in batch.rollout]
+    lengths = [length for shape in shapes for length in shape]
+    states = [state for group in groups for state in group.states]
+    trained = [
+        n
+        for n, state in enumerate(states)
+        if state.response_mask is None or state.response_mask.any()
+    ]
+    assert sorted(numbers) == [n for n in trained if lengths[n]]
+    loads = [sum(len(batch.targets) + 6 * len(batch.rollout) for batch in part) for part in parts]
+    assert max(loads) - min(loads) <= 6 + max(lengths)
+
+
+def test_gae_without_a_critic_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a critic"):
+        TrainController(make_controller(model_dir).learner, "gae")

@@ -1,0 +1,195 @@
+"""Which precision and attention a model gets, and that of packed rows by sample borders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from buffer.errors import ConfigError
+from consumer.config.learner import Attention, LearnerConfig
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.models import device_choices
+from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention, choose_bf16
+from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.models.varlen_attention import TORCH_VARLEN
+from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
+from consumer.grpo.policy.model_checks import keeps_samples_apart
+from consumer.grpo.policy.packing import Packer
+from consumer.handle.batch_table import BatchTable
+from tests.consumer.grpo.models.tiny import make_group
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config()),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config()),
+    "deepseek": (DeepseekV3ForCausalLM, DeepseekV3Config()),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig()),
+}
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "bf16", "installed", "chosen"),
+    [
+        ("qwen3", "cpu", False, "all", "sdpa"),
+        ("qwen3", "cpu", True, "all", "sdpa"),
+        ("qwen3", "cuda", True, "all", "flash_attention_3"),
+        ("qwen3", "cuda", True, "flash_attention_2", "flash_attention_2"),
+        ("qwen3", "cuda", True, "none", "torch_varlen"),
+        ("qwen3", "cuda", False, "all", "sdpa"),
+        ("gemma2", "cuda", True, "none", "sdpa"),  # its attention has a cap
+        ("deepseek", "cuda", True, "none", "sdpa"),  # its values are narrower than its keys
+        ("gpt_oss", "cpu", False, "all", "eager"),  # it refuses sdpa: attention sinks
+        ("gpt_oss", "cuda", True, "all", "flex_attention"),
+    ],
+)
+def test_auto_chooses_the_best_attention_that_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    device: str,
+    bf16: bool,
+    installed: str,
+    chosen: Attention,
+) -> None:
+    monkeypatch.setattr(device_choices, "_architecture", lambda folder: MODELS[model])
+    monkeypatch.setattr(
+        device_choices,
+        "PACKAGES",
+        {
+            name: (package, lambda name=name: installed in ("all", name))
+            for name, (package, _) in device_choices.PACKAGES.items()
+        },
+    )
+    place = torch.device(device)
+    folder = Path()
+    assert choose_attention(LearnerConfig(), folder, place, bf16=bf16) == chosen
+    named = LearnerConfig(attn_implementation=chosen)
+    assert choose_attention(named, folder, place, bf16=bf16) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "reason"),
+    [
+        ("flash_attention_2", False, "needs a CUDA device"),
+        ("torch_varlen", True, "needs a CUDA device"),
+        ("flex_attention", True, "needs a CUDA device"),
+    ],
+)
+def test_an_attention_that_cannot_run_is_refused_with_the_reason(
+    model_dir: Path, name: Attention, bf16: bool, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Learner(model_dir, LearnerConfig(attn_implementation=name, bf16=bf16))
+
+
+def test_reasons_on_a_gpu_name_what_is_missing() -> None:
+    place = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=False)
+    assert place.obstacle("flash_attention_2") == "it needs bf16"
+    missing = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=True).obstacle("flash_attention_2")
+    assert missing == "flash-attn is not installed"
+    capped = ModelOnDevice(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
+    assert capped == "it has no attn_logit_softcapping, which the model's config sets"
+
+
+def test_bf16_is_automatic(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    cuda = torch.device("cuda")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda s=supported, **_: s)
+        assert choose_bf16(LearnerConfig(), cuda) is supported
+        assert choose_bf16(LearnerConfig(bf16=True), cuda)
+        assert not choose_bf16(LearnerConfig(bf16=False), cuda)
+    assert not Learner(model_dir, LearnerConfig()).bf16
+    assert Learner(model_dir, LearnerConfig(bf16=True)).bf16
+
+
+def test_gpt_oss_loads_and_keeps_its_samples_apart(tmp_path: Path) -> None:
+    config = GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    learner = Learner(tmp_path, LearnerConfig())
+    groups = [make_group(0, prompt=3, lengths=[9, 2, 2])]
+    (update,) = learner.pack(groups).updates
+    # its mask does not see where positions start again
+    assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
+
+
+def reference_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    key_borders: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Return what torch's kernel returns on a GPU, sample by sample with torch's own attention."""
+    assert torch.equal(borders, key_borders)
+    assert int(borders.diff().max()) == longest == longest_key
+    out = []
+    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        near = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if window_size[0] >= 0:
+            near = near.triu(-window_size[0])
+        mixed = scaled_dot_product_attention(
+            q, k, v, attn_mask=near, scale=scale, enable_gqa=enable_gqa
+        )
+        out.append(mixed[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "sliding"])
+def test_torch_varlen_gives_the_logprobs_of_sdpa_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """The kernel itself runs on a GPU only: here the reference above is in its place."""
+    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
+    torch.manual_seed(0)
+    model: Any = (
+        Qwen3ForCausalLM(Qwen3Config(**TINY))
+        if kind == "qwen3"
+        else MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    group = make_group(0, prompt=2, lengths=[9, 2, 1, 5])
+    (batch,) = Packer(1000).pack_pad_dispatch(BatchTable.of([group]))
+    assert batch.input_ids.shape[0] < len(batch.rollout)
+    policies = [
+        TargetLogits(load_model(tmp_path, attention=name).eval()) for name in ("sdpa", TORCH_VARLEN)
+    ]
+    assert [policy.is_varlen for policy in policies] == [False, True]
+    assert keeps_samples_apart(policies[1])
+    by_mask, by_borders = (token_logprobs(policy, batch).logprobs for policy in policies)
+    torch.testing.assert_close(by_borders, by_mask, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,175 @@
+"""The tiny model's files are what transformers expects, and the warm start teaches it something."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffer.errors import DatasetError, ModelError
+from buffer.weights.new_folder import new_folder
+from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
+from consumer.grpo.models.model_folder import load_model, load_tokenizer
+from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.models.warm_start import (
+    Demonstration,
+    WarmStartProgress,
+    read_problems,
+    warm_start,
+)
+from consumer.grpo.reporting.token_texts import TokenTexts
+from tests.consumer.grpo.models.tiny import SPEC, build_model
+
+QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="
+QUICK = WarmStartConfig(
+    max_steps=40, development_problems=8, batch_size=8, check_every_steps=10, stop_accuracy=0.9
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models"))
+
+
+def digit_problems(count: int = 80) -> list[Demonstration]:
+    return [
+        Demonstration([{"role": "user", "content": f"say {n % 10}"}], str(n % 10))
+        for n in range(count)
+    ]
+
+
+def test_tokenizer_loads_through_auto_classes_and_keeps_text(model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    for text in [QUESTION, "-12", "a = {b}; c\n  d  e", "1 + 1 = 2."]:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer.encode(QUESTION, add_special_tokens=False)
+    assert [tokenizer.decode(i) for i in ids] == [
+        SPEC.phrases[0],
+        "4",
+        " + ",
+        "1",
+        "7",
+        " - ",
+        "2",
+        " =",
+    ]
+
+
+def test_chat_template_ends_with_the_assistants_turn(model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    again = [*messages, {"role": "user", "content": "3"}]
+    text = tokenizer.apply_chat_template(again, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>1 + 1<|assistant|>2<|end|><|user|>3<|assistant|>"
+
+
+def test_tokenizer_marks_a_character_that_it_does_not_know(model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert tokenizer.encode("é1", add_special_tokens=False)[0] == tokenizer.unk_token_id
+
+
+def test_model_loads_through_auto_classes_with_the_tokenizers_end(model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_build_gives_the_same_weights_when_the_seed_is_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    again = build_model(tmp_path)
+    assert torch.equal(before, torch.get_rng_state()), "the caller's random state was touched"
+    assert (again / "model.safetensors").read_bytes() == (
+        model_dir / "model.safetensors"
+    ).read_bytes()
+    other = build_model(tmp_path, seed=1)
+    assert (other / "model.safetensors").read_bytes() != (
+        model_dir / "model.safetensors"
+    ).read_bytes()
+
+
+def test_build_refuses_a_folder_that_exists(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="already exists"):
+        build_tiny_model(model_dir, SPEC, 0)
+
+
+def test_new_folder_leaves_nothing_behind_when_writing_fails(tmp_path: Path) -> None:
+    def write_half() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "half").write_text("x")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tiny_model_config_refuses_an_unknown_key() -> None:
+    with pytest.raises(ValueError, match="widht"):
+        TinyModelConfig(widht=3)  # type: ignore[call-arg]
+
+
+def test_warm_start_teaches_the_model_and_stops_early(model_dir: Path, tmp_path: Path) -> None:
+    seen: list[WarmStartProgress] = []
+    config = QUICK.model_copy(update={"max_steps": 400})
+    last = warm_start(model_dir, tmp_path / "out", digit_problems(), config, seen.append)
+    assert last.accuracy >= 0.9
+    assert last.step < 400
+    assert [p.step for p in seen] == list(range(1, last.step + 1))
+    load_tokenizer(tmp_path / "out")
+    load_model(tmp_path / "out")
+
+
+def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = QUICK.model_copy(update={"max_steps": 5})
+    for name in ("one", "two"):
+        warm_start(model_dir, tmp_path / name, digit_problems(), config)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_warm_start_reports_how_many_problems_it_needs(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="16"):
+        warm_start(model_dir, tmp_path / "out", digit_problems(9), QUICK)
+
+
+@pytest.mark.parametrize("line", [b"not json", b'{"messages": []}', b"[1]"])
+def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: bytes) -> None:
+    good = orjson.dumps(
+        {"messages": [{"role": "user", "content": "1"}], "ground_truth": 1, "other": None}
+    )
+    file = tmp_path / "problems.jsonl"
+    file.write_bytes(good + b"\n\n" + line)
+    with pytest.raises(DatasetError, match=r"problems\.jsonl:3"):
+        read_problems(file)
+    file.write_bytes(good)
+    assert read_problems(file) == [Demonstration([{"role": "user", "content": "1"}], "1")]
+
+
+def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(load_model, [model_dir] * 12))
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())
+
+
+def test_a_browser_gets_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model_dir).encode(QUESTION, add_special_tokens=False)
+    texts = TokenTexts([tmp_path / "no model here", model_dir]).of(ids)
+    assert texts is not None
+    assert "".join(texts) == QUESTION
+    assert len(texts) == len(ids) > 3
+    assert TokenTexts([tmp_path]).of(ids) is None

@@ -1,0 +1,56 @@
+"""What the tests of the training side share: a tiny model, and random groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
+from consumer.config.warm_start import TinyModelConfig
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.models.tiny_model import build_tiny_model
+
+SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=48)
+
+
+def build_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
+    """Create a tiny model folder below `folder`."""
+    path = folder / f"model-{seed}"
+    build_tiny_model(path, SPEC.model_copy(update={"layers": layers}), seed)
+    return path
+
+
+def make_group(
+    seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4)
+) -> RolloutGroup:
+    """Return a group of random tokens, logprobs, masks and scores 0 or 1."""
+    draw = np.random.default_rng(seed)
+    prompt_ids = draw.integers(6, 90, prompt)
+    states = [
+        RolloutState(
+            index=index,
+            prompt_ids=prompt_ids,
+            response_ids=draw.integers(6, 90, length),
+            logprobs=draw.uniform(-5, -3, length),
+            response_mask=draw.random(length) > 0.2,
+            reward={"score": float(index % 2)},
+            status=Status.COMPLETED,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    return RolloutGroup(f"task-{seed:010d}", "task", states)
+
+
+def train_step(
+    learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
+) -> dict[str, float]:
+    """Train on one batch with given advantages, float32[sum k], as `TrainController.fit` does."""
+    batch = learner.pack(groups, keep=learner.keep(advantages))
+    batch = learner.compute_old_logprobs(batch)
+    batch = learner.compute_ref_logprobs(batch)
+    batch.set_advantages(advantages)
+    return learner.train(batch)

@@ -1,0 +1,28 @@
+"""[learner] compile: the numbers of the model's own layers, on one rank and on several."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from buffer.errors import ConfigError
+from consumer.config.learner import LearnerConfig
+from consumer.grpo.learner.learner import Learner
+from tests.consumer.grpo.models.tiny import build_model
+from tests.consumer.handle.test_ranks import build_mixture
+
+
+def test_a_mixture_of_experts_is_not_compiled(tmp_path: Path) -> None:
+    model = build_mixture(tmp_path / "mixture")
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        Learner(model, LearnerConfig(compile=True))
+
+
+def test_without_a_compiler_a_learner_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"compile = true needs .* none of g\+\+"):
+        Learner(build_model(tmp_path), LearnerConfig(compile=True))

@@ -1,0 +1,249 @@
+"""The examples, killed and started again.
+
+One of them as a user does it: `rolloutmq train` with a loop of one's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.errors import ConfigError
+from buffer.ledger.position import Position
+from buffer.model.manifest import Manifest
+from buffer.model.trainer_report import TrainerReport
+from buffer.redis.store import Store
+from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.reporting.step_log import StepLog, read_evaluations
+from consumer.handle.rollout_consumer import RolloutConsumer
+from examples import low_level_loop, plain_loop
+from rolloutmq.config.load import load_config
+from rolloutmq.launch.create_run import create_run
+from tests.consumer.handle.crew import MEMBERS, at_work, wait_until
+from tests.servers import Server
+from tests.warm_process import start_command
+
+pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4
+GROUPS = 3
+
+CONFIG = """
+[run]
+name = "{name}"
+dir = "{folder}/run"
+[policy]
+model = "{model}"
+max_staleness = 1
+[plan]
+steps = {steps}
+batch_size = {groups}
+[tasks.math]
+judge = "exact_match"
+prompt_repeat_k = {members}
+dataset = {{ kind = "jsonl", path = "problems.jsonl" }}
+[tasks.quiz]
+eval_of = "math"
+[trainer]
+loop = "{loop}"
+checkpoint_every_steps = 2
+[learner]
+learning_rate = 1e-3
+[evaluation]
+groups = 2
+"""
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler catches it."""
+
+
+CRASHES: list[tuple[type, str, int]] = [
+    (RolloutConsumer, "take_batch", 3),
+    (CheckpointFolder, "complete", 1),
+    (RolloutConsumer, "commit", 1),
+    (RolloutConsumer, "publish_weights", 4),
+]
+
+
+class Site:
+    """A run that an example trains; prepared groups come from this process."""
+
+    def __init__(self, server: Server, name: str, folder: Path, model: Path, loop: str) -> None:
+        self.file = folder / "run.toml"
+        facts = {"name": name, "folder": folder, "model": model, "loop": loop}
+        self.file.write_text(
+            CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8"
+        )
+        self.config = load_config(self.file, [])
+        self.store = Store(server.url)
+        self.url = server.url
+        self.run = create_run(self.store, self.config, model)
+
+    def start(self) -> BaseProcess:
+        """Train by `rolloutmq train`, in a process that is forked from a warm one."""
+        words = ["train", str(self.file), "--take-over"]
+        log = self.file.parent / "train.log"
+        return start_command(log, words, os.environ | {"REDIS_URL": self.url})
+
+    def fields(self, key: str) -> dict[str, str]:
+        found = self.store.control.hgetall(key)
+        return {name.decode(): value.decode() for name, value in found.items()}
+
+    def output(self) -> str:
+        return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
+
+    def log(self) -> StepLog:
+        log = StepLog(self.config.run.folder / "steps.jsonl")
+        log.read_new()
+        return log
+
+
+def check(site: Site) -> None:
+    log = site.log()
+    run = site.run
+    assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+    assert log.trained_twice() == {}
+    assert len({gid for step in log.steps for gid in step.gids}) == STEPS * GROUPS
+    assert run.ledger.steps()[:2] == (STEPS, STEPS)
+    assert run.control.state().weights.version == STEPS
+    assert run.control.state().mode == "finish"
+    assert run.account.fsck().clean
+    assert len(list((site.config.run.folder / "weights").iterdir())) <= 3  # older ones are pruned
+
+
+@pytest.fixture
+def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request: Any) -> Any:
+    site = Site(server, run_name, tmp_path, model_dir, request.param)
+    yield site
+    site.store.close()
+
+
+LOOPS = {"plain": plain_loop.train, "low_level": low_level_loop.train}
+
+
+@pytest.mark.parametrize(
+    ("site", "loop"),
+    [(f"consumer.examples.{name}_loop:train", name) for name in LOOPS],
+    indirect=["site"],
+    ids=list(LOOPS),
+)
+@pytest.mark.parametrize(
+    ("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v))
+)
+def test_a_loop_trains_every_step_once_although_it_dies_right_after(
+    site: Site, loop: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+) -> None:
+    train = LOOPS[loop]
+    calls: list[str] = []
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(method)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    original = getattr(owner, method)
+    arguments = (site.run, site.config, site.config.policy.model)
+    with at_work(site.run, math=STEPS * GROUPS):
+        monkeypatch.setattr(owner, method, dying)
+        with pytest.raises(Killed):
+            train(*arguments)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        train(*arguments, take_over=True)  # type: ignore[arg-type]
+    check(site)
+    assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
+    report = TrainerReport.parse(site.fields(site.run.keys.report))
+    assert report.training
+    assert report.training.step == STEPS
+    assert report.evaluations["quiz"].step == STEPS
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in consumer/README.md. It dies after its second commit, and is started again."""
+    text = (ROOT / "consumer" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# reinforce\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
+    program = tmp_path / "reinforce.py"
+    program.write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"]
+    )
+    add = Position.add
+    commit = RolloutConsumer.commit
+    trained = list[tuple[int, list[str]]]()
+
+    def noting(self: Position, manifest: Manifest) -> None:
+        add(self, manifest)
+        trained.append((manifest.step, manifest.gids))
+
+    def dying(self: RolloutConsumer, step: int, *, keep: int) -> None:
+        commit(self, step, keep=keep)
+        if step == 2:
+            raise Killed
+
+    monkeypatch.setattr(Position, "add", noting)
+    with at_work(site.run, math=STEPS * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutConsumer, "commit", dying)
+            with pytest.raises(Killed):
+                runpy.run_path(str(program))
+        runpy.run_path(str(program))
+    assert [step for step, _ in trained] == [1, 2, 3, 4]
+    assert len({gid for _, gids in trained for gid in gids}) == STEPS * GROUPS
+    assert site.run.ledger.steps() == (STEPS, STEPS, STEPS)
+    assert site.run.control.state().weights.version == STEPS
+    assert site.run.account.fsck().clean
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
+    trl = pytest.importorskip("examples.trl_async_grpo", exc_type=ImportError)
+    tasks = dict(site.config.tasks)
+    tasks["math"] = tasks["math"].model_copy(update={"prompt_repeat_k": MEMBERS + 1})
+    edited = site.config.model_copy(update={"tasks": tasks})
+    with at_work(site.run, math=GROUPS):
+        wait_until(lambda: site.run.groups.count({"stage": "pool"}) > 0, "a group")
+    crew_size = next(site.run.groups.find({"task": "math"})).samples
+    with pytest.raises(ConfigError, match=f"is {MEMBERS + 1}, .* has {crew_size} rollouts"):
+        trl.train(site.run, edited, site.config.policy.model)
+    assert not site.run.control.holder("trainer").seen_ms
+
+
+@pytest.mark.parametrize("site", ["tests.examples.trl_on_cpu:train"], indirect=True)
+def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
+    """It is killed after a commit, somewhere in the steps behind it, and started again."""
+    with at_work(site.run, math=STEPS * GROUPS):
+        process = site.start()
+        try:
+            wait_until(
+                lambda: site.run.ledger.steps()[1] >= 2 or process.exitcode is not None,
+                "a commit",
+            )
+            assert process.exitcode in (None, 0), site.output()
+        finally:
+            process.kill()
+            process.join()
+        again = site.start()
+        again.join(500)
+        assert again.exitcode == 0, site.output()
+    check(site)
+    newest = site.config.run.folder / "trl" / f"checkpoint-{STEPS}"
+    state = orjson.loads((newest / "trainer_state.json").read_bytes())
+    assert state["global_step"] == STEPS
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    assert rewards
+    assert all(reward == 0.5 for reward in rewards)  # those of the crew's groups: 0, 1, 0, 1
