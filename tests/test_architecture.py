@@ -93,27 +93,30 @@ def test_who_loads_code_by_name_is_known() -> None:
     (buffer/model/order_policy.py).
     """
     known = {
+        "buffer/imports.py",
         "buffer/model/order_policy.py",
         "consumer/grpo/learner/losses.py",
         "producer_workers/agent_loops/agent_loop.py",
         "producer_workers/agent_loops/environment.py",
-        "producer_workers/gateway/loop.py",
         "producer_workers/agent_loops/toolbox.py",
+        "producer_workers/build.py",
         "producer_workers/datasets/contained_dataset.py",
         "producer_workers/datasets/open.py",
         "producer_workers/datasets/records.py",
-        "producer_workers/worker/task_runner.py",
+        "producer_workers/engines/__init__.py",
+        "producer_workers/gateway/agents.py",
         "producer_workers/judges/load.py",
-        "producer_workers/producer/curriculum.py",
-        "producer_workers/producer/strategy.py",
         "producer_workers/user_code/border.py",
         "producer_workers/user_functions.py",
+        "producer_workers/worker/task_runner.py",
         "rolloutmq/launch/training.py",
     }
     found = set()
     for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_object"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("load_object", "load_function")
+            ):
                 found.add(str(path.relative_to(ROOT)))
     assert found == known
 

@@ -72,7 +72,7 @@ class Item(NamedTuple):
     data: Any
 
 
-class FileFacts(BaseModel):
+class SnapshotFile(BaseModel):
     """Size and checksum that a file must have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -99,20 +99,20 @@ class SnapshotFacts(BaseModel):
     was_running: int
     payload_bytes: int
     media_bytes: int
-    files: dict[str, FileFacts]
+    files: dict[str, SnapshotFile]
 
 
-class Section:
+class PartSection:
     """Writes the files of one section, one after the other."""
 
     def __init__(self, folder: Path, name: SectionName) -> None:
         self.name: SectionName = name
-        self.files: dict[str, FileFacts] = {}
+        self.files: dict[str, SnapshotFile] = {}
         self._folder = folder
         self._stream: IO[bytes] | None = None
         self._open_file = ""
 
-    def __enter__(self) -> Section:
+    def __enter__(self) -> PartSection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +142,7 @@ class Section:
             stream.flush()
             os.fsync(stream.fileno())
         self._stream = None
-        facts = FileFacts(bytes=self._bytes, items=self._items, blake2b=self._digest.hexdigest())
+        facts = SnapshotFile(bytes=self._bytes, items=self._items, blake2b=self._digest.hexdigest())
         self.files[self._open_file] = facts
 
     def discard(self) -> None:

@@ -32,7 +32,7 @@ from buffer.redis.store import Store
 from buffer.snapshot.cut import IndexCut
 from buffer.snapshot.folder import (
     Item,
-    Section,
+    PartSection,
     SnapshotFacts,
     file_items,
     new_snapshot,
@@ -142,11 +142,11 @@ class SnapshotSaver:
         missing.
         """
         with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
-            with Section(hidden, "index") as index:
+            with PartSection(hidden, "index") as index:
                 cut = self._cut(index, attempts, advance, hold)
-            with Section(hidden, "payloads") as payloads:
+            with PartSection(hidden, "payloads") as payloads:
                 size = self._copy_payloads(index, payloads, advance, hold)
-            with Section(hidden, "media") as media:
+            with PartSection(hidden, "media") as media:
                 media_size = self._copy_media(index, media, advance, hold)
             facts = SnapshotFacts(
                 run=self._keys.run,
@@ -161,7 +161,7 @@ class SnapshotSaver:
             write_manifest(hidden, facts)
         return facts
 
-    def _cut(self, index: Section, attempts: int, advance: Advance, hold: _Hold) -> IndexCut:
+    def _cut(self, index: PartSection, attempts: int, advance: Advance, hold: _Hold) -> IndexCut:
         for _ in range(attempts):
             index.discard()
             cut = IndexCut(self._store, self._keys, self._limits)
@@ -184,7 +184,7 @@ class SnapshotSaver:
         )
 
     def _copy_payloads(
-        self, index: Section, payloads: Section, advance: Advance, hold: _Hold
+        self, index: PartSection, payloads: PartSection, advance: Advance, hold: _Hold
     ) -> int:
         size = 0
         for done, item in enumerate(self._read_payloads(index), start=1):
@@ -194,7 +194,7 @@ class SnapshotSaver:
             advance("payloads", done)
         return size
 
-    def _read_payloads(self, index: Section) -> Iterator[Item]:
+    def _read_payloads(self, index: PartSection) -> Iterator[Item]:
         named = named_payloads(index.items())
         while some := list(islice(named, _AT_ONCE)):
             chunks = self._payloads.read_chunks([payload.ref for payload in some])
@@ -205,7 +205,9 @@ class SnapshotSaver:
                     if part is not None:
                         yield self._item(payload.ref, chunk, part)
 
-    def _copy_media(self, index: Section, media: Section, advance: Advance, hold: _Hold) -> int:
+    def _copy_media(
+        self, index: PartSection, media: PartSection, advance: Advance, hold: _Hold
+    ) -> int:
         """Copy the media files of all groups whose payloads were copied; return their bytes."""
         size = 0
         if self._media is None:

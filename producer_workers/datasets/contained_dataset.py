@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.imports import load_object
 from producer_workers.config.dataset import DatasetSection
-from producer_workers.datasets.dataset import Dataset, Place, Problem
+from producer_workers.datasets.dataset import Dataset, Problem, RowPlace
 from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border, Rules, is_marked_inline
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
@@ -137,9 +137,9 @@ class ContainedDataset:
 
     def row(self, row: int, epoch: int = 0) -> Problem:
         """See `Dataset`."""
-        return self.row_of([Place(epoch, row)])
+        return self.row_of([RowPlace(epoch, row)])
 
-    def row_of(self, places: Iterable[Place]) -> Problem:
+    def row_of(self, places: Iterable[RowPlace]) -> Problem:
         """Return the problem at the first of `places`; the others will probably be asked next."""
         coming = iter(places)
         epoch, row = next(coming)
@@ -151,7 +151,7 @@ class ContainedDataset:
             raise found
         return found
 
-    def _ask(self, row: int, epoch: int, coming: Iterator[Place]) -> Problem | DatasetError:
+    def _ask(self, row: int, epoch: int, coming: Iterator[RowPlace]) -> Problem | DatasetError:
         """Return one row, and keep those behind it; again alone if one of these spoils that."""
         self._ahead.clear()
         # another epoch may be another pass over a stream

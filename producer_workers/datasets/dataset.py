@@ -24,14 +24,14 @@ from buffer.wire.sampling import StructuredOutput
 _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have halves of a few bits
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """The position of a draw: the epoch (0 is the first), and the row of the data set."""
 
     epoch: int
     row: int
 
 
-def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> Place:
+def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> RowPlace:
     """Return the place of draw `draw` (0, 1, 2 ...) in a data set of `rows` rows.
 
     Every epoch visits every row exactly once, each in an order of its own. Raises ValueError for a
@@ -40,7 +40,7 @@ def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> Place:
     if draw < 0 or rows < 1:
         raise ValueError(f"draw {draw} of {rows} rows: draws start at 0, and a data set has rows")
     epoch, position = divmod(draw, rows)
-    return Place(epoch, permute(position, rows, f"{seed}:{epoch}") if shuffle else position)
+    return RowPlace(epoch, permute(position, rows, f"{seed}:{epoch}") if shuffle else position)
 
 
 def permute(position: int, size: int, key: str) -> int:

@@ -22,7 +22,7 @@ from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
-from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
+from producer_workers.datasets.dataset import Dataset, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
 
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
@@ -35,7 +35,7 @@ class TooLong:
     """A draw whose prompt has more tokens than `max_prompt_tokens`: it is counted and skipped."""
 
     draw: int
-    place: Place
+    place: RowPlace
     prompt_tokens: int
     max_prompt_tokens: int
 
@@ -69,7 +69,7 @@ class Sampler:
         """Return the group id of a draw."""
         return group_id(self.task, draw)
 
-    def place(self, draw: int) -> Place:
+    def place(self, draw: int) -> RowPlace:
         """Return the epoch and row of a draw."""
         return place_of(draw, len(self.dataset), self.seed, shuffle=self.shuffle)
 
@@ -110,7 +110,7 @@ class Sampler:
             message = f"{self.task}: row {self.place(draw).row}: {error.message}"
             raise DatasetError(message, hint=error.hint) from error
 
-    def _read(self, draw: int, place: Place) -> Problem:
+    def _read(self, draw: int, place: RowPlace) -> Problem:
         try:
             if isinstance(self.dataset, ContainedDataset):
                 coming = (self.place(number) for number in range(draw, draw + AHEAD))
@@ -127,14 +127,14 @@ class Sampler:
             reason = describe(error)
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
-    def _check_source(self, source: str, place: Place) -> None:
+    def _check_source(self, source: str, place: RowPlace) -> None:
         if self.sources and not any(fnmatchcase(source, each) for each in self.sources):
             raise DatasetError(
                 f"{self.task}: row {place.row}: no judge for the data source {source!r}",
                 hint=f'known: {", ".join(self.sources)}; "*" fits every source',
             )
 
-    def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
+    def _encode(self, problem: Problem, place: RowPlace) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):
             message = f"{self.task}: row {place.row} uses the names {sorted(taken)}"
             raise DatasetError(message, hint="rename these columns of the data set")

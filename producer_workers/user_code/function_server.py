@@ -1,7 +1,7 @@
 """Run a user's function for the process that started this one (process_function.py).
 
 A frame is a header, call number and length, and that many bytes. The caller sends arguments, as the
-border of the kind writes them, or an empty frame that cancels its call. The answer is an `Answer`.
+border of the kind writes them, or an empty frame that cancels its call. The answer is a `CallAnswer`.
 The first one, number 0, is the end of the start.
 """
 
@@ -50,7 +50,7 @@ class Order(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallAnswer:
     """The end of a call: what its border's `check` returned, or why there is nothing."""
 
     result: Any = None
@@ -154,8 +154,8 @@ def _frame(number: int, border: Border, outcome: CallOutcome) -> bytes:
 
 def _encoded(border: Border, outcome: CallOutcome) -> bytes:
     if outcome.error is not None:
-        return msgspec.msgpack.encode(Answer(failure=Failure.of(outcome.error, border)))
-    data = msgspec.msgpack.encode(Answer(outcome.result))
+        return msgspec.msgpack.encode(CallAnswer(failure=Failure.of(outcome.error, border)))
+    data = msgspec.msgpack.encode(CallAnswer(outcome.result))
     if len(data) > LONGEST_ANSWER:
         raise ValueError(f"it has {len(data)} bytes, and at most {LONGEST_ANSWER} are sent")
     return data

@@ -24,7 +24,7 @@ import orjson
 
 from buffer.errors import ProcessUnavailable
 from producer_workers.user_code.border import ROOM, Border, Rules
-from producer_workers.user_code.function_server import HEADER, READY, Answer, Order
+from producer_workers.user_code.function_server import HEADER, READY, CallAnswer, Order
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -59,7 +59,7 @@ class UserProcess:
         self._unwanted = set[int]()
         self._is_leaving = False
         self._numbers = count(READY + 1)
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[CallAnswer]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._started: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -92,7 +92,7 @@ class UserProcess:
             self._calls -= 1
             self._leave_if_idle()
 
-    async def _limited(self, number: int, answer: asyncio.Future[Answer]) -> Answer:
+    async def _limited(self, number: int, answer: asyncio.Future[CallAnswer]) -> CallAnswer:
         done, _ = await asyncio.wait({answer}, timeout=self._rules.limit_s)
         if done:
             return answer.result()
@@ -136,7 +136,7 @@ class UserProcess:
         if self._is_leaving and not self._calls:
             self.end("a call that is not wanted any more goes on")
 
-    def _send(self, number: int, frame: bytes) -> asyncio.Future[Answer]:
+    def _send(self, number: int, frame: bytes) -> asyncio.Future[CallAnswer]:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         if self.is_ended or self._writer is None:
             self._fail_calls("it had ended before the call")
@@ -184,7 +184,7 @@ class UserProcess:
             raise ProcessUnavailable(said, hint=failure.hint)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        decoder = msgspec.msgpack.Decoder(Answer)
+        decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
             while True:
                 number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
@@ -222,7 +222,7 @@ class UserProcess:
             answer.set_exception(Ended(reason))
             answer.exception()  # retrieved here, as its caller may be gone
 
-    def _result(self, answer: Answer) -> Any:
+    def _result(self, answer: CallAnswer) -> Any:
         if answer.failure is not None:
             raise self._rules.failed(answer.failure)
         return self._border.result(answer.result)

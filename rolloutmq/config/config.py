@@ -33,6 +33,7 @@ from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.hub import model_repository
+from rolloutmq.config.config_warnings import config_warnings
 from rolloutmq.config.cross_section_rules import (
     context_problems,
     memory_problem,
@@ -42,7 +43,6 @@ from rolloutmq.config.cross_section_rules import (
     training,
 )
 from rolloutmq.config.launch import LaunchSection
-from rolloutmq.config.warnings import config_warnings
 
 
 class Config(Section):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer_workers.datasets.dataset import Place, permute, place_of
+from producer_workers.datasets.dataset import RowPlace, permute, place_of
 
 ROWS = st.integers(1, 300)
 SEEDS = st.integers(-(2**40), 2**40)
@@ -75,4 +75,4 @@ def test_order_refuses_what_has_no_place(draw: int, rows: int) -> None:
 
 
 def test_place_is_a_pair() -> None:
-    assert place_of(0, 1, 0) == Place(epoch=0, row=0) == (0, 0)
+    assert place_of(0, 1, 0) == RowPlace(epoch=0, row=0) == (0, 0)
