@@ -1,8 +1,8 @@
 """Run a user's function for the process that started this one (process_function.py).
 
-A frame is a header, call number and length, and that many bytes. The caller sends arguments, as the
-border of the kind writes them, or an empty frame that cancels its call. The answer is a `CallAnswer`.
-The first one, number 0, is the end of the start.
+A frame is a header, call number and length, and that many bytes. The caller sends arguments, as
+the border of the kind writes them, or an empty frame that cancels its call. The answer is a
+`CallAnswer`; the first one, number 0, is the end of the start.
 """
 
 from __future__ import annotations

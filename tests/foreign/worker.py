@@ -47,7 +47,7 @@ class Worker:
         self.facts = {
             name.decode(): json.loads(value)
             for name, value in limits.items()
-            if name not in (b"nonce", b"limits_op")
+            if name not in (b"nonce", b"limits_op") and value != b"null"  # null: not set
         }
         self.facts |= {
             "worker": name,
