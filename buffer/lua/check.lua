@@ -2,7 +2,7 @@
 -- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
 -- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
--- KEYS leased_by     prefix  of what workers hold (HASH)
+-- KEYS leased_by   prefix  of what workers hold (HASH)
 -- KEYS dead        ZSET
 -- KEYS archived    STRING  bitmap
 -- KEYS filtered    STRING  bitmap

@@ -5,12 +5,12 @@
 -- KEYS control       HASH*
 -- KEYS leases        ZSET
 -- KEYS worker_record HASH*    record of the worker
--- KEYS leased         HASH*    what the worker holds
+-- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS events        STREAM*
 -- KEYS bytes         HASH*
 -- KEYS ledger        HASH*    of the trainer
--- KEYS bad_submissions      HASH*    "since_ms bad barred_ms" by worker
+-- KEYS bad_submissions HASH*    "since_ms bad barred_ms" by worker
 -- KEYS jobs, progress  STREAM*, HASH* x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration

@@ -3,7 +3,7 @@
 -- include: events, leased
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
--- KEYS leased         HASH    what the worker holds
+-- KEYS leased        HASH    what the worker holds
 -- KEYS events        STREAM
 -- ARGV worker name   id
 -- ARGV nonce  token  of its registration

@@ -10,7 +10,7 @@
 -- KEYS aborted       ZSET    pool of the task
 -- KEYS expired       ZSET    pool of the task
 -- KEYS leases        ZSET
--- KEYS leased_by       prefix  of what workers hold (HASH)
+-- KEYS leased_by     prefix  of what workers hold (HASH)
 -- KEYS dead          ZSET
 -- KEYS dead_letters  prefix  of the reasons (STRING)
 -- KEYS archived      STRING  bitmap

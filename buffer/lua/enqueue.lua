@@ -28,8 +28,8 @@
 -- ARGV cursor    0..33_554_432  that the caller expects
 -- ARGV target    ''|0..         total of groups that the task may have started or used; '' = the one in progress
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
--- ARGV byte_limit      0..            payload bytes of the run from which no group is started; 0 = no bound
--- ARGV max_in_flight      ''|1..         largest number of groups of the task in flight; '' = no bound
+-- ARGV byte_limit 0..            payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV max_in_flight ''|1..         largest number of groups of the task in flight; '' = no bound
 -- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used: count it
 --                   as dropped; bytes of its INIT payload, if that key is not given
 -- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held byte_limit | STOPPED | NO_PAYLOAD gid

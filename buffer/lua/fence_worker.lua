@@ -4,7 +4,7 @@
 -- include: events, leased, take_back
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS leased_by       prefix  of what workers hold (HASH)
+-- KEYS leased_by     prefix  of what workers hold (HASH)
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
 -- KEYS dead          ZSET

@@ -9,7 +9,7 @@
 -- KEYS leases        ZSET
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH*  record of the worker
--- KEYS leased         HASH*  what the worker holds
+-- KEYS leased        HASH*  what the worker holds
 -- KEYS ages          prefix  of the age indexes (ZSET)
 -- KEYS ledger        HASH*   of the trainer
 -- KEYS lineages      LIST*

@@ -12,7 +12,7 @@
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS ends         prefix  of the bitmaps (STRING)
 -- KEYS leases       ZSET
--- KEYS leased_by      prefix  of what workers hold (HASH)
+-- KEYS leased_by    prefix  of what workers hold (HASH)
 -- KEYS dead         ZSET
 -- KEYS dead_letters prefix  of the reasons (STRING)
 -- KEYS garbage      SET

@@ -36,8 +36,8 @@
 -- ARGV crc       hex                        CRC-32 of all bytes, hex
 -- ARGV reward    number                     sum of all scores
 -- ARGV order     ''|arrival|bucket|number   position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV token_lead       ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
--- ARGV byte_limit      0..                        payload bytes of the run from which no group is accepted; 0 = no bound
+-- ARGV token_lead ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV byte_limit 0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
 -- ARGV prompt    0..1_048_576               bytes of the prompt
 -- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age

@@ -15,13 +15,13 @@
 -- KEYS bell_producer  LIST    of the producer
 -- KEYS events         STREAM
 -- KEYS order_index    ZSET    of the completed groups of the task, if the policy needs one
--- KEYS bad_submissions       HASH    "since_ms bad barred_ms" by worker
+-- KEYS bad_submissions HASH    "since_ms bad barred_ms" by worker
 -- ARGV nonce     token          of the trainer
 -- ARGV step      0..            T
 -- ARGV gid       gid
 -- ARGV token     token          of the payload in the manifest
 -- ARGV reason    text..16384    a JSON string
--- ARGV max_bad      0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
+-- ARGV max_bad   0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
 -- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task | DAMAGED record (it is gone: nothing was done)

@@ -6,7 +6,7 @@
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
 -- KEYS groups         prefix  of the group records (HASH)
--- KEYS leased_by        prefix  of what workers hold (HASH)
+-- KEYS leased_by      prefix  of what workers hold (HASH)
 -- KEYS workers        ZSET
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- KEYS dead           ZSET

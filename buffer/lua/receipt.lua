@@ -3,7 +3,7 @@
 -- include: control_state, leased, numbers, receipts
 -- KEYS control       HASH*
 -- KEYS worker_record HASH*  record of the worker
--- KEYS leased         HASH*  what the worker holds
+-- KEYS leased        HASH*  what the worker holds
 -- KEYS bell_receipts LIST*  of processes that wait for receipts
 -- ARGV nonce token  of its registration
 -- ARGV ack   0..    control epoch that it has carried out

@@ -6,7 +6,7 @@
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS leased_by       prefix  of what workers hold (HASH)
+-- KEYS leased_by     prefix  of what workers hold (HASH)
 -- KEYS worker_record HASH*   record of the worker
 -- KEYS dead          ZSET
 -- KEYS dead_letters  prefix  of the reasons (STRING)

@@ -20,10 +20,10 @@
 -- ARGV threshold ''|0..       stale threshold in steps; '' = groups of this task do not age
 -- ARGV lane      resume|eval  lane in which the groups wait
 -- ARGV at_least  0..          do nothing while the pool holds fewer (tail batch)
--- ARGV tail_step      ''|1..       last train step of the tail batch that these groups begin; '' = they begin none
+-- ARGV tail_step ''|1..       last train step of the tail batch that these groups begin; '' = they begin none
 -- ARGV limit     1..500       largest number of groups
--- ARGV byte_limit      0..          payload bytes of the run from which no group is started; 0 = no bound
--- ARGV max_in_flight      ''|1..       largest number of groups of the task in flight; '' = no bound
+-- ARGV byte_limit 0..          payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV max_in_flight ''|1..       largest number of groups of the task in flight; '' = no bound
 -- replies OK reissued left | FENCED | CLOSED mode | FULL held byte_limit | STOPPED
 -- keeps I1, I12 (started groups up to the high mark); bounded by the room, so that a repeated call cannot overshoot (I13)
 

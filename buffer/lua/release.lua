@@ -2,7 +2,7 @@
 -- release: take a group back from its worker, without a result.
 -- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
--- KEYS leased         HASH    what the worker holds
+-- KEYS leased        HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
 -- KEYS progress      HASH    of the task
 -- KEYS jobs_resume   STREAM
@@ -29,8 +29,8 @@
 --                                            is used up | the same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
 -- ARGV reason    text..16384                   JSON, kept as the dead letter
--- ARGV token_lead       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
--- ARGV tail_batch_max_tries      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
+-- ARGV token_lead ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV tail_batch_max_tries ''|1..                        interruptions after which a group without tokens waits for the tail batch,
 --                                            in the pool of expired groups; '' = none does
 -- ARGV threshold ''|0..                        stale threshold in steps; '' = groups of this task do not age
 -- ARGV retryable 0|1                           1 = an expired group starts again from its prompt; 0 = it is dropped

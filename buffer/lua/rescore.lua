@@ -8,7 +8,7 @@
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S
 -- ARGV limit 1..500  largest number of groups to move
--- ARGV token_lead   ''|0.. xKEYS  of each pool: steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead ''|0.. xKEYS  of each pool: steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK moved done | FENCED
 -- keeps I8; a repeated call changes nothing (I13)
 

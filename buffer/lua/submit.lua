@@ -2,7 +2,7 @@
 -- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
 -- include: byte_count, clock, events, leased, numbers, order_index, payloads, staleness, task_failures, wake_ups
 -- KEYS leases        ZSET
--- KEYS leased         HASH     what the worker holds
+-- KEYS leased        HASH     what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS progress      HASH*    of the task
 -- KEYS completed     ZSET*    pool of the task
@@ -30,7 +30,7 @@
 -- ARGV reward_count 0..4096                     number of these scores
 -- ARGV unparsed     ''|0..4096                  of these rollouts, those without an answer that a judge could read
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV token_lead          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV task         name
 -- ARGV ms           0..                         time from the group's claims to its result, without that in between
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit

@@ -29,7 +29,7 @@
 -- ARGV crc      hex                       CRC-32 of all bytes, hex
 -- ARGV reward   number                    sum of all scores
 -- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV token_lead      ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV token_lead ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
 -- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
