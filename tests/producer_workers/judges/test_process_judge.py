@@ -174,6 +174,7 @@ WORKER = f"""
 import asyncio, sys
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import load_worker_judge
+from tests.producer_workers.judges.test_process_judge import ask
 
 async def main():
     judge = load_worker_judge("{HOSTILE}:score", JudgingSection())
