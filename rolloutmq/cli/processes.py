@@ -224,7 +224,7 @@ def _open(
     metrics: str | None,
     key: Key | None,
 ) -> tuple[Run, Config]:
-    """Return the run, and the config with the commits that the run was made with."""
+    """Return the run, and the config with the commits of the Hub that the run was made with."""
     from buffer.control.continuation import check_origin, read_origin
     from buffer.open_run import open_store, server_url, wait_for_run
     from rolloutmq.config.fingerprint import origin_of
@@ -284,10 +284,7 @@ async def _work(
 
 
 def _await_silence(run: Run, worker: str) -> None:
-    """Wait until no live worker has this id: the last one may have died a moment ago.
-
-    Raises RoleHeld if one still sends heartbeats.
-    """
+    """Wait until no live worker has this id: its process may have just died. Raises RoleHeld."""
     first_ms = None
     while record := next((found for found in run.fleet.workers() if found.id == worker), None):
         if not record.is_live(run.limits.lease_ms):
@@ -307,7 +304,7 @@ def _on_signals(do: Callable[..., object], *args: object) -> None:
 
 
 def _drain(member: Worker, stopped: threading.Event) -> None:
-    """Drain the worker at the first signal; the second one ends the process at once."""
+    """Drain the worker at the first signal; exit at the second."""
     log.info("stopping: finishing the groups that are held")
     _on_signals(os._exit, INTERRUPTED)
     stopped.set()
