@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# First: it finds the packages below, also beside a file of yours that has the name of one.
+# Must be first: it finds the packages below even beside a user's file of the same name.
 from rolloutmq import own_packages as own_packages
 
 # isort: split

@@ -43,5 +43,5 @@ def _is_lost(number: int) -> bool:
     watch = select.poll()
     watch.register(number, 0)
     found = watch.poll(0)
-    # a pipe without a reader is another matter: its writer ends (SIGPIPE)
+    # a pipe without a reader is different: SIGPIPE ends its writer
     return bool(found and found[0][1] & select.POLLHUP)

@@ -25,9 +25,9 @@ import orjson
 from producer_workers.follow_owner import OWNER
 from rolloutmq.check.finding import Finding
 
-START_S = 120.0  # for a process to import what its stage needs
-LIMIT_S = 120.0  # for a unit, beside the time that it expects to wait
-EXIT_S = 5.0  # for a process to exit once it is done: threads of user code may keep it
+START_S = 120.0  # a process imports what its stage needs within this time
+LIMIT_S = 120.0  # for one unit, beside the time that it expects to wait
+EXIT_S = 5.0  # a finished process exits within this time: threads of user code may keep it
 Line = dict[str, Any]
 
 

@@ -59,7 +59,7 @@ def failure(section: str, error: BaseException, what: str = "") -> Finding:
 
 # -- units ----------------------------------------------------------------------------------------
 
-# modules beside this one; the `units(config)` of each run in a process of their own
+# modules beside this one; a process runs the `units(config)` of each
 STAGES = ("functions", "model", "data")
 
 

@@ -16,7 +16,7 @@ from rolloutmq.output import plural, table
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
 
 PROMPT_LINES = 10
-PROMPT_CHARACTERS = 800  # shown of a prompt
+PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
 def show(screen: Console, findings: Sequence[Finding]) -> None:

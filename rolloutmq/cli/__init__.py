@@ -113,7 +113,7 @@ UsageError = cast(
 
 
 def main() -> None:
-    # imports make objects that stay: a collection after every 700 is a sixth of the time of torch
+    # imports make objects that stay: collections would take a sixth of the import of torch
     gc.set_threshold(10_000, 10, 10)
     as_json = "--json" in sys.argv
     _accept_any_text()
@@ -167,7 +167,7 @@ def _accept_any_text() -> None:
 def _describe_file_error(error: OSError) -> RolloutMQError:
     """Return the error for a file, a folder or an output; raise any other again."""
     if isinstance(error, BrokenPipeError):
-        # the reader of a pipe wants no more: that is no error
+        # the reader closed the pipe: not an error
         _drop_output()
         sys.exit(1)
     if error.filename is None and error.errno != errno.ENOSPC:

@@ -156,7 +156,7 @@ def tail(
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
-    """Yield (id, event), old events included or not, until the run or the reader of output ends."""
+    """Yield (id, event), old ones if `from_start`, until the run or the reader of stdout ends."""
     last = START if from_start else run.events.newest()
     while True:
         found = run.events.read(last, block_ms=_BLOCK_MS)
@@ -172,7 +172,7 @@ def is_unread() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout, select.POLLERR)
-    except (OSError, ValueError):  # a test's, or closed: not a pipe
+    except (OSError, ValueError):  # closed, or replaced by a test
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 

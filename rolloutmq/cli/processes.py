@@ -119,8 +119,7 @@ def producer(
     run, settings = _open(settings, redis_url, "producer", metrics, key)
     trace_run(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
-    # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
-    # the process.
+    # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -264,8 +263,7 @@ async def _work(
     check_functions(named_functions(settings, for_judges=False))
 
     async def start() -> Engine:
-        # While it holds no groups there is nothing to clean up; what the engine started ends
-        # with this process.
+        # While it holds no groups, it has nothing to clean up; children of the engine end with it.
         _on_signals(os._exit, INTERRUPTED)
         return await start_engine(settings, run)
 

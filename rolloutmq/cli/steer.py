@@ -172,7 +172,7 @@ DRAIN_EPILOG = """
 Example: rolloutmq drain && rolloutmq save backup && rolloutmq resume
 """
 
-POLL_S = 0.2  # between polls: the end of the last lease wakes nobody
+POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
 DrainTimeout = Annotated[
     float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
 ]

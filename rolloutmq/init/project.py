@@ -15,7 +15,7 @@ from producer_workers.user_code.sandbox import check_sandbox
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-# template: its subject
+# what each template is about
 KINDS = {
     "math": "A model learns to solve word problems; a function of yours scores the last number.",
     "code": "A model learns to write functions, scored by tests in a sandbox.",
@@ -23,7 +23,7 @@ KINDS = {
     "agent": "A model learns to play a game over several turns with an environment of yours.",
 }
 
-# files of templates: their purpose
+# what each file of a template does
 FILES = {
     "judge.py": "scores an answer",
     "calculator.py": "the tool",

@@ -20,7 +20,7 @@ from producer_workers.follow_owner import OWNER
 # exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 
-# to a restart after success: at the end of a run, others exit before the trainer
+# pause before a restart after success: at the end of a run, others exit before the trainer
 RESTART_DELAY_S = 5.0
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is started again
 EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted

@@ -47,7 +47,7 @@ class Evaluated:
 def evaluate_model(
     config: Config, path: Path, overrides: list[str], what: str, screen: Console
 ) -> Evaluated:
-    """Evaluate the checkpoint or model folder `what`, by default the newest checkpoint.
+    """Evaluate the checkpoint or model folder `what` ("": the newest checkpoint).
 
     `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
     """

@@ -1,6 +1,6 @@
 """`rolloutmq gpu-check`: run and measure a few GRPO steps of the whole pipeline on one CUDA GPU.
 
-Only the weights are not real: they are random. The run's new folder is deleted on success.
+Everything is real except the weights, which are random. A success deletes the run's new folder.
 """
 
 from __future__ import annotations

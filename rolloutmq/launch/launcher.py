@@ -113,7 +113,7 @@ class Launcher:
                 account = finish(self._console, self._config, run, cli)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
-            # the terminal may be gone before the signal that says so comes
+            # the terminal may be gone before its signal arrives
             if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
                 raise
             self._stop_in_order(run)

@@ -83,10 +83,7 @@ def open_run(
 
 
 def _require_vacancy(store: Store, settings: Config) -> None:
-    """Raise RoleHeld if another trainer lives, once a dead one's role has timed out.
-
-    This happens before this config changes the run's settings.
-    """
+    """Raise RoleHeld if another trainer is alive; wait for the role of a dead one to time out."""
     run = own_run(store, settings)
     if run is None:
         return

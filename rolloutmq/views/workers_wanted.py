@@ -1,7 +1,7 @@
 """Estimate how many workers would keep the trainer busy: the number that autoscalers act on.
 
-A trainer that waits for a fraction w of its time could use 1 / (1 - w) times its supply, which
-workers make that are busy for a fraction b of theirs: `workers * b / (1 - w)` workers are wanted.
+A trainer that waits for a fraction w of its time could use 1 / (1 - w) times its supply. Workers
+that are busy for a fraction b of their time make it, so `workers * b / (1 - w)` workers are wanted.
 The number of workers now does not change this estimate, so a fleet scaled by it settles.
 """
 

@@ -24,7 +24,7 @@ from rolloutmq.http_endpoint import carries, read_token
 
 _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}
 
-Handler = Callable[[Request], Any]  # its document is sent as JSON, its error as an error
+Handler = Callable[[Request], Any]  # the result is sent as JSON, an exception as an error
 
 
 class NoToken(Exception):
@@ -111,5 +111,5 @@ def _report(request: Request, error: RolloutMQError) -> Response:
     return JSONResponse({"error": error.message, "hint": error.hint}, status_code=code)
 
 
-# handler by the error that a route raises
+# the handler of each error that a route raises
 ERRORS: dict[Any, Any] = {NoToken: _refuse, ReadOnly: _refuse_to_act, RolloutMQError: _report}

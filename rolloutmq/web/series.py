@@ -17,7 +17,7 @@ from consumer.grpo.reporting.step_log import (
     read_evaluations,
 )
 
-MOST_ROWS = 2000  # of a table; of more steps, the extremes of each range of steps are sent
+MOST_ROWS = 2000  # per table; of more steps, the extremes of each range are sent
 Table = dict[str, Any]
 
 
