@@ -1,17 +1,11 @@
-"""The public names of the project: import them from here, and from nowhere else.
-
-    from rolloutmq import RolloutConsumer, Run, Store
-
-Each name is loaded when it is first used, so that the command starts at once, and no torch, vllm,
-transformers or rq is loaded for those that do not need it.
-"""
+"""The public names of the project, each loaded at its first use: the command starts at once."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# First: it finds the packages below, also beside a file of yours that has the name of one.
+# Must be first: it finds the packages below even beside a user's file of the same name.
 from rolloutmq import own_packages as own_packages
 
 # isort: split
@@ -105,7 +99,6 @@ else:
 
     # Type checkers must not see it: they would accept any name.
     def __getattr__(name: str) -> Any:
-        """Load a name from its module, at its first use."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, _, alias_of = _MODULES[name].partition(":")

@@ -1,7 +1,7 @@
-"""Find all commands, of which only the one that is called is imported.
+"""Find all commands, and import only the one that is called.
 
-Importing all of them takes most of a second, at each `--help` and at each completion in a shell:
-names and summaries are read from the text of the files.
+Importing all takes most of a second, at each `--help` and each completion in a shell: names and
+summaries are read from the text of the files.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from typer.main import get_command
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-SECTIONS = ("Run", "Look", "Steer", "Data", "Administration")
-"""Sections of `--help`, in their order."""
-
+SECTIONS = ("Run", "Look", "Steer", "Data", "Administration")  # of `--help`, in this order
 _HERE = Path(__file__).parent
 _PLACES = ("cli/*.py", "*/command*.py")
 _COMMAND = re.compile(
     r'^@command\(\s*"(\w+)",\s*"([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
 )
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
-_ITEM: Any = vars(core)["CompletionItem"]
-"""typer's type of a proposal, which has no public name."""
-
+_ITEM: Any = vars(core)["CompletionItem"]  # typer's type of a proposal, which has no public name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -67,18 +63,15 @@ def command_places() -> dict[str, CommandPlace]:
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command when it is asked for."""
+    """Imports a command only when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, without importing one."""
         return list(command_places())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return a command; None for an unknown name."""
         return open_command(cmd_name) if cmd_name in command_places() else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections of `--help`."""
         for title in SECTIONS:
             places = command_places().items()
             rows = [(name, place.summary) for name, place in places if place.section == title]
@@ -86,7 +79,6 @@ class LazyGroup(TyperGroup):
                 formatter.write_dl(rows)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the names that begin with `incomplete`, without importing a command."""
         places = command_places().items()
         items = [
             _ITEM(name, help=place.summary) for name, place in places if name.startswith(incomplete)
@@ -97,13 +89,11 @@ class LazyGroup(TyperGroup):
 
 
 def all_commands() -> dict[str, Any]:
-    """Import and return all commands by name, in the order of `--help`."""
     return {name: open_command(name) for name in command_places()}
 
 
 @cache
 def open_command(name: str) -> Any:
-    """Import a command, and return it as typer's object."""
     import_module(command_places()[name].module)
     function, epilog = _FUNCTIONS[name]
     app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)

@@ -1,8 +1,6 @@
 """Serve metrics over HTTP: `/metrics` for Prometheus, `/healthz` for probes, and pages of JSON.
 
-It listens on loopback by default, where every process of this machine may read it. On any other
-address it requires a token, since metrics show what a run does. The browser view follows the same
-rules.
+Metrics show what a run does: any address but loopback requires a token.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from buffer.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens on `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -32,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """Return the name in a header `Host: NAME[:PORT]`, without brackets; "" if there is none."""
+    """Return NAME of a header `Host: NAME[:PORT]`, without brackets; "" if it is empty."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -40,12 +37,12 @@ def host_of(header: str) -> str:
 
 
 def carries(token: str, authorization: str) -> bool:
-    """Return whether a header `Authorization: Bearer TOKEN` has the token, in constant time."""
+    """Compare the token of a header `Authorization: Bearer TOKEN` in constant time."""
     return secrets.compare_digest(authorization.removeprefix("Bearer ").encode(), token.encode())
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file. Raises ConfigError if there is none."""
+    """Read the token in a file. Raises ConfigError."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,9 +54,7 @@ def read_token(path: Path) -> str:
     return token
 
 
-CLOSE_S = 0.1
-"""Longest time that `close` waits for a server without requests."""
-
+CLOSE_S = 0.1  # the longest that `close` waits for a server without requests
 Answer = Callable[[str, list[tuple[str, str]]], Any]
 
 
@@ -73,10 +68,9 @@ class _Quiet(WSGIRequestHandler):
 
 
 class MetricsEndpoint:
-    """Serves metrics and pages of JSON from a thread until `close`.
+    """Serves metrics, and `pages` (path: function that returns JSON), from a thread until `close`.
 
-    `port` 0 takes a free one, which is in `url`. `pages` has a function for each path, whose result
-    is sent as JSON.
+    `port` 0 takes a free one; see `url`.
     """
 
     def __init__(
@@ -107,7 +101,6 @@ class MetricsEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,8 +1,8 @@
 """Decide which server and which run a command works on.
 
 The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the
-embedded server under ./runs that was started last (running ones first). The run:
-`--run`, else the only one on the server.
+embedded server under ./runs that was started last (running ones first). The run: `--run`, else the
+only one on the server.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def set_flags(overrides: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a server, and the run's folder where it is known."""
+    """The URL of a server, and the run's folder if it is known."""
 
     url: str
     run_dir: Path | None = None
@@ -120,7 +120,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An open run, and its folder where it is known."""
+    """An open run, and its folder if it is known."""
 
     run: Run
     run_dir: Path | None
@@ -133,15 +133,11 @@ class Target:
 
     @property
     def samples(self) -> SampleLog | None:
-        """Return the sample log, if the run's folder is known."""
         return SampleLog(self.run_dir) if self.run_dir else None
 
 
 def _belongs(folder: Path, run: Run) -> bool:
-    """Return whether a folder belongs to this run, and not to another of the same name.
-
-    Its run.json holds the run's nonce.
-    """
+    """Compare the nonce in the folder's run.json: another run may have the same name."""
     note = folder / "run.json"
     return note.is_file() and run.nonce.encode() in note.read_bytes()
 
@@ -153,10 +149,7 @@ def _folder_of(run: Run, named: Path | None) -> Path | None:
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
-    """Return the server that the options, the environment or the folder select.
-
-    Raises StoreUnavailable if there is none, or if it does not run.
-    """
+    """Return the server that the options, environment or folder select. Raises StoreUnavailable."""
     if redis_url:
         return Address(redis_url, run_dir)
     from_environment = os.environ.get("REDIS_URL")
@@ -201,10 +194,7 @@ def _folders() -> list[Path]:
 
 
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
-    """Return the embedded server under ./runs that was started last, and its run's folder.
-
-    Running servers come first.
-    """
+    """Return the newest server under ./runs, running ones first, and its run's folder."""
     servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
     return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
 
@@ -226,7 +216,7 @@ def _running(server: EmbeddedServer, run_dir: Path) -> Address:
 
 
 def stopped_samples(redis_url: str | None, run_dir: Path | None) -> SampleLog | None:
-    """Return the sample log of the run that the options select, if its own server is stopped."""
+    """Return the sample log of the selected run, if its own server is stopped."""
     if redis_url or os.environ.get("REDIS_URL"):
         return None
     newest = newest_server() if run_dir is None else None
@@ -289,7 +279,7 @@ def require_yes(yes: bool, plan: str) -> None:
 
 
 def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is not among those that are `known`; None is."""
+    """Raise ConfigError for a name that is not among `known`; None is accepted."""
     if name is not None and name not in known:
         raise ConfigError(
             f"there is no {kind} {name!r}", hint=f"one of {', '.join(known) or 'none'}"
@@ -297,7 +287,6 @@ def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
 
 
 def read_where(text: str | None) -> Any:
-    """Parse the value of --where. Raises QueryError."""
     if not text:
         return {}
     try:

@@ -1,7 +1,6 @@
 """Print tables for people, and JSON for programs.
 
-Text that a model wrote never reaches the terminal unchanged: its control characters are made
-visible, and it is never parsed as markup.
+Text of a model is never parsed as markup, and its control characters are made visible.
 """
 
 from __future__ import annotations
@@ -59,13 +58,11 @@ _VERSION_STYLES = (
 
 
 def emit(document: Any) -> None:
-    """Print one JSON document."""
     option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
     typer.echo(visible(orjson.dumps(document, option=option).decode()))
 
 
 def answer(document: Any, text: str, *, as_json: bool) -> None:
-    """Print a document for programs, or a text for people."""
     emit(document) if as_json else console().print(text)
 
 
@@ -103,7 +100,6 @@ def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
 
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:
-    """Return the state of a worker in one word."""
     if not is_live:
         return "silent"
     return "barred" if worker.is_barred else worker.state
@@ -141,10 +137,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as bars, scaled from the lowest to the highest of them.
-
-    More than `width` values are averaged into `width` bars.
-    """
+    """Return at most `width` bars, scaled from lowest to highest; more values are averaged."""
     if not values or width < 1:
         return ""
     cells = min(width, len(values))
@@ -157,22 +150,20 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(value: float, limit: float, width: int) -> str:
-    """Return `value` of `limit` as a bar of `width` characters."""
     filled = 0 if limit <= 0 else round(min(max(value / limit, 0.0), 1.0) * width)
     if value > 0 and limit > 0:
         filled = max(filled, 1)
     return "█" * filled + "░" * (width - filled)
 
 
-UNBOUNDED = 10_000
-"""A width that no line reaches."""
+UNBOUNDED = 10_000  # a width that no line reaches
 
 
 class PlainConsole(Console):
-    """A console that prints every text as `plain` returns it.
+    """Prints every text as `plain` returns it.
 
-    Rollouts and names of workers come from other machines: an escape sequence in one of them could
-    rewrite the screen or the clipboard of an operator.
+    Rollouts and worker names come from other machines: an escape sequence in one could rewrite an
+    operator's screen or clipboard.
     """
 
     def render(
@@ -183,9 +174,9 @@ class PlainConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Open a console without guessed colours; rich itself respects NO_COLOR.
+    """Open a console without guessed colours (rich itself respects NO_COLOR).
 
-    Where the output is no terminal, lines are as wide as their content, unless COLUMNS is set.
+    In a file or pipe, lines are as wide as their content, unless COLUMNS is set.
     """
     opened = PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
     if os.environ.get("COLUMNS", "0").strip("0") == "":
@@ -195,5 +186,5 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def plain(text: str) -> str:
-    """Return `text` with every character that could control a terminal made visible."""
+    """Make every character that could control a terminal visible."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

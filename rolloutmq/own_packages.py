@@ -1,7 +1,6 @@
-"""Load the packages that `rolloutmq` consists of, and not a file of the user's with such a name.
+"""Load our own packages, even if a user's file has the name of one.
 
-Python searches the folder of a script first, so a `consumer.py` or a `buffer/` there would be
-imported in place of ours. Where the user's own file was imported before, both cannot work.
+Python searches a script's folder first, and would import its `consumer.py` in place of ours.
 """
 
 from __future__ import annotations

@@ -11,25 +11,20 @@ from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 
 _PACKAGE = Path(__file__).parent
+# in an installed package, and in a checkout
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""In an installed package, and in a copy of the repository."""
 
 
 def presets_folder() -> Path:
-    """Return the folder of the configs that come with the package."""
     return next(folder for folder in _FOLDERS if folder.is_dir())
 
 
 def preset_names() -> list[str]:
-    """Return the names of the configs that come with the package."""
     return sorted(path.stem for path in presets_folder().glob("*.toml"))
 
 
 def find_config(path: Path) -> Path:
-    """Return the file at `path`, else the preset that it names, with or without configs/ and .toml.
-
-    Raises ConfigError, which lists the presets.
-    """
+    """Return the file at `path`, else the preset of this name. Raises ConfigError."""
     if path.exists():
         return path
     name = path.name.removesuffix(".toml")
@@ -42,10 +37,7 @@ def find_config(path: Path) -> Path:
 
 
 def open_config(path: Path, overrides: Sequence[str] | None = None) -> Config:
-    """Read the config of a run. What this process and its children write has [run] umask then.
-
-    Raises ConfigError.
-    """
+    """Read the config of a run, and apply its [run] umask to this process. Raises ConfigError."""
     config = load_config(find_config(path), overrides or [])
     os.umask(config.run.mask)
     return config

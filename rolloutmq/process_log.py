@@ -14,25 +14,18 @@ import orjson
 from buffer.readable import visible
 
 MINUTE_S = 60.0
-MOST_CAUSES = 1000
-"""Causes that are remembered."""
-
+MOST_CAUSES = 1000  # causes that are remembered
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON.
-
-    Its fields are time, level, run, role, id, logger, message, and those of the caller's `extra`
-    (gid, step, …).
-    """
+    """Formats a record as JSON: time, level, run, role, id, logger, message, and `extra`."""
 
     def __init__(self, role: str, run: str, name: str) -> None:
         super().__init__()
         self._process = {"run": run, "role": role, "id": name}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         entry: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(),
@@ -59,7 +52,7 @@ class OncePerMinute(logging.Filter):
         self._causes: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written; note how many of its cause were left out before."""
+        """Return whether to write a record; count the records of its cause that were left out."""
         cause = _cause(record)
         if cause is None:
             return True
@@ -102,11 +95,9 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
-    """Write this process's log to stderr as JSON lines; that of libraries from warnings on.
+    """Write this process's log to stderr as JSON lines, and that of libraries from warnings on.
 
-    Errors of one cause appear once a minute, with the number of those that were left out.
-
-    `name` tells processes of one role apart.
+    Errors of one cause appear once a minute. `name` tells processes of one role apart.
     """
     handler = _Stderr()
     handler.setFormatter(JsonFormatter(role, run, name or role))

@@ -3,10 +3,8 @@
     launcher.lock    held (flock) as long as the owner lives: the kernel frees it however it ends
                      content: a LaunchRecord, rewritten in place by the owner
 
-Invariants:
-* Only the holder of the lock writes the record.
-* A signal is sent only while the lock is held, and only to the process that wrote the record: same
-  host, same pid, same start time. A pid alone may belong to another process by now.
+Only the holder of the lock writes the record. A signal is sent only while the lock is held, and
+only to the process of the record: same host, pid and start time, since pids are reused.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
 
-_PATIENCE_S = 1.0
-"""A reader holds the lock for microseconds; an owner holds it longer than this."""
+_PATIENCE_S = 1.0  # a reader holds the lock for microseconds; an owner holds it longer than this
 
+# start times of one process differ by less: they are derived from the boot time
 _SAME_START_S = 1.0
-"""Start times of one process differ by less: they are derived from the time of boot."""
 
 
 class Stage(StrEnum):
@@ -50,17 +47,14 @@ class Stage(StrEnum):
     DIED = "died"
 
 
-FIRST_STOP, SECOND_STOP = signal.SIGTERM, signal.SIGQUIT
-"""Signals to an owner: what the first and the second Ctrl-C do."""
-
+FIRST_STOP, SECOND_STOP = signal.SIGTERM, signal.SIGQUIT  # what the first and the second Ctrl-C do
 _ENDED = frozenset({Stage.STOPPED, Stage.FINISHED, Stage.FAILED})
 
 
 class LaunchRecord(BaseModel):
     """What the owner of a folder wrote about itself.
 
-    `detail`: what it waits for, or why it failed. `account`: that of a run that has ended.
-    `versions`: what it ran with.
+    `detail`: what it waits for, or why it failed. `account`: that of an ended run.
     """
 
     run: str
@@ -85,7 +79,7 @@ class OwnedFolder:
     def note(
         self, stage: Stage, detail: str = "", *, account: str = "", steps: int | None = None
     ) -> None:
-        """Write what the owner does now, and the steps of the run where they have changed."""
+        """Write what the owner does now, and the steps of the run if they have changed."""
         changed: dict[str, object] = {"stage": stage, "detail": detail, "account": account}
         changed |= {} if steps is None else {"steps": steps}
         self.record = self.record.model_copy(update=changed)
@@ -97,10 +91,7 @@ class OwnedFolder:
 
 @contextmanager
 def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[OwnedFolder]:
-    """Hold the lock of a run's folder. Raises RoleHeld if another process does.
-
-    The record says how the block ended.
-    """
+    """Hold the lock of a run's folder, and record how the block ends. Raises RoleHeld."""
     folder.mkdir(parents=True, exist_ok=True)
     started = psutil.Process().create_time()
     record = LaunchRecord(
@@ -140,7 +131,6 @@ def _take(lock: IO[bytes], folder: Path) -> None:
 
 
 def is_owned(folder: Path) -> bool:
-    """Return whether a `rolloutmq run` owns the folder now."""
     path = folder / LOCK_FILE
     if not path.is_file():
         return False
@@ -153,7 +143,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def read_record(folder: Path) -> LaunchRecord | None:
-    """Return what the newest owner wrote; its stage is DIED if it was killed. None without one."""
+    """Return what the newest owner wrote, or None; its stage is DIED if it was killed."""
     is_alive = is_owned(folder)
     try:
         record = LaunchRecord.model_validate_json((folder / LOCK_FILE).read_bytes().split(b"\n")[0])
@@ -165,10 +155,10 @@ def read_record(folder: Path) -> LaunchRecord | None:
 
 
 def interrupt(folder: Path, *, at_once: bool) -> LaunchRecord:
-    """Make the owner of a folder stop in order, or `at_once`. Return its record from before.
+    """Make the owner of a folder stop in order, or `at_once`; return its record from before.
 
-    An owner that stops already is only made to stop at once. Raises ConfigError if there is none,
-    and RoleHeld if it is no process of this machine.
+    An owner that already stops only reacts to `at_once`. Raises ConfigError without an owner, and
+    RoleHeld if it is a process of another machine.
     """
     if not is_owned(folder):
         raise ConfigError(
@@ -212,7 +202,7 @@ def _identify(record: LaunchRecord | None) -> psutil.Process | None:
 
 
 def known_folders(root: Path) -> list[Path]:
-    """Return the run folders below `root`; running ones first, then those used last."""
+    """Return the run folders below `root`: running ones first, then by last use."""
     found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     runs = [path for path in found if (path / LOCK_FILE).is_file() or (path / "run.json").is_file()]
     return sorted(runs, key=lambda path: (is_owned(path), last_change(path)), reverse=True)
@@ -227,10 +217,7 @@ def last_change(folder: Path) -> float:
 
 
 def choose_folder(run_dir: Path | None, root: Path) -> Path:
-    """Return the run's folder: `run_dir`, else the first of `known_folders`.
-
-    Raises ConfigError if there is none.
-    """
+    """Return `run_dir`, else the first of `known_folders`. Raises ConfigError without one."""
     if run_dir is not None:
         if not run_dir.is_dir():
             raise ConfigError(f"there is no folder {run_dir}", hint="`rolloutmq runs` lists them")

@@ -1,11 +1,7 @@
 """Test an agent loop and a judge in a whole run in one process, without server, model or GPU.
 
-    problems = [{"question": "2 + 2 = ?", "answer": "4"}]
-    groups = rehearse(problems, judge=my_judge, agent_loop=MyLoop, samples=8)
-
-Producer, worker, scripts and wire format are the real ones; the server is in memory
-(extra `testing`), and the engine makes random tokens. So a rehearsal shows that loop and judge
-work in a run, not that a model learns from them.
+Producer, worker, scripts and wire format are the real ones; the server is in memory (extra
+`testing`), and the engine makes random tokens.
 """
 
 from __future__ import annotations
@@ -39,23 +35,18 @@ from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"
-DRAIN_S = 1.0
-"""Seconds that other groups may take to finish after one has failed."""
+DRAIN_S = 1.0  # for other groups to finish after one has failed
 
 
 class RehearsalError(RolloutMQError):
-    """Raised when a group failed, or was not ready in time; says which one, and why."""
+    """Raised when a group failed or was not ready in time; says which one, and why."""
 
 
-END = 0
-"""The token that ends a turn; it is also the space."""
+END = 0  # the token that ends a turn; it is also the space
 
 
 class Characters:
-    """A tokenizer without a model: ids 0 to 94 are the ASCII characters from the space on.
-
-    A space ends a turn.
-    """
+    """A tokenizer: ids 0 to 94 are the ASCII characters from the space on; a space ends a turn."""
 
     def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
         return [
@@ -84,11 +75,10 @@ def rehearse(
 ) -> list[RolloutGroup]:
     """Return one batch, as a trainer gets it: a group of `samples` rollouts per problem, in order.
 
-    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are the objects, or
-    their names in a config; `agent_loop_options` are further arguments of the loop, such as an
-    environment or tools. Without a `tokenizer`, a token is a character; an `engine` of your own
-    decides what is generated. Must not be called from a running event loop. Raises RehearsalError,
-    DatasetError and ConfigError.
+    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are objects or their
+    names in a config; `agent_loop_options` are further arguments of the loop. Without a
+    `tokenizer`, a token is a character; your own `engine` decides what is generated. Must not be
+    called from a running event loop. Raises RehearsalError, DatasetError and ConfigError.
     """
     tokenizer = tokenizer or Characters()
     engine = engine or _random_characters()
@@ -170,7 +160,7 @@ async def _play(
 async def _first_batch(
     run: Run, producer: Producer, working: asyncio.Task[None], count: int
 ) -> list[RolloutGroup]:
-    """Do what a trainer does: open, take step 1, read and commit; run the producer meanwhile."""
+    """Act as a trainer: open, take step 1, read and commit; run the producer meanwhile."""
     trainer = new_nonce()
     run.control.open_producer(producer.nonce)
     run.trainers.open(trainer, step=0, lineage=TASK)
@@ -186,7 +176,7 @@ async def _first_batch(
 
 
 def _raise_if_incomplete(run: Run) -> None:
-    """Raise RehearsalError where the batch will never have all problems, with the reason."""
+    """Raise RehearsalError, with the reason, if the batch can never be complete."""
     for letter in run.dead_letters.newest():
         raise RehearsalError(
             f"{letter.gid}: {letter.reason}",

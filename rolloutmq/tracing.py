@@ -3,12 +3,9 @@
     enqueue ─ wait ─ claim ─ rl.sample ┬ rl.reward ─ submit or release ─ take ─ rl.train ─ commit
     producer         worker            └ (each)                          trainer
 
-OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
-variables of OpenTelemetry have their usual meaning. Without it, the run has no observer. Spans that
-OpenTelemetry's proposal for `rl.*` knows have its names (semantic-conventions-genai 88).
-
-Every process computes the ids of a group's trace from its gid, so no context travels with the
-group.
+OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr). Names
+of spans follow OpenTelemetry's proposal for `rl.*` (semantic-conventions-genai 88). Every process
+computes the ids of a trace from the gid, so no context travels with the group.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ SWITCH = "OTEL_TRACES_EXPORTER"
 Value = str | int
 
 TRACE_BYTES = 16
-SPAN_BYTES = 8
-"""Lengths of ids in OpenTelemetry and W3C Trace Context."""
+SPAN_BYTES = 8  # lengths of ids in OpenTelemetry and W3C Trace Context
 
 
 def trace_id(run_nonce: str, gid: str) -> str:
@@ -61,11 +57,7 @@ def root_span_id(run_nonce: str, gid: str) -> str:
 class Tracer:
     """Records what one process does with groups.
 
-    Usage:
-        with tracer.during("submit", gid, worker="w0"):
-            submit()
-
-    The process that starts a group records its `root`; all other spans belong to that one.
+    The process that starts a group records its `root`, the parent of all other spans.
     """
 
     def __init__(
@@ -99,10 +91,7 @@ class Tracer:
 
     @contextmanager
     def during(self, name: str, gid: str, **attributes: Value) -> Iterator[None]:
-        """Record the block as a span; `child` makes parts of it.
-
-        An error in the block is recorded and raised.
-        """
+        """Record the block as a span, with its error if it raises; `child` makes parts of it."""
         context = self._context(gid)
         with self._tracer.start_as_current_span(
             name, context, attributes={"gid": gid, **attributes}
@@ -155,10 +144,7 @@ class Tracing(Observer):
             self._tracer.root("enqueue", gid, began_ns, samples=count)
 
     def claiming(self, queues: Sequence[tuple[str, str]], limit: int) -> None:
-        """Read since when the first groups of each queue have waited.
-
-        The id of a stream's entry begins with the milliseconds of its arrival.
-        """
+        """Read since when the first groups of each queue wait: a stream id begins with its ms."""
         keys = self._run.keys
         heads = [
             ("XRANGE", keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in queues
@@ -228,8 +214,7 @@ class Tracing(Observer):
 def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
     """Return the tracer of this process; None if SWITCH asks for none.
 
-    An exporter that is unknown or not installed is logged and ignored: a run must not fail for its
-    traces.
+    An unknown or missing exporter is logged and ignored: a run must not fail for its traces.
     """
     wanted = os.environ.get(SWITCH, "none")
     if wanted in ("", "none"):

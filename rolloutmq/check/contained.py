@@ -5,7 +5,7 @@
        ├──────────  {"section": …, "level": …, "what": …}                   a finding
        └──────────  {"done": true}                                          the end
 
-A unit whose process ends, or that exceeds its limit, is an error; another process begins behind it.
+A unit that ends its process or exceeds its limit is an error; a new process runs the next units.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ import orjson
 from producer_workers.follow_owner import OWNER
 from rolloutmq.check.finding import Finding
 
-START_S = 120.0
-"""Seconds in which a process must have imported what its stage needs."""
-
-LIMIT_S = 120.0
-"""Seconds that a unit may take, beside the time that it expects to wait."""
-
-EXIT_S = 5.0
-"""Seconds that a process has to exit once it is done; threads of the user may keep it."""
-
+START_S = 120.0  # a process imports what its stage needs within this time
+LIMIT_S = 120.0  # for one unit, beside the time that it expects to wait
+EXIT_S = 5.0  # a finished process exits within this time: threads of user code may keep it
 Line = dict[str, Any]
 
 
@@ -47,7 +41,7 @@ def run_stage(stage: str, command: Sequence[str]) -> Iterator[Finding]:
 def _run_from(
     skip: int, stage: str, command: Sequence[str]
 ) -> Generator[Finding, None, int | None]:
-    """Yield findings of the units from `skip` on; return where to continue, None at the end."""
+    """Yield findings of the units from `skip` on; return where to continue, or None at the end."""
     start: Line = {"section": stage, "what": "its imports"}
     unit = start
     with tempfile.TemporaryFile() as errors, _start(stage, skip, command, errors) as process:
@@ -86,7 +80,7 @@ def _limit_s(unit: Line) -> float:
 
 
 def _next_line(process: subprocess.Popen[bytes], limit_s: float) -> Line | None:
-    """Return the next line; None where the process ended, or was killed after its limit."""
+    """Return the next line; None if the process ended, or was killed at its limit."""
     assert process.stdout is not None
     timer = threading.Timer(limit_s, _kill, [process])
     timer.daemon = True

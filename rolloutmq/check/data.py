@@ -25,18 +25,12 @@ from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.config.config import Config
 
-ROWS = 64
-"""Rows of a data set that are made into prompts, and encoded."""
-
-SHOWN = 3
-"""Rows that cannot be used, in the report."""
-
-SCANNED = 4096
-"""Rows of a data set whose sources are compared with the judges'."""
+ROWS = 64  # rows of a data set that are made into prompts and encoded
+SHOWN = 3  # unusable rows in the report
+SCANNED = 4096  # rows of a data set whose sources are compared with the judges'
 
 
 def units(config: Config) -> list[Unit]:
-    """Return a unit per data set, and one per judge."""
     found = []
     for name, task in config.tasks.items():
         what = f"task {name}"
@@ -86,7 +80,7 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
 
 
 def _draws(sampler: Sampler, count: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
-    """Draw the first rows and encode them as a producer does; yield why one is refused."""
+    """Draw and encode the first rows as a producer does; yield the reason where one is refused."""
     for draw in range(count):
         try:
             states = sampler.draw(draw)
@@ -130,7 +124,7 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
-    """Return the tokenizer of the model, and a note where another one stands in for it."""
+    """Return the tokenizer of the model, and a note if another one stands in for it."""
     with suppress(HubError):
         if config.model_folder.is_dir():
             return _tokenizer_of(config.model_folder), ""

@@ -1,4 +1,4 @@
-"""What the check finds, and its units: parts that may run code of the user and never return."""
+"""Findings of the check, and its units: parts that may run user code and never return."""
 
 from __future__ import annotations
 
@@ -23,25 +23,22 @@ SECTIONS = (
     "memory",
     "time",
 )
-"""Sections of the report, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was checked and found, where, and what to do about it ("" where nothing is)."""
+    """What was checked and found, where, and the remedy ("" if none is needed)."""
 
     section: str
     level: Level
     what: str
     fix: str = ""
-    text: str = ""
-    """a prompt, to be shown as it is"""
-    tokens: float | None = None
-    """mean length of a task's prompts"""
+    text: str = ""  # a prompt, to be shown as it is
+    tokens: float | None = None  # mean length of a task's prompts
 
 
 def absent(section: str, repository: Repository | None) -> Finding:
-    """Return the finding of a repository of the Hub whose files are not on this machine."""
+    """Return the finding for a repository of the Hub whose files are not on this machine."""
     assert repository is not None
     return Finding(
         section,
@@ -53,7 +50,7 @@ def absent(section: str, repository: Repository | None) -> Finding:
 
 
 def failure(section: str, error: BaseException, what: str = "") -> Finding:
-    """Return the finding of an error; `what`: the part of the config that was checked."""
+    """Return an error as a finding; `what`: the part of the config that was checked."""
     before = f"{what}: " if what else ""
     if isinstance(error, RolloutMQError):
         return Finding(section, "error", before + error.message, error.command_hint)
@@ -62,8 +59,8 @@ def failure(section: str, error: BaseException, what: str = "") -> Finding:
 
 # -- units ----------------------------------------------------------------------------------------
 
+# modules beside this one; a process runs the `units(config)` of each
 STAGES = ("functions", "model", "data")
-"""Modules beside this one; their `units(config)` run in a process for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +69,11 @@ class Unit:
 
     section: str
     what: str
-    run: Callable[[], Iterator[Finding]]
-    """may raise anything"""
-    waits_s: float = 0.0
-    """seconds that it may wait for code of the user which has a limit of its own"""
+    run: Callable[[], Iterator[Finding]]  # may raise anything
+    waits_s: float = 0.0  # seconds that it may wait for user code that has a limit of its own
 
 
 def findings_of(unit: Unit) -> Iterator[Finding]:
-    """Yield the findings of a unit; an exception becomes a finding."""
     try:
         yield from unit.run()
     except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything

@@ -12,7 +12,6 @@ from rolloutmq.config.config import Config
 
 
 def units(config: Config) -> list[Unit]:
-    """Return a unit per function."""
     found = all_functions(config)
     return [Unit("functions", each.key, partial(_import, each)) for each in found]
 
@@ -23,7 +22,7 @@ def _import(function: NamedFunction) -> Iterator[Finding]:
 
 
 def all_functions(config: Config) -> list[NamedFunction]:
-    """Return everything of the user's that any process of the run imports, each name once."""
+    """Return all user functions and classes that any process of the run imports, each once."""
     found = named_functions(config)
     if loop := config.trainer.loop:
         load = partial(check_module, loop, kind="trainer loop")

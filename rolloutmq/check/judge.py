@@ -23,11 +23,8 @@ from rolloutmq.check.finding import Finding
 NOTHING = "nothing"
 WRONG = "This answer is wrong on purpose."
 
-READ_ROWS = 10
-"""Rows of which the report shows what a judge of answers reads in their ground truth."""
-
-Scores = dict[str, dict[str, float] | BaseException]
-"""By kind of answer: its reward, or why there is none."""
+READ_ROWS = 10  # rows whose ground truth the report shows as a judge of answers reads it
+Scores = dict[str, dict[str, float] | BaseException]  # by kind of answer: its reward, or the error
 
 
 def judge_findings(
@@ -51,7 +48,7 @@ def judge_findings(
 def truth_findings(
     name: str, task: TaskSection, prompts: Sequence[RolloutState]
 ) -> Iterator[Finding]:
-    """Yield what judges of answers read in the ground truths of some prompts."""
+    """Yield how judges of answers read the ground truths of some prompts."""
     read = [(_reads(task, state), state) for state in prompts[:READ_ROWS]]
     lines = [text for texts, _ in read for text in texts]
     rows = [state.extra["row"] for texts, state in read if any(NOTHING in text for text in texts)]
@@ -83,7 +80,7 @@ def _reads(task: TaskSection, state: RolloutState) -> list[str]:
 
 
 def _right_answer(task: TaskSection, truth: Any) -> str | None:
-    """Return a right answer as text; None where the ground truth is none."""
+    """Return a right answer as text; None if the ground truth is not an answer."""
     if RUNS_PROGRAMS in task.judges or not isinstance(truth, str | int | float):
         return None
     return str(truth)

@@ -1,7 +1,4 @@
-"""Estimate the memory of each GPU: of the trainer's ranks, and of the engines.
-
-The formula and its reasons are in docs/pages/many_gpus.md. It is arithmetic, not a measurement.
-"""
+"""Estimate (not measure) the GPU memory of trainer and engines; see docs/pages/many_gpus.md."""
 
 from __future__ import annotations
 
@@ -17,20 +14,12 @@ from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
 
 GIB = 1 << 30
+# the most that logits take: the vocabulary projection is computed in chunks
 LOGITS = int(1.2 * GIB)
-"""The most that logits take: the vocabulary projection is computed in chunks."""
-
-LOGIT_BYTES = 20
-"""Bytes of a logit: in float32, several times."""
-
-FULL = 0.9
-"""Share of a GPU's memory that may be planned: the rest is for fragments and buffers."""
-
-UTILIZATION = 0.9
-"""Share of a GPU's memory that vLLM takes where the config does not say."""
-
-ENGINE_ROOM = 2 * GIB
-"""Activations and CUDA graphs of an engine, about."""
+LOGIT_BYTES = 20  # bytes of a logit: several copies in float32
+FULL = 0.9  # share of a GPU's memory that may be planned; the rest is for fragments and buffers
+UTILIZATION = 0.9  # share of a GPU's memory that vLLM takes by default
+ENGINE_ROOM = 2 * GIB  # activations and CUDA graphs of an engine, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +60,7 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
 
 
 def trainer_parts(config: Config, shape: Shape) -> Parts:
-    """Return what one rank of the reference trainer holds on its GPU."""
+    """Return the bytes that one rank of the reference trainer holds on its GPU."""
     learner = config.learner
     ranks = config.launch.ranks(has_own_loop=False)
     layer = (shape.parameters - shape.embedding) // shape.layers
@@ -148,7 +137,7 @@ def _devices(ranks: int) -> str:
 
 
 def _less(config: Config) -> str:
-    """Return how the trainer needs less memory: the next step of docs/pages/many_gpus.md."""
+    """Return how to reduce the trainer's memory: the next step of docs/pages/many_gpus.md."""
     learner = config.learner
     if not learner.gradient_checkpointing:
         return "set [learner] gradient_checkpointing = true"

@@ -16,17 +16,16 @@ from rolloutmq.check.finding import Finding, Unit, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.config.config import Config
 
+# sizes of the random model on which an architecture is tested
 SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": 64,
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
 }
-"""Sizes of the model with random weights on which an architecture is tested."""
 
 
 def units(config: Config) -> list[Unit]:
-    """Return the units for a model in a folder, or for one that the run builds."""
     try:
         folder = config.model_folder
     except HubError:

@@ -1,7 +1,4 @@
-"""Estimate the seconds of a train step with the simulator of `rolloutmq simulate`.
-
-How fast a device computes is an assumption (`Device`); the report states it.
-"""
+"""Estimate the seconds of a train step with the simulator; device speeds are assumed (`Device`)."""
 
 from __future__ import annotations
 
@@ -21,28 +18,18 @@ from rolloutmq.check.shape import Shape
 from rolloutmq.config.config import Config
 from rolloutmq.output import age
 
-STEPS = 12
-"""Train steps that are simulated."""
-
-MEDIAN_SHARE = 0.25
-"""Median of the lengths of responses, as a share of max_tokens."""
-
-SIGMA = 0.8
-"""Spread of these lengths, as in `rolloutmq simulate`."""
-
-PROMPT = 256.0
-"""Tokens of a prompt, where the data could not be read."""
-
-WEIGHT_BYTES_PER_S = 1e9
-"""Speed at which new weights are written, checked and loaded."""
+STEPS = 12  # simulated train steps
+MEDIAN_SHARE = 0.25  # median response length as a share of max_tokens
+SIGMA = 0.8  # spread of response lengths, as in `rolloutmq simulate`
+PROMPT = 256.0  # tokens of a prompt, if the data could not be read
+WEIGHT_BYTES_PER_S = 1e9  # speed at which new weights are written, checked and loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes.
+    """`flops`: per second, in training; `bytes_per_s`: memory reads of the engine.
 
-    `flops`: per second, reached in training. `bytes_per_s`: read from memory while tokens are
-    generated. `token_s`: seconds of a round of the engine beside that.
+    `token_s`: further seconds of a round of the engine.
     """
 
     name: str
@@ -53,23 +40,15 @@ class Device:
 
 H100 = Device("an H100", 350e12, 2e12, 0.006)
 CPU = Device("two cores of a CPU", 50e9, 10e9, 0.02)
-SMALL = 50_000_000
-"""Parameters below which a model may be meant for a CPU."""
-
-SLOTS = 256
-"""Sequences of an engine that has no max_num_seqs."""
-
-BUSY = 64
-"""Sequences whose KV cache is read in a round, about."""
+SMALL = 50_000_000  # parameters below which a model may be meant for a CPU
+SLOTS = 256  # sequences of an engine without max_num_seqs
+BUSY = 64  # sequences whose KV cache is read in a round, about
 
 
 def time_findings(
     config: Config, shape: Shape, gpus: int, prompt: float = PROMPT
 ) -> Iterator[Finding]:
-    """Yield the estimate for `config`, with prompts of that many tokens.
-
-    For a CPU where the model is small and the machine has no GPU.
-    """
+    """Yield the estimate (`prompt`: tokens): for a CPU if the model is small and no GPU is here."""
     device = CPU if shape.parameters < SMALL and not gpus else H100
     lengths = _response_tokens(config)
     setting = _setting(config, shape, device, lengths, prompt)
@@ -82,7 +61,7 @@ def time_findings(
 
 
 def _largest(config: Config) -> TaskSection:
-    """Return the training task with the most tokens per prompt: all prompts count as its."""
+    """Return the training task with the longest prompts in tokens; all tasks count as this one."""
     tasks = [config.tasks[name] for name in config.training_tasks]
     return max(tasks, key=lambda task: task.prompt_repeat_k * task.sample.max_tokens)
 
@@ -141,7 +120,7 @@ def _interruption(config: Config) -> Interruption:
 
 
 def _token_s(config: Config, shape: Shape, device: Device, prompt: float) -> float:
-    """Return the seconds of a token: a round reads all weights and the cache of each sequence."""
+    """Return the seconds per token: a round reads all weights and the cache of each sequence."""
     tokens = prompt + MEDIAN_SHARE * _largest(config).sample.max_tokens
     read = 2 * (shape.active + BUSY * tokens * shape.kv_values)
     return device.token_s + read / (device.bytes_per_s * config.engine.shards)

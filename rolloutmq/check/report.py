@@ -16,8 +16,7 @@ from rolloutmq.output import plural, table
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
 
 PROMPT_LINES = 10
-PROMPT_CHARACTERS = 800
-"""How much of a prompt is shown."""
+PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
 def show(screen: Console, findings: Sequence[Finding]) -> None:
@@ -37,7 +36,7 @@ def show(screen: Console, findings: Sequence[Finding]) -> None:
 
 
 def _lines(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that are lines, with all functions that can be imported in one."""
+    """Return the findings that are lines; the importable functions share one."""
     lines = [each for each in findings if not each.text]
     fine = [each for each in lines if (each.section, each.level) == ("functions", "ok")]
     if not fine:

@@ -13,7 +13,7 @@ from rolloutmq.output import plural
 
 
 def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding]:
-    """Yield the mistakes of the file, and what it allows and hardly means."""
+    """Yield the mistakes of the file, and settings that are allowed but hardly meant."""
     for problem in problems:
         yield Finding("config", "error", problem)
     for warning in config.warnings():
@@ -27,7 +27,7 @@ def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding
 
 
 def machine_findings(config: Config, gpus: int, gpu_bytes: int | None) -> Iterator[Finding]:
-    """Yield what this machine lacks: warnings where it has no GPU, and so may not be the one."""
+    """Yield what this machine lacks; only warn if it has no GPU, as the run may be elsewhere."""
     found = plural(gpus, "GPU") if gpus else "no GPU"
     size = f"; memory is compared with {format_size(gpu_bytes)}" if gpu_bytes else ""
     yield Finding("machine", "ok", f"{found}{size}")
@@ -37,7 +37,7 @@ def machine_findings(config: Config, gpus: int, gpu_bytes: int | None) -> Iterat
 
 
 def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
-    """Yield why prompts and responses do not fit into what the model reads."""
+    """Yield why prompts and responses do not fit into the context of the model."""
     asked = getattr(config.engine, "max_model_len", None)
     if config.engine.loads_model and asked and shape.positions and asked > shape.positions:
         yield Finding(

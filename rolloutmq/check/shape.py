@@ -1,4 +1,4 @@
-"""Read what memory and time depend on from a model folder, without loading the model."""
+"""Read from a model folder what memory and time depend on, without loading the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from rolloutmq.config.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of a model.
+    """Sizes of a model, in parameters. `active`: those that compute a token.
 
-    `embedding`: parameters of one embedding table. `active`: parameters that compute a token.
-    `kv_values`: numbers that the KV cache keeps of a token. `positions`: tokens that it can read.
+    `kv_values`: numbers per token in the KV cache. `positions`: tokens that the model can read.
     """
 
     name: str
@@ -36,12 +35,11 @@ class Shape:
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids."""
         return self.embedding // self.width
 
 
 def shape_of(config: Config) -> Shape:
-    """Return the shape of the model of a run. Raises ModelError, and HubError if it is not here."""
+    """Return the shape of a run's model. Raises ModelError, and HubError if it is not here."""
     folder = config.model_folder
     if config.policy.model is None and not folder.is_dir():
         return _tiny(config.tiny_model)
@@ -100,8 +98,7 @@ def _shape(name: str, parameters: int, named: dict[str, Any]) -> Shape:
     )
 
 
-TINY_VOCABULARY = 128
-"""Tokens of the tokenizer of a model that is built here, about."""
+TINY_VOCABULARY = 128  # tokens of a tokenizer that is built here, about
 
 
 def _tiny(spec: TinyModelConfig) -> Shape:
@@ -125,7 +122,7 @@ def _tiny(spec: TinyModelConfig) -> Shape:
 
 
 def context_tokens(config: Config) -> int | None:
-    """Return the tokens that prompt and response share in the engine; None where not known."""
+    """Return the tokens that prompt and response share in the engine; None if unknown."""
     limits = [getattr(config.engine, "max_model_len", None)]
     with suppress(ModelError, HubError):  # reported where the model is checked
         limits.append(shape_of(config).positions)

@@ -1,7 +1,6 @@
 """Define the `rolloutmq` command: call one of `command_list`, and print errors as one message.
 
-Exit codes are those of `buffer.errors`. Known errors are printed without a traceback;
-ROLLOUTMQ_DEBUG=1 adds it.
+Exit codes are those of `buffer.errors`. ROLLOUTMQ_DEBUG=1 adds the traceback of known errors.
 """
 
 from __future__ import annotations
@@ -106,16 +105,15 @@ def _options(
     pass
 
 
+# the base of typer's usage errors, which has no public name
 UsageError = cast(
     type[Any],
     next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
 )
-"""The base of typer's usage errors, which has no public name."""
 
 
 def main() -> None:
-    """Run the command and exit with its code."""
-    # imports make objects that stay: a collection after every 700 is a sixth of the time of torch
+    # imports make objects that stay: collections would take a sixth of the import of torch
     gc.set_threshold(10_000, 10, 10)
     as_json = "--json" in sys.argv
     _accept_any_text()
@@ -151,10 +149,9 @@ def main() -> None:
 
 
 def _keep_files_private() -> None:
-    """Let nobody else read what is written from here on: prompts, responses, weights.
+    """Make new files private: they hold prompts, responses and weights.
 
-    [run] umask opens the files of a run again, to a group for example. Libraries and children
-    write many of them, so the umask is what reaches all. A project of `init` is no part of a run.
+    Only a umask also reaches files that libraries and children write. [run] umask may relax it.
     """
     if sys.argv[1:2] != ["init"]:
         os.umask(PRIVATE)
@@ -170,7 +167,7 @@ def _accept_any_text() -> None:
 def _describe_file_error(error: OSError) -> RolloutMQError:
     """Return the error for a file, a folder or an output; raise any other again."""
     if isinstance(error, BrokenPipeError):
-        # the reader of a pipe wants no more: that is no error
+        # the reader closed the pipe: not an error
         _drop_output()
         sys.exit(1)
     if error.filename is None and error.errno != errno.ENOSPC:
@@ -183,7 +180,7 @@ def _describe_file_error(error: OSError) -> RolloutMQError:
 
 
 def _drop_output() -> None:
-    """Discard what is still buffered: Python would fail to write it once more at its end."""
+    """Discard buffered output: Python would fail to write it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

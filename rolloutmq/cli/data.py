@@ -85,7 +85,7 @@ def save(
 
 @contextmanager
 def _paused(run: Run, wanted: bool) -> Iterator[None]:
-    """Freeze the workers. A run that is paused already stays as it is, also afterwards."""
+    """Freeze the workers during the block; a run that is already paused stays paused."""
     if not wanted or run.control.state().mode is not Mode.RUN:
         yield
         return
@@ -98,7 +98,7 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Advance]:
-    """Show on stderr what is being copied."""
+    """Show progress on stderr."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(

@@ -1,9 +1,4 @@
-"""`rolloutmq doctor`: check the server, and report what each run waits for.
-
-Beside the snapshot of a run it inspects the judge queue, the weights' folder and the newest dead
-letter. Each of these may be inaccessible (a user without the right, a folder of another machine),
-and is then left out.
-"""
+"""`rolloutmq doctor`: check the server, and report what each run waits for."""
 
 from __future__ import annotations
 

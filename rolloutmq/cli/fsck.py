@@ -1,8 +1,7 @@
 """`rolloutmq fsck`: check, on a live run, that nothing is lost and nothing was trained twice.
 
-There are three checks: the totals at one instant add up (I1); each draw is in exactly one place, in
-all indexes; and no group is in two manifests or, where the trainer's `steps.jsonl` is accessible,
-in two steps of the surviving weights.
+Three checks: the totals at one instant add up (I1); each draw is in exactly one place; no group
+is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two surviving steps.
 """
 
 from __future__ import annotations
@@ -82,13 +81,12 @@ def run_audit(run: Run, *, quiet: bool = False) -> FsckReport:
 
 
 def could_lose(run: Run) -> list[str]:
-    """Return what the server could still lose with its settings."""
+    """Return how the server could lose data with its settings."""
     findings = run.store.retrying("check", lambda: check_all(run.store.servers))
     return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
 
 
 def read_steps(path: Path | None) -> StepLog | None:
-    """Return the trainer's own record, if there is one."""
     if path is None:
         return None
     log = StepLog(path)
@@ -97,7 +95,6 @@ def read_steps(path: Path | None) -> StepLog | None:
 
 
 def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
-    """Return the outcome as JSON."""
     twice = steps.trained_twice() if steps else {}
     return {
         "clean": audit.clean and not twice,
@@ -124,7 +121,7 @@ def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
 
 
 def show_audit(screen: Console, audit: FsckReport, steps: StepLog | None) -> None:
-    """Print the outcome: the table of stages, then one line per check."""
+    """Print the table of stages, then one line per check."""
     screen.print(groups_table(audit.tasks))
     screen.print()
     _verdict(screen, "all keys are as they must be, and the totals add up", audit.faults)

@@ -240,7 +240,7 @@ def drop(
 
 
 def _drop_task(run: Run, task: str, *, yes: bool, as_json: bool) -> None:
-    """Drop what is left of a task that is gone. Raises ConfigError for one that is not."""
+    """Drop the groups of a removed task. Raises ConfigError if the config still has the task."""
     if task not in run.limits.tasks or not run.limits.tasks[task].is_gone:
         gone = [name for name, limits in run.limits.tasks.items() if limits.is_gone]
         raise ConfigError(

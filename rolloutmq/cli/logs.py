@@ -32,8 +32,6 @@ Examples: rolloutmq logs
 """
 
 POLL_S = 0.3
-"""Seconds between two looks at the files."""
-
 _LEVELS = {"error": "red", "critical": "red", "warning": "yellow"}
 _SHOWN = frozenset({"time", "level", "run", "role", "id", "logger", "message", "exception"})
 
@@ -80,7 +78,7 @@ def logs(
 
 
 def _check(files: LogFiles, folder: Path, role: str | None, follow: bool) -> None:
-    """Raise ConfigError if there is no such log, and none can appear."""
+    """Raise ConfigError if the log does not exist and cannot appear."""
     if files.roles or (follow and not role):
         return
     known = ", ".join(LogFiles(folder / "logs", "").roles)
@@ -158,10 +156,7 @@ def tail(
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
-    """Yield (id, event), from the oldest event on, or only new ones.
-
-    Ends with the run, or when the reader of the output closes it.
-    """
+    """Yield (id, event), old ones if `from_start`, until the run or the reader of stdout ends."""
     last = START if from_start else run.events.newest()
     while True:
         found = run.events.read(last, block_ms=_BLOCK_MS)
@@ -177,21 +172,20 @@ def is_unread() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout, select.POLLERR)
-    except (OSError, ValueError):  # a test's, or closed: not a pipe
+    except (OSError, ValueError):  # closed, or replaced by a test
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+# the log of `rolloutmq run --detach` itself: for people, and shown only when it is named
 OUTPUT = "run"
-"""The log of `rolloutmq run --detach` itself: lines for people, shown only when it is named."""
-
 _BLOCK = 1 << 16
 _SUFFIX = ".log"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a log; `fields` is empty for one that is not JSON. `time`: ISO, local."""
+    """A line of a log; `fields` is empty if the line is not JSON. `time`: ISO, local."""
 
     time: str
     role: str
@@ -200,10 +194,7 @@ class Entry:
 
 
 class LogFiles:
-    """Reads the logs of the processes whose name is `role`, or begins with it and a hyphen.
-
-    An empty `role` is all but `OUTPUT`.
-    """
+    """Reads the logs of processes named `role` or `role-…`; an empty `role` is all but `OUTPUT`."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self._folder = folder
@@ -213,7 +204,6 @@ class LogFiles:
 
     @property
     def roles(self) -> list[str]:
-        """Return the names of the processes that have a log."""
         return [_name(path) for path in self._files()]
 
     def last(self, lines: int) -> list[Entry]:
@@ -282,7 +272,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _from(path: Path, position: int) -> tuple[list[bytes], int]:
-    """Return the whole lines behind a position, and their bytes."""
+    """Return the whole lines after a position, and their bytes."""
     if not path.exists():
         return [], 0
     with path.open("rb") as log:
@@ -292,7 +282,7 @@ def _from(path: Path, position: int) -> tuple[list[bytes], int]:
 
 
 def _last_lines(path: Path, lines: int) -> tuple[list[bytes], int]:
-    """Return the last whole lines of a file, read from its end, and the position behind them."""
+    """Return the last whole lines, reading from the end, and the position after them."""
     if not path.exists():
         return [], 0
     with path.open("rb") as log:

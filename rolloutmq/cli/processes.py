@@ -119,8 +119,7 @@ def producer(
     run, settings = _open(settings, redis_url, "producer", metrics, key)
     trace_run(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
-    # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
-    # the process.
+    # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -224,7 +223,7 @@ def _open(
     metrics: str | None,
     key: Key | None,
 ) -> tuple[Run, Config]:
-    """Return the run, and the config with the commits that the run was made with."""
+    """Return the run, and the config with the commits of the Hub that the run was made with."""
     from buffer.control.continuation import check_origin, read_origin
     from buffer.open_run import open_store, server_url, wait_for_run
     from rolloutmq.config.fingerprint import origin_of
@@ -264,8 +263,7 @@ async def _work(
     check_functions(named_functions(settings, for_judges=False))
 
     async def start() -> Engine:
-        # While it holds no groups there is nothing to clean up; what the engine started ends
-        # with this process.
+        # While it holds no groups, it has nothing to clean up; children of the engine end with it.
         _on_signals(os._exit, INTERRUPTED)
         return await start_engine(settings, run)
 
@@ -284,10 +282,7 @@ async def _work(
 
 
 def _await_silence(run: Run, worker: str) -> None:
-    """Wait until no live worker has this id: the last one may have died a moment ago.
-
-    Raises RoleHeld if one still sends heartbeats.
-    """
+    """Wait until no live worker has this id: its process may have just died. Raises RoleHeld."""
     first_ms = None
     while record := next((found for found in run.fleet.workers() if found.id == worker), None):
         if not record.is_live(run.limits.lease_ms):
@@ -307,7 +302,7 @@ def _on_signals(do: Callable[..., object], *args: object) -> None:
 
 
 def _drain(member: Worker, stopped: threading.Event) -> None:
-    """Drain the worker at the first signal; the second one ends the process at once."""
+    """Drain the worker at the first signal; exit at the second."""
     log.info("stopping: finishing the groups that are held")
     _on_signals(os._exit, INTERRUPTED)
     stopped.set()

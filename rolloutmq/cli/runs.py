@@ -45,7 +45,7 @@ class RunLine:
 
     @property
     def seen_ms(self) -> int | None:
-        """Return the milliseconds since the newest heartbeat of any process."""
+        """Return the age of the newest heartbeat of any process."""
         if self.snap is None:
             return None
         silences = [
@@ -58,7 +58,6 @@ class RunLine:
 
     @property
     def lives(self) -> list[str]:
-        """Return the processes that are alive."""
         if self.snap is None:
             return []
         roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
@@ -183,7 +182,7 @@ def _print(lines: list[RunLine]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FolderLine:
-    """A run's folder; `stage` is that of its `rolloutmq run`, "" if there was none."""
+    """A run's folder; `stage` is that of its `rolloutmq run`, "" if it never had one."""
 
     folder: Path
     run: str
@@ -196,7 +195,6 @@ class FolderLine:
     detail: str
 
     def facts(self) -> dict[str, Any]:
-        """Return what programs need to know."""
         return {
             "run": self.run,
             "folder": str(self.folder),
@@ -211,7 +209,7 @@ class FolderLine:
 
 
 def read_folders(root: Path) -> list[FolderLine]:
-    """Return the run folders below `root`; running ones first, then those used last."""
+    """Return the run folders below `root`: running ones first, then by last use."""
     return [_folder_line(folder) for folder in known_folders(root)]
 
 
@@ -234,7 +232,7 @@ def _folder_line(folder: Path) -> FolderLine:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of all files below a folder; of files that vanish meanwhile, none."""
+    """Return the bytes of all files below a folder, without files that vanish meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -246,7 +244,6 @@ def _size(folder: Path) -> int:
 
 
 def folders_table(lines: list[FolderLine]) -> Table:
-    """Return a row per folder."""
     grid = table("folder", "state", "step", "reward", "size", "changed", "note",
                  right=["step", "reward", "size"])  # fmt: skip
     for line in lines:

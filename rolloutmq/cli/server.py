@@ -98,7 +98,7 @@ def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_
 
 
 def describe(swept: Swept) -> str:
-    """Return in words what a sweep did; "" if there was nothing to do."""
+    """Return in words what a sweep did; "" for nothing."""
     parts = (
         (swept.reaped, "group", "revoked from silent workers"),
         (swept.buried, "group", "dead after too many tries"),
@@ -216,7 +216,7 @@ def _from_environment() -> dict[str, str]:
 
 
 def _from_file(path: Path) -> dict[str, str]:
-    """Return the passwords of a file, after adding missing ones; only its owner may read it."""
+    """Read the passwords of a file, after adding missing ones; only its owner may read it."""
     passwords = _read(path) if path.exists() else {}
     if missing := [role for role in ROLES if role not in passwords]:
         passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
@@ -241,8 +241,8 @@ def _read(path: Path) -> dict[str, str]:
     return passwords
 
 
+# scripts that a worker calls; --json names their keys
 OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister")
-"""Scripts that a worker calls; --json names their keys."""
 
 
 @command("Administration", "scripts", epilog="Example: rolloutmq scripts --json > scripts.json")
@@ -296,10 +296,9 @@ def _key(slot: str) -> str:
 
 
 def _slot(slot: Slot) -> dict[str, Any]:
-    """Describe a slot of KEYS or ARGV.
+    """Describe a slot of KEYS or ARGV; a `tail` takes any number of values, within the contract.
 
-    `tail` marks a slot that takes any number of values (of each name, in turn), within the bounds
-    of the contract. `default` is the value to pass for "none", where there is one.
+    `default` is the value to pass for "none".
     """
     document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
     if slot.array == "ARGV" and not slot.is_tail:
@@ -362,7 +361,7 @@ def key(
 
 
 def _require_own(out: Path, keys_file: Path, worker: str) -> None:
-    """Raise ConfigError if the file to write exists and has anything but keys of this worker."""
+    """Raise ConfigError if the file to write has anything but keys of this worker."""
     is_all = out.resolve() == keys_file.resolve()
     if is_all or (out.exists() and set(read_keys(out)) - {worker}):
         raise ConfigError(

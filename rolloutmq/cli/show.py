@@ -126,7 +126,7 @@ def batch(
 
 
 class FreedStep(ConfigError):
-    """The step was trained, and its record is freed."""
+    """Raised for a step that was trained and whose record is freed."""
 
 
 def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
@@ -148,7 +148,7 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
 
 
 def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
-    """Return the mean score of each group; None where there is none, or the record is gone."""
+    """Return the mean score of each group; None if it has no score, or its record is gone."""
     reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
     sums = run.store.each("batch", reads)
     pairs = zip(sums, manifest.entries, strict=True)

@@ -229,7 +229,6 @@ def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
 
 
 def write_json(outcomes: Sequence[Simulated], advice: Advice) -> None:
-    """Print the settings with their figures, the chosen one, and the workers that it needs."""
     rows = [
         setting.model_dump()
         | outcome.summary()

@@ -80,7 +80,7 @@ def top(
 
 @contextmanager
 def _keys(screen: Console) -> Iterator[Keyboard | None]:
-    """Open the keyboard; None where the input or the output is not a terminal."""
+    """Open the keyboard; None unless input and output are a terminal."""
     if screen.is_terminal and sys.stdin.isatty():
         with Keyboard(sys.stdin.fileno()) as keyboard:
             yield keyboard

@@ -172,9 +172,7 @@ DRAIN_EPILOG = """
 Example: rolloutmq drain && rolloutmq save backup && rolloutmq resume
 """
 
-POLL_S = 0.2
-"""Seconds between polls: there is no wake-up for the end of the last lease."""
-
+POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
 DrainTimeout = Annotated[
     float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
 ]
@@ -214,7 +212,7 @@ def drain(
 
 
 def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
-    """Wait until no group runs or time is up; return how many are left."""
+    """Return how many groups still run when none is left or time is up."""
     reported = -1
     while (left := run.account.totals().leases) and time.monotonic() < end:
         if left != reported and not quiet:
@@ -287,7 +285,7 @@ def set_(
 
 
 def keep_settings(target: Target) -> None:
-    """Write what was set into the run's folder, if it is known here."""
+    """Write the changed settings into the run's folder, if it is known here."""
     if target.run_dir and (target.run_dir / "run.json").is_file():
         KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
 

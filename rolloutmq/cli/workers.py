@@ -90,7 +90,6 @@ def workers(
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
-    """Return a row per worker; weights that are not the newest are marked."""
     numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
     grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
     for row in rows:
@@ -111,7 +110,6 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    """Return how many groups wait for judges, how many were judged or failed, and the times."""
     numbers = ["judging", "judged", "failed", "median", "99th percentile"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
@@ -122,7 +120,6 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
 
 
 def audits_table(audits: AuditAccount) -> Table:
-    """Return how many groups of each worker agreed, differed, or could not be audited."""
     verdicts = ["agree", "differ", "impossible"]
     grid = table("audits of", *verdicts, "failed", right=verdicts)
     for worker, groups in sorted(audits.groups.items()):
@@ -168,13 +165,12 @@ def _show_groups(rows: list[dict[str, Any]], worker: str, *, as_json: bool) -> N
 
 
 def _bad(row: WorkerRecord) -> Text:
-    """Return the number of groups that failed on a worker, or that the trainer could not use."""
+    """Count the groups that failed on a worker, or that the trainer could not use."""
     bad = row.failed + row.quarantined
     return Text(str(bad), style="red" if bad else "dim")
 
 
 def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
-    """Return all that is known of a worker, with the facts that it registered under their names."""
     known = {
         name: value for name, value in asdict(row).items() if name != "facts" and value is not None
     }

@@ -1,7 +1,4 @@
-"""Write the files of a new project from a template.
-
-A project is the folder of its template and parts of `shared`, with $names filled in.
-"""
+"""Write a new project: the folder of a template and parts of `shared`, with $names filled in."""
 
 from __future__ import annotations
 
@@ -18,27 +15,23 @@ from producer_workers.user_code.sandbox import check_sandbox
 
 TEMPLATES = Path(__file__).parent / "templates"
 
+# what each template is about
 KINDS = {
     "math": "A model learns to solve word problems; a function of yours scores the last number.",
     "code": "A model learns to write functions, scored by tests in a sandbox.",
     "tools": "A model learns to call a function of yours between its turns.",
     "agent": "A model learns to play a game over several turns with an environment of yours.",
 }
-"""The templates, and what each is about."""
 
+# what each file of a template does
 FILES = {
     "judge.py": "scores an answer",
     "calculator.py": "the tool",
     "game.py": "the environment, which answers the model",
 }
-"""Files of templates, and what they do."""
 
-TINY = "tiny"
-"""The model that is built here, with random weights."""
-
-LONGEST = {TINY: 48}
-"""Tokens of an answer, by model."""
-
+TINY = "tiny"  # the model that is built here, with random weights
+LONGEST = {TINY: 48}  # tokens of an answer, by model
 TINY_NOTE = """
 The model in `model/` was built here, with random weights: it shows that everything works, and
 learns nothing. For a real one set `[policy] model` to a folder or an id of the Hugging Face Hub,
@@ -48,7 +41,7 @@ such as "Qwen/Qwen3-0.6B", and raise `max_tokens`.
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user chose. `data`: a file, a folder or an id of the Hub; None for the sample."""
+    """The user's choices. `data`: a file, a folder or an id of the Hub; None for the sample."""
 
     template: str
     model: str
@@ -57,10 +50,7 @@ class Choices:
 
 
 def write_project(folder: Path, choices: Choices) -> list[str]:
-    """Write the project and return the names of its files.
-
-    Raises ConfigError where the folder is not empty.
-    """
+    """Write the project and return its file names. Raises ConfigError for a folder with files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")
     values = _values(folder, choices)
@@ -112,7 +102,7 @@ def _sandbox() -> str:
 
 
 def _dataset(data: str | None) -> str:
-    """Return the lines of a [tasks.<name>.dataset]. Raises ConfigError where there is no such."""
+    """Return the lines of a [tasks.<name>.dataset]. Raises ConfigError for unknown data."""
     if data is None:
         return 'kind = "jsonl"\npath = "data.jsonl"'
     path = Path(data)

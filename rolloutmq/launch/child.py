@@ -17,24 +17,16 @@ from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, Ru
 from buffer.redis.connection.retry import Backoff
 from producer_workers.follow_owner import OWNER
 
+# exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
-"""Exit codes after which a restart would fail in the same way."""
 
+# pause before a restart after success: at the end of a run, others exit before the trainer
 RESTART_DELAY_S = 5.0
-"""Seconds to a restart after an end that is no failure.
-
-At the end of a run, others exit before the trainer.
-"""
-
-BACKOFF = Backoff(0.5, 10.0, jitter=0.0)
-"""Pauses before a process that died is started again."""
-
-EARLY_DEATH_S = 60.0
-"""A process that dies within this time, three times in a row, is not restarted."""
+BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is started again
+EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted
 
 
-RANK_END_S = 10.0
-"""Seconds in which the ranks of a trainer must end after one of them has; then they are killed."""
+RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
 
 class ChildFailed(RolloutMQError):
@@ -44,8 +36,8 @@ class ChildFailed(RolloutMQError):
 class Child:
     """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it.
 
-    With `ranks`, as many processes, which torch.distributed connects: they end, and are restarted,
-    together. Its exit code is that of the rank whose end was the cause. Rank r logs to NAME-r.log.
+    With `ranks`, as many processes under torch.distributed that end and restart together; the exit
+    code is that of the rank that caused the end. Rank r logs to NAME-r.log.
     """
 
     def __init__(
@@ -68,12 +60,10 @@ class Child:
         self._restarts_left = restarts
         self._early_deaths = 0
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._killed: set[int] = set()
-        """ranks that were killed because another one had ended"""
+        self._killed: set[int] = set()  # ranks that were killed because another one had ended
         self._started = self._retry_at = self._first_end = 0.0
 
     def start(self, *more: str) -> None:
-        """Start the process; its output goes to its log."""
         env = os.environ | self._env | {OWNER: str(os.getpid())}
         command = [sys.executable, "-m", "rolloutmq", *self._args, *more]
         self._processes = []
@@ -90,12 +80,11 @@ class Child:
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since it was started."""
         return time.monotonic() - self._started
 
     @property
     def pid(self) -> int | None:
-        """Return its process id, that of its first rank that runs; None if it does not run."""
+        """Return the process id of its first running rank; None if it does not run."""
         return next((process.pid for process in self._running), None)
 
     @property
@@ -116,7 +105,7 @@ class Child:
 
     @property
     def _cause(self) -> int:
-        """Return the rank whose end was the cause: rank 0, unless it only lost another one."""
+        """Return the rank that caused the end: rank 0, unless it only lost another one."""
         codes = [process.returncode for process in self._processes]
         if 0 not in self._killed and codes[0] not in (1, RankLost.exit_code):
             return 0
@@ -142,10 +131,7 @@ class Child:
                 process.kill()
 
     def keep_alive(self, *more: str) -> str | None:
-        """Restart the process if it ended; return what to report.
-
-        Raises ChildFailed if a restart is hopeless.
-        """
+        """Restart an ended process; return a report. Raises ChildFailed if that is hopeless."""
         self._end_together()
         code = self.exit_code
         if code is None:
@@ -187,7 +173,6 @@ class Child:
 
     @property
     def _log(self) -> Path:
-        """Return the log to show: of the rank whose end was the cause."""
         return self._logs[self._cause if self._processes and not self._running else 0]
 
     @property
@@ -201,10 +186,9 @@ class Child:
         return f"{(errors or lines)[-1].removeprefix('error: '):.200}"
 
     def limit_log(self) -> None:
-        """Move what is in its log to a second file, in place of the older one, if that is much.
+        """Copy a long log over its older second file, and truncate it.
 
-        The process and its libraries keep the file open for appending, so it is copied and cut
-        short: what they write between the two is lost.
+        The process appends to the open file: lines that it writes between the two steps are lost.
         """
         for log in self._logs:
             if log.exists() and log.stat().st_size > self._log_bytes:
@@ -212,7 +196,6 @@ class Child:
                 os.truncate(log, 0)
 
     def log_tail(self, lines: int = 6) -> str:
-        """Return the last lines of its log."""
         tail: deque[bytes] = deque(maxlen=lines)
         for file in (_older(self._log), self._log):
             if file.exists():
@@ -226,10 +209,7 @@ class Child:
             process.terminate()
 
     def kill(self) -> bool:
-        """Kill the process, as a crash would, and return whether it was running.
-
-        Processes that it started notice by themselves.
-        """
+        """Kill the process, whose children notice by themselves; return whether it was running."""
         running = self._running
         for process in running:
             process.kill()
@@ -251,10 +231,9 @@ def _older(log: Path) -> Path:
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """Return the variables by which the ranks on this machine find each other, as torchrun does.
+    """Return the variables by which ranks on this machine find each other, as torchrun does.
 
-    The port is free now. If another process takes it before rank 0 does, all ranks end, and are
-    started again with another one.
+    If another process takes the port before rank 0 does, all ranks end and restart with a new one.
     """
     if ranks == 1:
         return [{}]

@@ -95,7 +95,6 @@ def run(
 def _detach(
     settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
 ) -> NoReturn:
-    """Start the run in the background and exit."""
     from rolloutmq.launch.commands import start_detached
 
     command = [str(config), *set_flags(given)]
@@ -260,8 +259,6 @@ Examples: rolloutmq stop
 """
 
 POLL_S = 0.2
-"""Seconds between two looks at the run."""
-
 Now = Annotated[
     bool,
     typer.Option(
@@ -321,14 +318,13 @@ def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) ->
 
 
 START_POLL_S = 0.3
-"""Seconds between two looks at the new process."""
 
 
 def start_detached(command: list[str], folder: Path, screen: Console, *, where: str) -> int:
     """Start `rolloutmq run` with `command` in a session of its own, and print what it prints.
 
-    Returns 0 once trainer, producer and a worker have joined the run, or on Ctrl-C; else the exit
-    code of a run that ended before. `where`: the options by which other commands find the run.
+    Returns 0 once trainer, producer and a worker have joined, or on Ctrl-C; else the exit code of
+    the ended run. `where`: the options by which other commands find the run.
     """
     log = folder / "logs" / "run.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -364,7 +360,7 @@ def _follow(process: subprocess.Popen[bytes], log: Path, folder: Path, screen: C
 
 
 def _explain(screen: Console, pid: int, folder: Path, where: str) -> None:
-    """Print how to watch and stop a run that continues in the background."""
+    """Print how to watch and stop a run in the background."""
     screen.print(f"\nthe run continues in the background (process {pid}):")
     commands = {
         f"rolloutmq top {where}": "watch it live",

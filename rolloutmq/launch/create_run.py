@@ -1,4 +1,4 @@
-"""Creates the run of a config on its server, continues it, or makes it again."""
+"""Create the run of a config on its server, continue it, or make it again."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def make_run(
     by_hand: bool = True,
     is_done: Callable[[int], bool] = lambda steps: False,
 ) -> Run:
-    """Return the run of this config, and create it if it is new.
+    """Return the run of this config, and create it if it is new; see `create_run`.
 
-    `by_hand`, `is_done`: see `create_run`. Raises LostRun if it has checkpoints but the server does
-    not hold it: only `make_again` may create it then (I6).
+    Raises LostRun if the server lacks a run with checkpoints: `make_again` must create it (I6).
     """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
     if steps and config.run.name not in Run.names(store):
@@ -57,10 +56,10 @@ def make_again(
     *,
     take_over: bool = False,
 ) -> Run:
-    """Clear what the server has of the run, and make it again from the newest whole checkpoint.
+    """Clear the run on the server, and make it again from the newest whole checkpoint.
 
-    `say` gets a sentence about what goes, before anything is changed. Raises ModelError where no
-    checkpoint is whole, RoleHeld while a trainer is alive (unless `take_over`), RunExists.
+    `say` gets a sentence about what goes, before any change. Raises ModelError if no checkpoint is
+    whole, RoleHeld while a trainer is alive (unless `take_over`), RunExists.
     """
     position = CheckpointFolder(config.run.folder / "checkpoints").newest_whole()
     regeneration = Regeneration(position or Position(), take_over=take_over)
@@ -80,11 +79,10 @@ def create_run(
 ) -> Run:
     """Create the run of this config, or continue it with this config (`Run.changes`).
 
-    With `regeneration`, what the server has of it is cleared first. Not `by_hand`, a run that
-    exists keeps all of its settings. `is_done`: returns whether a run with so many steps has
-    nothing left to do; it then stays finished. Raises RunExists when the name belongs to the run of
-    another folder, ConfigError when the server's maxmemory is too small for the run, or an edited
-    config cannot continue it.
+    With `regeneration`, clear it on the server first. Without `by_hand`, an existing run keeps its
+    settings. `is_done` returns whether a run of that many steps is complete and stays finished.
+    Raises RunExists if the name is another folder's, ConfigError if maxmemory is too small or an
+    edited config cannot continue the run.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
@@ -108,10 +106,7 @@ def create_run(
 
 
 def _restore_nonce(store: Store, config: Config) -> None:
-    """Write a lost run.json again, where the server shows that the run is this folder's.
-
-    Raises RunExists for a run of this name on another server.
-    """
+    """Rewrite a lost run.json if the server's run belongs to this folder. Raises RunExists."""
     folder = config.run.folder
     if (folder / "run.json").exists() or config.run.name not in Run.names(store):
         return
@@ -128,7 +123,7 @@ def _restore_nonce(store: Store, config: Config) -> None:
 
 
 def maxmemory_bytes(store: Store) -> int:
-    """Return the smallest maxmemory of the servers in bytes; 0 if none has one, or reports it."""
+    """Return the smallest maxmemory of the servers; 0 if none has or reports one."""
     found: list[int] = []
     for _, client in store.servers.masters():
         with suppress(NoPermissionError):

@@ -24,10 +24,9 @@ from rolloutmq.views.setting_view import override_lines
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """The run that was made, or found, and what it needs.
+    """A new or found run. `taken`: its newest train step.
 
-    `taken`: its newest train step. `server`: the run's own server, None for one with a URL; it is
-    stopped again unless it was running before.
+    `server`: its own server, None with a URL; it is stopped unless it ran before.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Creation:
     settings: SettingsRecord
 
     def facts(self) -> dict[str, Any]:
-        """Return what programs need to know."""
         return {
             "run": self.name,
             "nonce": self.nonce,
@@ -54,10 +52,7 @@ class Creation:
         }
 
     def lines(self, command: Sequence[str]) -> list[str]:
-        """Return what was made and what to start next, for people.
-
-        `command`: the config's path and overrides.
-        """
+        """Return what was made and what to start next; `command`: the config and overrides."""
         config = shlex.join(command)
         own = f"  rolloutmq server --run-dir {self.folder}"
         where = "the run's own, only running while it is needed" if self.server else "shared"
@@ -101,10 +96,7 @@ def create(
 
 @contextmanager
 def _server(config: Config, redis_url: str | None) -> Iterator[tuple[str, EmbeddedServer | None]]:
-    """Yield the URL of the run's server, and the embedded one if it is that.
-
-    An embedded server runs during the block, and afterwards only if it did before.
-    """
+    """Yield the URL and the embedded server, which afterwards runs only if it did before."""
     # a signal must not leave the server behind
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     was_running = EmbeddedServer(config.run.folder / "server").is_running

@@ -1,11 +1,8 @@
 """`rolloutmq eval`: the held-out evaluation of a config on one model, as a short run of its own.
 
-    runs/NAME          only read: its checkpoint is exported
-    runs/NAME-eval     the run NAME-eval: an embedded server, producer, workers, and `evaluate` in
-                       place of the trainer; removed at the end
-
-Problems, sampling, engine and judges are those of the config, so that accuracies compare with
-those that the trainer logged.
+The run NAME-eval, in runs/NAME-eval, has an embedded server, producer and workers, and is removed
+at the end; runs/NAME is only read. Problems, sampling, engine and judges are the config's, so
+accuracies compare with those that the trainer logged.
 """
 
 from __future__ import annotations
@@ -34,15 +31,13 @@ from rolloutmq.options import set_flags
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LOCK_FILE, is_owned
 
-ADAPTER = "adapter"
-"""Folder in that of the evaluation: the LoRA adapter to publish over the model."""
-
+ADAPTER = "adapter"  # folder in that of the evaluation: the LoRA adapter to publish over the model
 _LOOP = f"{__name__}:evaluate"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A model and its metrics by task; `step` is that of its checkpoint, 0 for a model folder."""
+    """A model's metrics by task; `step` is that of its checkpoint, 0 for a model folder."""
 
     model: str
     step: int
@@ -52,9 +47,9 @@ class Evaluated:
 def evaluate_model(
     config: Config, path: Path, overrides: list[str], what: str, screen: Console
 ) -> Evaluated:
-    """Evaluate the checkpoint or model folder `what`; "" is the newest checkpoint.
+    """Evaluate the checkpoint or model folder `what` ("": the newest checkpoint).
 
-    `path` and `overrides` are where `config` comes from. Raises ConfigError and ModelError.
+    `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
     """
     if not _held_out(config):
         raise ConfigError(
@@ -86,7 +81,7 @@ def evaluate_model(
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of the evaluation, without what an interrupted one left."""
+    """Make the folder, and delete what an interrupted evaluation left."""
     if is_owned(folder):
         raise ConfigError(
             f"another evaluation runs in {folder}", hint=f"`rolloutmq logs -f --run-dir {folder}`"
@@ -133,7 +128,7 @@ def _held_out(config: Config) -> list[str]:
 
 
 def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
-    """Evaluate in place of the trainer: all held-out tasks, with training jobs paused."""
+    """Evaluate all held-out tasks in place of the trainer, with training jobs paused."""
     consumer = RolloutConsumer(run)
     consumer.open(position=Position(), take_over=take_over)
     adapter = config.run.folder / ADAPTER

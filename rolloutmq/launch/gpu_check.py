@@ -1,7 +1,6 @@
 """`rolloutmq gpu-check`: run and measure a few GRPO steps of the whole pipeline on one CUDA GPU.
 
-Server, producer, vLLM worker, trainer and weight updates are real; only the weights are random. The
-run has a new folder under `runs/`, which is deleted when the check succeeds.
+Everything is real except the weights, which are random. A success deletes the run's new folder.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from rolloutmq.presets import presets_folder
 CONFIG = presets_folder() / "gpu_check.toml"
 SAMPLE = presets_folder() / "data" / "gsm8k_sample.jsonl"
 
-Rows = list[tuple[str, str]]
-"""Name of a measurement, and its value with the unit."""
+Rows = list[tuple[str, str]]  # name and value with unit
 
 
 def check_gpu(steps: int, overrides: Sequence[str] = ()) -> None:
@@ -62,10 +60,7 @@ def require_gpu() -> None:
 
 
 def measure(steps: int, overrides: Sequence[str]) -> Rows:
-    """Run the check's config with `overrides` in a new folder.
-
-    Raises what a run raises, and then keeps the folder.
-    """
+    """Run the check's config in a new folder, which stays if the run raises."""
     os.environ.pop("REDIS_URL", None)  # the check has a server of its own
     Path("runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-", dir="runs"))
@@ -85,7 +80,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
 
 
 def read_rows(folder: Path) -> Rows:
-    """Read the measurements of a finished run; the first step, a warm-up, is left out."""
+    """Read the measurements of a finished run, without its first step, which is a warm-up."""
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     updates = _weight_updates(folder / "logs" / "worker-0.log")
@@ -148,7 +143,7 @@ def _mismatch(steps: Sequence[dict[str, float]]) -> str:
 
 
 def _weight_updates(log: Path) -> list[float]:
-    """Return the seconds of each weight update, from the worker's log."""
+    """Read the seconds of each weight update from the worker's log."""
     entries = [
         orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")
     ]

@@ -1,8 +1,7 @@
 """Launch a whole run on one machine: prepare, start, watch and show it, and report the outcome.
 
-The launcher holds no state of the run, and may be killed at any moment: its children then end
-themselves, and the next `rolloutmq run` of the same config continues from the checkpoint and from
-what Redis holds.
+The launcher holds no state and may be killed at any moment: its children end themselves, and the
+next `rolloutmq run` of the config continues from the checkpoint and from Redis.
 """
 
 from __future__ import annotations
@@ -45,26 +44,13 @@ from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes
 from rolloutmq.views.setting_view import override_lines
 
-POLL_S = 0.5
-"""Seconds between two checks of the processes."""
-
-POLLS_PER_LINE = 10
-"""Checks per line of output, where the output is not a terminal."""
-
-NEWS = 4
-"""Number of reports that stay on the screen."""
-
-STOP_S = 60.0
-"""Seconds that children may take to exit after SIGTERM."""
-
-CHECKPOINT_S = 600.0
-"""Seconds that the trainer may take: it writes a checkpoint first."""
-
-LINE_S = 5.0
-"""Seconds between two lines that name the children that have not ended."""
-
-REPORT_S = 5.0
-"""Seconds in which the server must answer for the account of a run that was stopped."""
+POLL_S = 0.5  # between two checks of the processes
+POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
+NEWS = 4  # reports that stay on the screen
+STOP_S = 60.0  # for children to exit after SIGTERM
+CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
+LINE_S = 5.0  # between two lines that name the children that have not ended
+REPORT_S = 5.0  # for the server to answer for the account of a stopped run
 
 
 class Launcher:
@@ -127,7 +113,7 @@ class Launcher:
                 account = finish(self._console, self._config, run, cli)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
-            # the terminal may be gone before the signal that says so comes
+            # the terminal may be gone before its signal arrives
             if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
                 raise
             self._stop_in_order(run)
@@ -177,7 +163,7 @@ class Launcher:
         return run
 
     def _continue_tasks(self, run: Run) -> None:
-        """Start tasks again that were stopped: who starts the run again has fixed the cause."""
+        """Restart stopped tasks: the user who starts the run again has fixed the cause."""
         for task in run.limits.tasks:
             if run.task_stops.of(task).is_stopped:
                 run.jobs.resume_task(task)
@@ -265,7 +251,7 @@ class Launcher:
     def _notice_other_trainer(self, run: Run) -> str | None:
         """Leave the role to a trainer that has fenced this run's own, until that one is gone.
 
-        Everything else of the run is kept for it: the server, the producer and the workers.
+        The server, the producer and the workers continue for it.
         """
         if self._trainer.exit_code != Fenced.exit_code:
             return None
@@ -288,7 +274,6 @@ class Launcher:
         return {child.name: child.age_s for child in shown if child.pid}
 
     def _note_under_way(self, run: Run) -> None:
-        """Record that the trainer, the producer and a worker have joined the run."""
         if self._owned.record.stage is not Stage.STARTING:
             return
         try:
@@ -299,7 +284,7 @@ class Launcher:
             self._owned.note(Stage.RUNNING)
 
     def _note_steps(self, run: Run) -> None:
-        """Record the steps of the run where they have been set; the view has read them."""
+        """Record a changed number of steps; the view has read it."""
         record = self._owned.record
         if run.limits.steps != record.steps:
             self._owned.note(record.stage, record.detail, steps=run.limits.steps)
@@ -355,7 +340,7 @@ class Launcher:
             left[0].wait(POLL_S)
 
     def _report_stop(self, run: Run | None) -> None:
-        """Print how far a run has come that was stopped, and its account."""
+        """Print the account of a stopped run and how far it came."""
         if run is None:
             return
         run.store.deadline_s = REPORT_S

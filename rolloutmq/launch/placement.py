@@ -48,7 +48,7 @@ def count_gpus() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU that this process may use; None where there is none."""
+    """Return the memory of the smallest GPU that this process may use; None without a GPU."""
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -58,10 +58,7 @@ def gpu_bytes() -> int | None:
 
 
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:
-    """Assign `gpus` to processes; `ranks`: those of the trainer.
-
-    Raises ConfigError if they do not suffice, do not exist, or overlap without `colocated`.
-    """
+    """Assign `gpus` to processes; `ranks`: of the trainer. Raises ConfigError for too few GPUs."""
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
             hint = "start it on a machine with GPUs, or remove trainer_gpus and worker_gpus"
@@ -117,7 +114,7 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
 
 
 def placement_of(config: Config) -> Placement:
-    """Return which GPUs of this machine the processes of a run get. Raises ConfigError."""
+    """Return the GPUs of this machine for each process of a run. Raises ConfigError."""
     ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
     return place(config.launch, count_gpus(), config.engine.shards, ranks)
 

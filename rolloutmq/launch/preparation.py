@@ -28,7 +28,7 @@ from rolloutmq.views.run_view import read_run_view
 
 
 def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer | None]:
-    """Return the URL of the run's server, and the embedded server if it is that."""
+    """Return the URL of the run's server, and the server itself if it is embedded."""
     if url := config.redis.resolve_url(flag):
         return url, None
     server = embedded_server(config)
@@ -37,10 +37,10 @@ def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer 
 
 
 def check_start(config: Config, command: Sequence[str]) -> Config:
-    """Raise everything that would end a run at its start; takes seconds, and loads no model.
+    """Raise any error that would end the run at its start, within seconds and without a model.
 
-    Generated problems are written. What the Hub has is downloaded, unless there is a mistake that
-    is known before: the returned config has its commits. `rolloutmq check` finds more.
+    Writes generated problems, and downloads from the Hub unless a mistake is known before; the
+    returned config has the commits. `rolloutmq check` finds more.
     """
     errors = machine_errors(config)
     if names_any(config):
@@ -72,10 +72,7 @@ def _errors_of(check: Callable[[], object]) -> list[RolloutMQError]:
 
 
 def prepare_model(config: Config, command: Sequence[str], *, quiet: bool = False) -> Path:
-    """Return the config's model, or a small one, which is built and warm-started here once.
-
-    `quiet`: print no progress of that.
-    """
+    """Return the config's model, or the small one that is built and warm-started here once."""
     folder = config.model_folder
     if config.policy.model is None and not folder.exists():
         run_command(["warm-start", *command], quiet=quiet)
@@ -84,11 +81,7 @@ def prepare_model(config: Config, command: Sequence[str], *, quiet: bool = False
 
 
 def await_roles(run: Run, report: Callable[[str], None]) -> None:
-    """Wait until trainer and producer of an earlier launcher have exited.
-
-    The children of a launcher that was killed end by themselves within seconds. Raises RoleHeld if
-    one of them stays alive.
-    """
+    """Wait until trainer and producer of a killed launcher have exited. Raises RoleHeld."""
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
     is_reported = False
     while held := [
@@ -110,10 +103,7 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
 def make_again_patiently(
     store: Store, config: Config, model: Path, report: Callable[[str], object]
 ) -> Run:
-    """Make the run again from its checkpoint, once the trainer of an earlier start has exited.
-
-    Raises RoleHeld if it stays alive.
-    """
+    """Make the run again from its checkpoint after an earlier trainer exits. Raises RoleHeld."""
     end = time.monotonic() + 2 * config.limits(0).role_timeout_ms / 1000
     said: list[str] = []
 
@@ -132,7 +122,7 @@ def make_again_patiently(
 
 
 def last_step(config: Config) -> int:
-    """Return the last step of the run, which `rolloutmq set` may have changed, by its folder."""
+    """Return the last step of the run by its folder: `rolloutmq set` may have changed it."""
     folder = config.run.folder
     if not (folder / "run.json").exists():
         return config.plan.steps
@@ -150,7 +140,7 @@ def is_done(config: Config, last: int) -> bool:
 
 
 def run_command(args: list[str], *, quiet: bool = True) -> None:
-    """Run a sub-command in its own process, so that this one loads neither torch nor data sets."""
+    """Run a command in its own process, so that this one loads neither torch nor data sets."""
     done = subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],
         env=os.environ | {OWNER: str(os.getpid())},

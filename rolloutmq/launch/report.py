@@ -20,10 +20,7 @@ from rolloutmq.web.report import write_report
 
 
 def finish(console: Console, config: Config, run: Run, server_cli: str | None) -> str:
-    """Print the outcome of a run and write its report; return its account in one line.
-
-    Raises AccountError if the account does not add up.
-    """
+    """Print the outcome, write the report, return the account in one line. Raises AccountError."""
     folder = config.run.folder
     audit = run.account.fsck()
     log = StepLog(folder / "steps.jsonl")
@@ -47,13 +44,12 @@ def finish(console: Console, config: Config, run: Run, server_cli: str | None) -
 
 
 def account_line(audit: FsckReport) -> str:
-    """Return what `rolloutmq fsck` found, in one line."""
     faults = f" · {audit.faults[0]}" if audit.faults else ""
     return f"account: lost {len(audit.lost)} · in two places {len(audit.doubled)}{faults}"
 
 
 def accuracy_table(evaluations: Evaluations) -> Table:
-    """Return the accuracy before the first step and after the newest one that was evaluated."""
+    """Return the accuracy before the first step and at the newest evaluation."""
     table = Table(title="held-out accuracy (greedy)", title_justify="left", show_edge=False)
     for column in ("task", "before", "after", "step", "change", "problems"):
         table.add_column(column, justify="left" if column == "task" else "right")
@@ -74,7 +70,7 @@ def accuracy_table(evaluations: Evaluations) -> Table:
 
 
 def activation() -> str:
-    """Return what makes `rolloutmq` a command of the shell; "" if it is one, or was installed."""
+    """Return how to make `rolloutmq` a command of the shell; "" if it is one."""
     activate = Path(sys.prefix) / "bin" / "activate"
     return f"source {activate}" if activate.exists() and not shutil.which("rolloutmq") else ""
 

@@ -1,7 +1,4 @@
-"""`rolloutmq train`: one rank of the trainer, from its start to its end.
-
-torchrun and `rolloutmq run` start several; alone it is rank 0 of one.
-"""
+"""`rolloutmq train`: one rank of the trainer, rank 0 of one unless launched as several."""
 
 from __future__ import annotations
 
@@ -30,17 +27,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.trainer")
 
-POLL_S = 0.2
-"""Seconds between two looks at the heartbeat of another trainer."""
+POLL_S = 0.2  # between two looks at the heartbeat of another trainer
 
 
 def own_rank() -> int:
-    """Return the rank of this process; 0 where it is the only one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_by_hand() -> bool:
-    """Return whether neither `rolloutmq run` nor torchrun started this process again."""
+    """Return whether neither `rolloutmq run` nor torchrun restarted this process."""
     return OWNER not in os.environ and not _restarts()
 
 
@@ -52,11 +47,11 @@ def open_run(
     take_over: bool,
     regenerate: bool,
 ) -> tuple[Run, Path]:
-    """Return the run and its model folder; rank 0 creates the run if it is new.
+    """Return the run and its model folder; rank 0 creates a new run.
 
-    `metrics`: the address at which the first rank of each machine serves metrics. `regenerate`:
-    rank 0 first clears what the server has of the run, but not when torchrun starts it again.
-    Raises RoleHeld while another trainer is alive, unless `take_over`.
+    `metrics`: the address on which the first rank of each machine serves metrics. `regenerate`:
+    rank 0 clears the run on the server first, except after a restart by torchrun. Raises RoleHeld
+    while another trainer is alive, unless `take_over`.
     """
     url = server_url(settings, redis_url)
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
@@ -88,10 +83,7 @@ def open_run(
 
 
 def _require_vacancy(store: Store, settings: Config) -> None:
-    """Raise RoleHeld if another trainer is alive, before this config changes its settings.
-
-    One that died is waited for, until its role times out.
-    """
+    """Raise RoleHeld if another trainer is alive; wait for the role of a dead one to time out."""
     run = own_run(store, settings)
     if run is None:
         return
@@ -103,7 +95,7 @@ def _require_vacancy(store: Store, settings: Config) -> None:
 
 
 def _restarts() -> int:
-    """Return how often torchrun has started the ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -136,7 +128,7 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
 
 
 def _check_nodes(settings: Config, ranks: int) -> None:
-    """Raise ConfigError where ranks on several nodes could not write one version of weights."""
+    """Raise ConfigError if ranks on several nodes could not write one version of weights."""
     transport = settings.policy.weights_transport
     if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) and transport != "folder":
         raise ConfigError(

@@ -15,11 +15,10 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 Level = Literal["note", "stuck", "fault"]
 
-PATIENCE_MS = 30_000
-"""A pause of the trainer, or a wait, that is shorter is normal."""
+PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 
+# groups in a row that were filtered: a hard task may do so, but it is worth a note
 MANY_FILTERED = 64
-"""Groups in a row that were all filtered: a hard task may do so, but it is worth a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ _note = partial(Symptom, "note")
 
 
 def diagnose(snap: RunView) -> list[Symptom]:
-    """Return what stops the run, or soon will, the worst first; empty if nothing does.
+    """Return what stops the run, or soon will, the worst first.
 
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
@@ -78,7 +77,6 @@ def last_event_ms(snap: RunView) -> int | None:
 
 
 def describe(symptom: Symptom) -> str:
-    """Format a symptom as one line."""
     since = f", for {age(symptom.since_ms)}" if symptom.since_ms is not None else ""
     return f"{symptom.what}{since}"
 
@@ -137,7 +135,6 @@ def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
 
 
 def _age_ms(snap: RunView) -> int:
-    """Return the age of the run."""
     return max(0, snap.now_ms - int(snap.meta["created_ms"]))
 
 
@@ -196,10 +193,7 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
 
 
 def _unclaimed(snap: RunView) -> Iterator[Symptom]:
-    """Report waiting groups that live workers do not claim.
-
-    The workers serve other tasks or lanes, or hang.
-    """
+    """Report waiting groups whose live workers hang, or serve other tasks or lanes."""
     quiet_ms = last_event_ms(snap)
     waiting = sum(task.account.waiting for task in snap.tasks if not task.is_gone)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
@@ -239,7 +233,7 @@ def _memory(snap: RunView) -> Iterator[Symptom]:
 
 
 def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
-    """Report a task that is stopped or fails, that filters all, or that the config lacks."""
+    """Report a task that is stopped, fails, filters everything, or is not in the config."""
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None

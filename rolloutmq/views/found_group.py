@@ -31,7 +31,7 @@ _MAY = {"waiting": ("drop",), "pool": ("requeue", "drop"), "dead": ("requeue", "
 
 @dataclass(frozen=True, slots=True)
 class FoundGroup:
-    """All that is known of a group; `record` is empty for one that has ended."""
+    """A group with everything known of it; `record` is empty for one that has ended."""
 
     gid: str
     trace: str
@@ -39,12 +39,11 @@ class FoundGroup:
     record: dict[str, str]
     letter: Any = None
     group: RolloutGroup | None = None
-    sample: Sample | None = None
-    """of a group that has ended, its line of the sample log"""
+    sample: Sample | None = None  # line of the sample log, for a group that has ended
 
     @property
     def gone(self) -> str:
-        """How the group ended; "" for one that has not."""
+        """How the group ended; "" if it has not."""
         return (
             ""
             if self.record or not self.places
@@ -53,7 +52,7 @@ class FoundGroup:
 
     @property
     def may(self) -> tuple[str, ...]:
-        """What may be done with it by hand: requeue, drop."""
+        """The actions that an operator may take: requeue, drop."""
         return _MAY.get(self.record.get("stage", ""), ())
 
     @property
@@ -76,13 +75,12 @@ class FoundGroup:
                 return str(stage)
 
     def with_sample(self, sample: Sample) -> FoundGroup:
-        """Return the same with a line of the sample log."""
         return replace(self, group=None, sample=sample)
 
     def document(self, *, tokens: bool) -> dict[str, Any]:
-        """Return the group as JSON; `members` is empty where its payload is freed and not logged.
+        """Return the group as JSON; `tokens` adds ids, logprobs and masks.
 
-        `tokens` adds ids, logprobs and masks.
+        `members` is empty if the payload is freed and not logged.
         """
         document = {
             "gid": self.gid,
@@ -102,10 +100,7 @@ class FoundGroup:
 
 
 def locate(run: Run, gid: str) -> FoundGroup:
-    """Return where a group is, without its payload.
-
-    Raises ConfigError for one that never existed, AccountError for a lost one.
-    """
+    """Locate a group without its payload. Raises ConfigError if unknown, AccountError if lost."""
     task, draw = split_group_id(gid)
     if task not in run.limits.tasks:
         raise ConfigError(
@@ -121,7 +116,7 @@ def locate(run: Run, gid: str) -> FoundGroup:
 
 
 def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
-    """Return a group with its payload, or with its sample if it is freed; raises as `locate`."""
+    """Return a group with its payload, or its sample if that is freed; raises as `locate`."""
     found = locate(run, gid)
     if not found.record:
         return replace(found, sample=samples.find(gid) if samples else None)
@@ -129,10 +124,7 @@ def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGro
 
 
 def _end(run: Run, gid: str, places: list[str]) -> str:
-    """Return how a group without a record ended.
-
-    Raises ConfigError if it never existed, AccountError if it is lost.
-    """
+    """Return how a group without a record ended; raises as `locate`."""
     task, draw = split_group_id(gid)
     if end := next((place for place in places if place in ENDS), None):
         return end
@@ -166,7 +158,7 @@ _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", 
 
 
 def print_group(screen: Console, document: Mapping[str, Any]) -> None:
-    """Print a group, from its document (`FoundGroup.document`)."""
+    """Print a group from its document (`FoundGroup.document`)."""
     heading = Text.assemble((document["gid"], "bold"), "  ", state(_where(document)))
     screen.print(heading.append(f" {document['gone']}" if document["gone"] else ""))
     record = document["record"] or {}
@@ -231,7 +223,7 @@ def _show_rollout(screen: Console, member: Mapping[str, Any]) -> None:
 
 
 def _show_response(screen: Console, member: Mapping[str, Any]) -> None:
-    """Print the response; text that was not sampled, a tool's for example, is dim."""
+    """Print the response, with text that was not sampled (a tool's, say) dimmed."""
     versions = {span["version"] for span in member["spans"]}
     style = version_style(versions.pop()) if len(versions) == 1 else ""
     turns = member.get("turns") or [{"trained": True, "text": member["response"]}]
@@ -242,10 +234,7 @@ def _show_response(screen: Console, member: Mapping[str, Any]) -> None:
 
 
 def _version_bar(member: Mapping[str, Any]) -> Text:
-    """Return a bar with a coloured part per span, as long as its share of the tokens.
-
-    Tokens without a span were not sampled.
-    """
+    """Draw each span as a coloured part, as long as its share of all tokens, sampled or not."""
     total = member["tokens"]
     spans = [VersionSpan(**span) for span in member["spans"]]
     text = Text()

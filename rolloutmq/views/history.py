@@ -18,12 +18,7 @@ _KEPT = 600
 
 
 class History:
-    """Collects what changes between snapshots of one run.
-
-    Usage:
-        history = History(run_dir)          # where the trainer writes `steps.jsonl`
-        history.observe(read_run_view(run)) # again and again, oldest first
-    """
+    """Collects what changes between snapshots of one run, which `observe` gets oldest first."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
@@ -34,7 +29,7 @@ class History:
         self._last: RunView | None = None
 
     def observe(self, snap: RunView) -> None:
-        """Add a snapshot; the time since the last one counts in the state of the last one."""
+        """Add a snapshot; count the time since the last one in the state of the last one."""
         if self.log is not None:
             self.log.read_new()
         if self._last is not None:
@@ -62,7 +57,7 @@ class History:
 
 
 def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
-    """Return how much of each wait there is now: 0 to 1; for workers, the idle fraction of them."""
+    """Return how much of each wait exists now, 0 to 1; of workers, the idle fraction."""
     running = snap.mode == "run"
     live = snap.live_workers
     idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]

@@ -1,7 +1,6 @@
 """Find what a view of a run does not show: the judge queue, the weights' folder, dead letters.
 
-Each of these may be inaccessible (a user without the right, a folder of another machine), and is
-then left out.
+Each may be inaccessible (missing rights, another machine's folder), and is then left out.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from rolloutmq.output import plural
 from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.views.run_view import RunView, read_run_view
 
-FEW = 20_000
-"""Groups and keys up to which all of a run is checked: that takes a second or two."""
-
-SHOWN = 5
-"""Faults that are shown one by one."""
+FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
+SHOWN = 5  # faults that are shown one by one
 
 
 def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]]:
@@ -47,7 +43,7 @@ def inspect(run: Run, snap: RunView) -> list[Symptom]:
 
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
-    """Report what `fsck` finds: all of it in a small run, and in a large one what costs little."""
+    """Report what `fsck` finds: everything in a small run, only cheap checks in a large one."""
     groups = sum(task.account.total for task in snap.tasks)
     databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
     keys = sum(database["keys"] for database in databases.values())
@@ -65,10 +61,7 @@ def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
 
 
 def _judges(run: Run) -> Iterator[Symptom]:
-    """Report rollouts that wait for judges while none is alive.
-
-    These are rq's own keys. They are on the run's server, unless [judges] redis_url names another.
-    """
+    """Report rollouts that wait for judges while none lives, from rq's keys on its server."""
     queue = run.keys.judge_queue
     raw = run.store.control
     try:
@@ -83,10 +76,7 @@ def _judges(run: Run) -> Iterator[Symptom]:
 
 
 def _weights(snap: RunView) -> Iterator[Symptom]:
-    """Report a weights folder whose files are not those that were published.
-
-    A folder that this machine cannot see is checked by the workers.
-    """
+    """Report a weights folder with other files than published; workers check remote folders."""
     folder = Path(snap.control.get("weights_path", ""))
     checksum = snap.control.get("weights_checksum", "")
     if not checksum or not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Show a run until something is over: on a terminal with keys, elsewhere a line now and then."""
+"""Show a run until something is over: on a terminal with keys, elsewhere as occasional lines."""
 
 from __future__ import annotations
 
@@ -24,20 +24,13 @@ from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import MOST_EVENTS, LiveNotes, live_screen, one_line
 
-REDRAW_S = 0.5
-"""Seconds between two frames on a terminal."""
-
-LINE_S = 5.0
-"""Seconds between two lines elsewhere."""
-
+REDRAW_S = 0.5  # between two frames on a terminal
+LINE_S = 5.0  # between two lines elsewhere
 _MOST_BYTES = 64
 
 
 class Keyboard:
-    """Reads single keys of a terminal without echo; `with` restores the terminal at the end.
-
-    Ctrl-C works as usual.
-    """
+    """Reads single keys without echo, except Ctrl-C; `with` restores the terminal."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -99,7 +92,6 @@ class Steering:
 
     @property
     def wants_group(self) -> bool:
-        """Return whether the user opened a group."""
         return bool(self._group)
 
     def show_group(self, screen: Console) -> None:
@@ -178,7 +170,7 @@ def watch(
 ) -> None:
     """Show `run` until `is_over()` returns True after a refresh, or `steering` is over.
 
-    The last frame stays on the screen. While the server is unreachable, it has a red line.
+    The last frame stays on the screen, with a red line while the server is unreachable.
     """
     if not screen.is_terminal:
         _print_lines(run, history, notes, screen, is_over, every_s or LINE_S)

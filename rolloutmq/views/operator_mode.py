@@ -13,10 +13,7 @@ Report = Callable[[str], object]
 
 
 def set_operator_mode(run: Run, mode: Mode, report: Report) -> tuple[ControlState, bool]:
-    """Set the operator's mode, and report it in words.
-
-    Returns the control state, and whether it is new.
-    """
+    """Set and report the operator's mode; return the control state, and whether it is new."""
     before = run.control.state()
     is_orphan = mode is Mode.RUN and read_run_view(run).is_orphaned
     changed = _operator_mode(run) is not mode or is_orphan

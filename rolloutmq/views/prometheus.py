@@ -22,11 +22,7 @@ from rolloutmq.views.workers_wanted import WorkersWanted, observation_in
 
 
 class RunCollector(Collector):
-    """Collects the metrics of all runs of a server, or of the one that is named.
-
-    Usage:
-        collector = RunCollector(store)
-        MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.read_workers_wanted})
+    """Collects the metrics of all runs of a server, or of the named one.
 
     If the server is unreachable, the only metric is `rolloutmq_up 0`.
     """
@@ -42,7 +38,6 @@ class RunCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Read the runs and return their metrics."""
         up = GaugeMetricFamily("rolloutmq_up", "1 while the server of the runs answers, else 0.")
         try:
             snaps = self.poll()
@@ -65,16 +60,12 @@ class RunCollector(Collector):
         yield wanted
 
     def registry(self) -> CollectorRegistry:
-        """Return a new registry with this collector."""
         registry = CollectorRegistry()
         registry.register(self)
         return registry
 
     def poll(self) -> dict[str, RunView]:
-        """Read each run once, and return the snapshots by name.
-
-        Each reading also improves the estimate of how many workers are wanted.
-        """
+        """Return the snapshots of the runs by name, and improve the estimate of workers wanted."""
         names = [name for name in Run.names(self._store) if self._name in (None, name)]
         snaps = {name: read_run_view(Run.open(self._store, name)) for name in names}
         with self._lock:
@@ -110,12 +101,11 @@ def _memory_metrics(memory: Mapping[str, ServerMemory]) -> Iterator[Metric]:
     yield from (used, limit)
 
 
+# the environment variable with the token that readers on other machines must send
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
-"""The environment variable with the token that readers on other machines must send."""
-
 _BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
+# calls that block until something happens: their time is not the server's
 _WAITS = frozenset({"bell"})
-"""Calls that block until something happens: their time is not the server's."""
 
 
 def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:

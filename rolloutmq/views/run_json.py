@@ -10,7 +10,6 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 
 def describe(snap: RunView) -> dict[str, Any]:
-    """Return a snapshot as `status --json` prints it."""
     return {
         "run": snap.run,
         "nonce": snap.meta.get("nonce"),

@@ -1,8 +1,7 @@
 """Every metric of a run, and how it is read from a snapshot: one list.
 
-Names and units follow the conventions of Prometheus: seconds, bytes, ratios, `_total` for what only
-grows. Every metric has the label `run`. Values of labels are bounded: tasks of the config, live
-workers, and words of this file. Dashboards and alerts are tested against this list.
+Names and units follow Prometheus. Labels have bounded values: tasks of the config, live workers and
+words of this file. Dashboards and alerts are tested against this list.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from buffer.control.histogram import Histogram
 from buffer.control.worker_record import WorkerRecord, WorkerState
 from rolloutmq.views.run_view import RunView, TaskView
 
-Cells = Iterable[tuple[tuple[str, ...], float]]
-"""(values of the labels except `run`, number)"""
-
+Cells = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels except `run`, number)
 KL = {"old": "policy/kl_old", "reference": "policy/kl_ref"}
 STALENESS = {"mean": "staleness/mean", "max": "staleness/max"}
 PARTS = {
@@ -36,8 +33,8 @@ PARTS = {
     "publish": "time/publish_s",
 }
 
+# (values of the labels except `run`, durations)
 Times = Iterable[tuple[tuple[str, ...], Histogram]]
-"""(values of the labels except `run`, durations)"""
 
 
 class _Family(NamedTuple):
@@ -50,7 +47,6 @@ class _Family(NamedTuple):
     make: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
 
     def metric(self, snaps: dict[str, RunView]) -> Metric:
-        """Return the metric of all runs."""
         family: Any = self.make(f"rolloutmq_{self.name}", self.text, labels=["run", *self.labels])
         for run, snap in snaps.items():
             for values, number in self.read(snap):
@@ -59,7 +55,7 @@ class _Family(NamedTuple):
 
 
 class _HistogramFamily(NamedTuple):
-    """One histogram: its name without `rolloutmq_`, its help text, its labels except `run`."""
+    """One histogram, described as in `_Family`."""
 
     name: str
     text: str
@@ -67,7 +63,6 @@ class _HistogramFamily(NamedTuple):
     read: Callable[[RunView], Times]
 
     def metric(self, snaps: dict[str, RunView]) -> Metric:
-        """Return the histogram of all runs."""
         name = f"rolloutmq_{self.name}"
         family: Any = HistogramMetricFamily(name, self.text, labels=["run", *self.labels])
         for run, snap in snaps.items():
@@ -90,7 +85,7 @@ def _of_task(name: str, text: str, read: Callable[[TaskView], float]) -> _Family
 
 
 def _of_worker(name: str, text: str, read: Callable[[WorkerRecord], float | None]) -> _Family:
-    """Return a metric of all live workers; those that do not report the number are left out."""
+    """Return a metric of all live workers that report the number."""
 
     def cells(snap: RunView) -> Cells:
         numbers = ((worker.id, read(worker)) for worker in snap.live_workers)
@@ -132,7 +127,7 @@ def _failures(snap: RunView) -> Cells:
 
 
 def _of_step(name: str, text: str, metric: str) -> _Family:
-    """Return a metric of the last train step, where the trainer reports it."""
+    """Return a metric of the last train step, if the trainer reports it."""
 
     def cells(snap: RunView) -> Cells:
         found = _step_metrics(snap)
@@ -226,6 +221,7 @@ def _marks(snap: RunView) -> Cells:
     return [(("low",), snap.memory.low), (("high",), snap.memory.high)]
 
 
+# all metrics of runs but `rolloutmq_workers_wanted`, which needs several snapshots
 FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _Family("groups", "Groups by place; each is in exactly one.", ("task", "place"), _places),
     _Family("jobs_waiting", "Groups that wait for a worker.", ("task", "lane"), _backlog),
@@ -306,4 +302,3 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _Family("payload_bytes_limit", "Marks where prompts wait; 0: none.", ("mark",), _marks),
     _of_run("account_faults", "Errors in the account of groups.", lambda s: len(s.faults)),
 )
-"""All metrics of runs but `rolloutmq_workers_wanted`, which needs several snapshots."""

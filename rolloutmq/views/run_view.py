@@ -1,7 +1,6 @@
 """Read a whole run for `status`, `doctor`, metrics and the live views, without payloads.
 
-The account of the groups comes from one script and is of one instant (I1). Everything else is read
-right after it, so on a live run it may be a few milliseconds younger.
+The account is of one instant (I1); everything else may be a few milliseconds younger.
 """
 
 from __future__ import annotations
@@ -22,19 +21,13 @@ from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 
-BUCKETS = 16
-"""Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
-
-RECENT_MS = 60_000
-"""An error is shown for this time, and for as long as every try fails."""
+BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
+RECENT_MS = 60_000  # an error is shown for this time, and as long as every try fails
 
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """One task: its account, what is ready, and how old that is.
-
-    `batch_share` is the number of its groups in one batch; 0: unknown.
-    """
+    """One task: its account and ready groups. `batch_share`: its groups in a batch (0: unknown)."""
 
     account: TaskAccount
     is_eval: bool
@@ -44,10 +37,8 @@ class TaskView:
     too_old: int
     staleness: dict[str, int]
     batch_share: int
-    stale_threshold: int
-    """staleness from which its groups are expired"""
-    is_gone: bool = False
-    """the run's config lacks it now"""
+    stale_threshold: int  # staleness from which its groups are expired
+    is_gone: bool = False  # the run's config lacks it now
 
     @property
     def stop_reason(self) -> str:
@@ -57,7 +48,7 @@ class TaskView:
         return self.progress.get("stopped", "") or reason
 
     def trouble(self, now_ms: int) -> str:
-        """Return in one line what goes wrong with the task now; "" if nothing does."""
+        """Return the task's present trouble in one line, or ""."""
         if self.stop_reason:
             return f"stopped: {self.stop_reason}"
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
@@ -72,7 +63,7 @@ class TaskView:
 
     @property
     def has_never_succeeded(self) -> bool:
-        """Return whether tries have failed, and no group was ever completed or filtered."""
+        """Whether tries have failed, and no group was ever completed or filtered."""
         return self.number("failed") > 0 and not self.number("raw_rewards_count")
 
     @property
@@ -83,7 +74,6 @@ class TaskView:
 
     @property
     def in_flight_limit(self) -> int:
-        """Most groups that may be between the cursor and the trainer."""
         return max(0, self.account.target - self.account.consumed)
 
     @property
@@ -99,7 +89,7 @@ class TaskView:
 
     @property
     def unparsed(self) -> float | None:
-        """The share of rollouts in which no judge found an answer; None if it found all."""
+        """The share of rollouts in which no judge found an answer; None if all had one."""
         scores, unparsed = self.number("raw_rewards_count"), self.number("unparsed")
         return unparsed / scores if scores and unparsed else None
 
@@ -133,11 +123,10 @@ class RunView:
     report: TrainerReport
     events: tuple[Event, ...]
     lease_ms: int
-    last_step: int
-    """the number of train steps that the run has in all"""
+    last_step: int  # the number of train steps that the run has in all
     memory: MemoryUse
+    # the newest failed audit of each worker that was not admitted since
     failed_audits: dict[str, str]
-    """the newest failed audit of each worker that was not admitted since"""
 
     @property
     def mode(self) -> str:
@@ -146,7 +135,6 @@ class RunView:
 
     @property
     def paused_by(self) -> str | None:
-        """Which of operator and trainer has paused the run; None: neither."""
         for who in ("operator", "trainer"):
             if self.control.get(f"{who}_mode", "run") != "run":
                 return who
@@ -154,7 +142,7 @@ class RunView:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the run is paused by a trainer that has left or fallen silent."""
+        """Whether a trainer that has left or fallen silent still pauses the run."""
         is_paused = self.control.get("trainer_mode", "run") not in ("run", "finish")
         return is_paused and not self.trainer.is_alive
 
@@ -166,7 +154,6 @@ class RunView:
 
     @property
     def weights(self) -> PolicyVersion:
-        """The newest weights."""
         return PolicyVersion.parse(self.control.get("weights", ":0"))
 
     @property
@@ -203,13 +190,12 @@ class RunView:
 
     @property
     def troubles(self) -> list[str]:
-        """What goes wrong now, one line for each task of which something does."""
+        """The present troubles, one line per task."""
         troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
         return [f"{task}: {trouble}" for task, trouble in troubles.items() if trouble]
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all live workers."""
         return sum(worker.tokens_per_s for worker in self.live_workers)
 
     @property
@@ -220,7 +206,7 @@ class RunView:
 
 
 def evictions(run: Run) -> list[str]:
-    """Return a sentence about a server that deletes keys of the run; none where it does not."""
+    """Return a sentence for each way in which the server deletes keys of the run."""
     found = run.store.eviction()
     return [str(found)] if found.takes_all and found.keys else []
 
@@ -267,7 +253,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
 
 
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
-    """Read all that has no script of its own in one pipeline; return the replies by name."""
+    """Read what no script returns in one pipeline; return the replies by name."""
     keys = run.keys
     control: Any = run.store.control
     names: list[str] = []
@@ -276,7 +262,6 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
     with control.pipeline(transaction=False) as pipe:
 
         def ask(name: str, *command: str | int) -> None:
-            """Add a command whose reply gets a name."""
             names.append(name)
             pipe.execute_command(*command)
 
@@ -350,7 +335,6 @@ def _batch_share(header: bytes | None, task: str) -> int:
 
 
 def _hash(key: str, kind: str, raw: dict[bytes, bytes]) -> dict[str, str]:
-    """Return the fields of a hash. Raises RunDamaged."""
     fields = text_fields(raw)
     require_fields(kind, key, fields)
     return fields

@@ -1,7 +1,7 @@
 """Draw a run in 80 columns: what `status` prints once, `top` and `rolloutmq run` keep up to date.
 
-Numbers that must add up are on one line, which is red when they do not. Limits are always shown.
-Yellow is waiting or near a limit; red needs an operator.
+Numbers that must add up share a line, which is red if they do not. Yellow is waiting or near a
+limit; red needs an operator.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 MOST_EVENTS = 5
 MOST_WORKERS = 8
-MOST_TROUBLE = 120
-"""Characters of an error in one line of output."""
-
+MOST_TROUBLE = 120  # characters of an error in one line of output
 _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
@@ -60,8 +58,8 @@ _EVENT_STYLES = {
 class LiveNotes:
     """What `rolloutmq run` and the keys add to the live screen.
 
-    `lines`: reports of the launcher. `started_s`: by process that it has started, the seconds
-    since then. `prompt`: the keys, or a question. `trouble`: why the last frame is old, in red.
+    `lines`: launcher reports. `started_s`: seconds since the start, by process. `prompt`: the keys,
+    or a question. `trouble`: why the last frame is old, in red.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -187,7 +185,7 @@ def _workers_text(view: RunView) -> Text:
 
 
 def _judged(view: RunView) -> str:
-    """Return how many running groups only wait for their judge; "" for none."""
+    """Return how many running groups only wait for their judge; "" for zero."""
     if not view.judging:
         return ""
     return f", of which {count(view.judging)} {'is' if view.judging == 1 else 'are'} being judged"
@@ -234,7 +232,7 @@ def groups_table(accounts: Sequence[TaskAccount]) -> Table:
 
 
 def _task(task: TaskView) -> Iterator[Text]:
-    """Yield how far a task is ahead of the trainer, what is ready, how old that is, and losses."""
+    """Yield how far a task is ahead of the trainer, its ready groups and their age, and losses."""
     limit = task.in_flight_limit
     has_target = bool(task.account.target)
     reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
@@ -350,10 +348,7 @@ def event_text(event: Event) -> Text:
 
 
 def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
-    """Return a line for each process that has not joined yet, and for what is made for step 1.
-
-    `started_s`: by process that the launcher has started, the seconds since then.
-    """
+    """Return a line per process that has not joined, and for the first groups; see `LiveNotes`."""
     if view.mode == "finish":
         return []
     joined = {worker.id for worker in view.live_workers}
@@ -375,7 +370,7 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
 
 
 def _progress(task: TaskView) -> str:
-    """Return how many groups of a task are made, of an evaluation or for the first batch."""
+    """Return the progress of a task towards its evaluation or the first batch."""
     places = task.account.stages
     left = places["waiting"] + places["running"]
     name = plain(task.account.task)

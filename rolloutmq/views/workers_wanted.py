@@ -1,13 +1,8 @@
 """Estimate how many workers would keep the trainer busy: the number that autoscalers act on.
 
-A trainer that waits for a fraction w of its time could use 1 / (1 - w) times what it gets. That is
-made by workers that are busy for a fraction b of their time. So `workers * b / (1 - w)` workers
-that are always busy are wanted. This does not depend on the number of workers now, so a fleet that
-is scaled by it settles.
-
-    demand of a train step: G busy worker-seconds; the trainer's own work: S seconds; n workers
-    too few   (G / n > S)   b = 1,       w = 1 - S n / G   ->  n / (S n / G) = G / S
-    too many  (G / n < S)   b = G / S n, w = 0             ->  n G / (S n)   = G / S
+A trainer that waits for a fraction w of its time could use 1 / (1 - w) times its supply. Workers
+that are busy for a fraction b of their time make it, so `workers * b / (1 - w)` workers are wanted.
+The number of workers now does not change this estimate, so a fleet scaled by it settles.
 """
 
 from __future__ import annotations
@@ -17,23 +12,14 @@ from dataclasses import dataclass
 
 from rolloutmq.views.run_view import RunView
 
-WINDOW_S = 300.0
-"""Half-life of an observation's weight."""
-
-DEADBAND = 0.1
-"""A smaller difference to the published number is noise, not a reason to move GPUs."""
-
-MOST_AT_ONCE = 4.0
-"""Most times by which one observation may enlarge a fleet."""
+WINDOW_S = 300.0  # half-life of an observation's weight
+DEADBAND = 0.1  # a smaller difference to the published number is noise, and moves no GPUs
+MOST_AT_ONCE = 4.0  # most times by which one observation may enlarge a fleet
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One observation of a run.
-
-    `waited_s` is the time that the trainer has waited in all; `busy` is the number of workers'
-    worth of work that is done at this moment.
-    """
+    """`waited_s`: how long the trainer has waited in all; `busy`: busy workers at this moment."""
 
     at_s: float
     trainer: str
@@ -43,12 +29,7 @@ class Observation:
 
 
 class WorkersWanted:
-    """Estimates the number of workers from observations; `value` does not flap.
-
-    Usage:
-        wanted = WorkersWanted()
-        wanted.observe(observation_in(read_run_view(run)))
-    """
+    """Estimates the number of workers from observations; `value` does not flap."""
 
     def __init__(self, *, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -57,10 +38,7 @@ class WorkersWanted:
         self.value = 0
 
     def observe(self, seen: Observation | None) -> int:
-        """Count the time since the last observation in the state of that one; return `value`.
-
-        None: the run is paused, and nothing can be learned.
-        """
+        """Count the time since the last observation in its state; None: the run is paused."""
         last = self._last
         self._last = seen
         if seen is not None and not (self.value and seen.live):

@@ -1,7 +1,7 @@
 """Decide whether a request may read or act, by the token in its header, and answer it as JSON.
 
-Both need the token, on loopback too, where every user and program of the machine can connect. It
-is in a header that no other site can send, so no page elsewhere can act on behalf of the browser.
+Loopback needs the token too: every user of the machine can connect. No other site can send the
+header, so no page elsewhere can act on behalf of the browser.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from rolloutmq.http_endpoint import carries, read_token
 
 _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}
 
-Handler = Callable[[Request], Any]
-"""Returns a document, which is sent as JSON; what it raises is sent as an error."""
+Handler = Callable[[Request], Any]  # the result is sent as JSON, an exception as an error
 
 
 class NoToken(Exception):
@@ -38,14 +37,10 @@ class ReadOnly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the requests of browsers may do."""
-
     token: str
     read_only: bool = False
 
     def reading(self, path: str, handler: Handler) -> Route:
-        """Return a route for requests that read."""
-
         def respond(request: Request) -> Response:
             self.to_read(request)
             return Response(encoded(handler(request)), media_type="application/json")
@@ -53,8 +48,6 @@ class Access:
         return Route(path, respond, methods=["GET"])
 
     def acting(self, path: str, handler: Handler) -> Route:
-        """Return a route for requests that change the run."""
-
         def respond(request: Request) -> Response:
             self.to_read(request)
             if self.read_only:
@@ -64,7 +57,6 @@ class Access:
         return Route(path, respond, methods=["POST"])
 
     def to_read(self, request: Request) -> None:
-        """Refuse a request without the token."""
         if not self._is_known(request):
             raise NoToken
 
@@ -77,10 +69,7 @@ class Access:
 
 
 def token_of(folder: Path | None) -> str:
-    """Return the token that a run's folder keeps, so that open pages outlive a new start.
-
-    A new one without a folder, or where this user may not read or write in it.
-    """
+    """Return the token in a run's folder, which outlives a restart, or else a new one."""
     token = secrets.token_urlsafe(24)
     if folder is None:
         return token
@@ -122,5 +111,5 @@ def _report(request: Request, error: RolloutMQError) -> Response:
     return JSONResponse({"error": error.message, "hint": error.hint}, status_code=code)
 
 
+# the handler of each error that a route raises
 ERRORS: dict[Any, Any] = {NoToken: _refuse, ReadOnly: _refuse_to_act, RolloutMQError: _report}
-"""What is answered to each error that a route raises."""

@@ -1,9 +1,7 @@
 """Serve a run to browsers (Starlette): a page without a build step, JSON, and server-sent events.
 
-    GET  /                     the page; /static/… its scripts and styles
-    /api/…                     see the modules whose names end with _routes
-
-A request for an unknown `Host` is refused, so no page elsewhere can read.
+`/` is the page, `/static/…` its scripts and styles; modules named *_routes list `/api/…`. A request
+for an unknown `Host` is refused, so no page elsewhere can read.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ def make_app(
     hosts: list[str],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Starlette:
-    """Return the application.
-
-    `hosts` are the names under which it may be requested; streams end when `is_over` returns True.
-    """
+    """Return the application for the names `hosts`; streams end when `is_over` returns True."""
     watcher = Watcher(run, History(run_dir), is_over)
     texts = TokenTexts(model_folders(run, run_dir))
     routes = [

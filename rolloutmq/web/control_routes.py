@@ -31,23 +31,17 @@ from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
 
-SEARCHED_EVENTS = 5_000
-"""Newest events among which those of one worker are found."""
+SEARCHED_EVENTS = 5_000  # newest events among which those of one worker are found
 SHOWN_EVENTS = 50
-MOST_LETTERS = 10_000
-"""Letters that one request reads or moves."""
-SHOWN_LETTERS = 50
-"""Letters of one cause that are listed."""
+MOST_LETTERS = 10_000  # letters that one request reads or moves
+SHOWN_LETTERS = 50  # letters of one cause that are listed
 
 
 class ControlRoutes:
-    """Answers what the views of control and of dead letters show, and acts for them."""
-
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def all(self, access: Access) -> list[Route]:
-        """Return the routes."""
         jobs, fleet = self._run.jobs, self._run.fleet
         return [
             access.reading("/api/settings", self._settings),
@@ -123,7 +117,7 @@ class ControlRoutes:
         }
 
     def _move(self, request: Request, move: Callable[[str], str]) -> Any:
-        """Move all letters of a cause; one that is not dead any more is left as it is."""
+        """Move all letters of a cause; skip those that are no longer dead."""
         cause = request.query_params.get("cause")
         if cause is None:
             raise ConfigError("name a cause", hint="GET /api/dead lists them")

@@ -28,20 +28,16 @@ from rolloutmq.web.access import Access, number_in
 
 PAGE = 50
 MOST_PAGES = 200
-MOST_READ = 500
-"""Groups whose payloads are read for one search of their texts."""
+MOST_READ = 500  # groups whose payloads are read for one search of their texts
 
 
 class GroupRoutes:
-    """Answers what the rollouts page shows."""
-
     def __init__(self, run: Run, texts: TokenTexts, samples: SampleLog | None) -> None:
         self._run = run
         self._texts = texts
         self._samples = samples
 
     def all(self, access: Access) -> list[Route]:
-        """Return the routes."""
         return [
             access.reading("/api/groups", self._groups),
             access.reading("/api/groups/{gid}", self._group),
@@ -61,7 +57,7 @@ class GroupRoutes:
         return {"groups": shown[:PAGE], "has_more": len(shown) > PAGE, "most_read": MOST_READ}
 
     def _with_text(self, found: Iterator[GroupRecord], text: str) -> Iterator[dict[str, Any]]:
-        """Yield the groups whose texts contain `text`, with what is around it."""
+        """Yield the groups whose texts contain `text`, with the surrounding words."""
         for row in found:
             record = self._run.record(row.gid)
             try:
@@ -85,7 +81,7 @@ class GroupRoutes:
         return document
 
     def _place(self, gid: str) -> FoundGroup:
-        """Return where a group is; nowhere, if the server has lost it or is another one."""
+        """Locate a group; return no place if the server has lost it or is another one."""
         try:
             return locate(self._run, gid)
         except (ConfigError, AccountError):

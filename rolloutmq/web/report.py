@@ -20,18 +20,15 @@ from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
 from rolloutmq.web.series import step_table
 
-SAMPLED_STEPS = 6
-"""Steps whose samples are shown: the first, the last, and some between."""
-
-LONGEST = 4000
-"""Characters that are shown of one text."""
+SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
+LONGEST = 4000  # characters that are shown of one text
 
 
 _HERE = Path(__file__).parent
 
 
 def write_report(folder: Path, file: Path, account: str = "") -> int:
-    """Write the report of a run's folder; return its bytes, 0 where there is nothing to report.
+    """Write the report of a run's folder; return its bytes, 0 for an empty one.
 
     `account`: that of a run which is about to end; its record has it later.
     """
@@ -64,7 +61,6 @@ def _render(contents: dict[str, Any]) -> str:
 
 
 def read_contents(folder: Path) -> dict[str, Any]:
-    """Return the facts, curves, evaluations, samples, settings and versions of a run, as JSON."""
     record = read_record(folder)
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
@@ -136,10 +132,7 @@ def _sample(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(record: LaunchRecord | None) -> dict[str, Any]:
-    """Return the config of the newest start, without what may be secret.
-
-    Its file may have moved or changed since: then there is the reason instead.
-    """
+    """Return the config of the newest start without secrets, or why it cannot be read any more."""
     if record is None or not record.command:
         return {}
     path, *flags = record.command

@@ -27,8 +27,6 @@ MOST_STEPS = 1_000_000_000
 
 
 class RunRoutes:
-    """Answers what the charts and the headline show."""
-
     def __init__(self, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
         self._watcher = watcher
         self._run_dir = run_dir
@@ -37,7 +35,6 @@ class RunRoutes:
         self._lock = threading.Lock()
 
     def all(self) -> list[Route]:
-        """Return the routes."""
         return [
             self._access.reading("/api/runs", self._runs),
             self._access.reading("/api/steps", self._steps),

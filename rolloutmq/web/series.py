@@ -1,7 +1,6 @@
-"""Columns of a run's trained steps and evaluations for charts: all of them, or what was added.
+"""Columns of a run's trained steps and evaluations for charts, from its folder: all, or new ones.
 
-They are read from the run's folder, so runs that have ended are read as those that continue. A
-table is {"x": [step, …], "ended_s": [...], "columns": {metric: [value or None, …]}}.
+A table is {"x": [step, …], "ended_s": [...], "columns": {metric: [value or None, …]}}.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from consumer.grpo.reporting.step_log import (
     read_evaluations,
 )
 
-MOST_ROWS = 2000
-"""Rows of a table at most; of more steps, the extremes of each range of steps are sent."""
-
+MOST_ROWS = 2000  # per table; of more steps, the extremes of each range are sent
 Table = dict[str, Any]
 
 
@@ -33,13 +30,7 @@ class Mark(NamedTuple):
 
 
 class RunSeries:
-    """Reads the metrics of one run as they grow; many readers share one.
-
-    Usage:
-        series = RunSeries(Path("runs/demo"))
-        series.refresh()
-        added, mark = series.since(Mark())
-    """
+    """Reads the metrics of one run as they grow; many readers share one, each with a `Mark`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +41,6 @@ class RunSeries:
         self._evaluations_size = 0
 
     def refresh(self) -> None:
-        """Read what was written since the last call."""
         had = len(self._log.steps)
         self._log.read_new()
         if self._log.replaced != self._replaced or len(self._log.steps) < had:
@@ -64,10 +54,7 @@ class RunSeries:
             self._evaluations = _evaluation_table(self._folder)
 
     def since(self, mark: Mark) -> tuple[dict[str, Any], Mark]:
-        """Return what was added since `mark`, and the new mark; nothing if nothing was.
-
-        `whole` says that the steps replace those that were sent before.
-        """
+        """Return what was added since `mark`, and the new mark; `whole`: replace earlier steps."""
         added: dict[str, Any] = {}
         steps = self._log.steps
         is_whole = mark.history != self._history
@@ -112,11 +99,7 @@ def _evaluation_table(folder: Path) -> Table:
 
 
 def thinned(table: Table, most: int) -> Table:
-    """Return a table of `most` rows at most.
-
-    Of each range of rows, the lowest and the highest value of every column are kept in their
-    order, so that no spike is lost; both stand at steps within the range.
-    """
+    """Return at most `most` rows, with the extremes of each range in their order."""
     rows = len(table["x"])
     if rows <= most:
         return table
@@ -141,7 +124,7 @@ def _places(rows: slice) -> list[int]:
 
 
 def _extremes(values: Sequence[float | None]) -> Sequence[float | None]:
-    """Return the lowest and the highest value in their order; what there is of a single row."""
+    """Return the lowest and the highest value in their order, or the value of a single row."""
     if len(values) == 1:
         return values
     known = [(value, row) for row, value in enumerate(values) if value is not None]
@@ -152,10 +135,7 @@ def _extremes(values: Sequence[float | None]) -> Sequence[float | None]:
 
 
 def run_folders(run_dir: Path | None) -> dict[str, Path]:
-    """Return the folders of runs that can be compared, by name: those beside the run's own.
-
-    A folder counts if a trainer has logged steps there.
-    """
+    """Return the comparable runs by name: the folders beside its own with logged steps."""
     if run_dir is None:
         return {}
     beside = run_dir.resolve().parent

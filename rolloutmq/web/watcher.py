@@ -1,4 +1,4 @@
-"""Take snapshots of a run for all browsers: each second while there is one, else rarely."""
+"""Take snapshots of a run for all browsers: each second while one watches, else rarely."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 
 EVERY_S = 1.0
-QUIET_S = 5.0
-"""Seconds between snapshots while no browser watches: charts over time have no gaps then."""
-INSPECT_EVERY_S = 10.0
-"""Seconds between looks at the judge queue and the weights' folder."""
+QUIET_S = 5.0  # between snapshots while no browser watches: charts over time have no gaps then
+INSPECT_EVERY_S = 10.0  # between looks at the judge queue and the weights' folder
 EVENTS = 60
 
 
@@ -51,7 +49,7 @@ class Watcher:
             await asyncio.sleep(QUIET_S)
 
     async def snapshot(self, every_s: float = EVERY_S) -> dict[str, Any]:
-        """Return the newest snapshot, taking a new one where that is older than `every_s`.
+        """Return the newest snapshot, or a new one if that is older than `every_s`.
 
         While the server is unreachable, `trouble` holds the error, beside the last known state.
         """
@@ -106,20 +104,13 @@ def _control(snap: RunView) -> dict[str, Any]:
     }
 
 
-MOST_ROWS = 1200
-"""When there are more, every second one is dropped, and new ones are added half as often."""
-
+MOST_ROWS = 1200  # above this, every second row is dropped, and rows are added half as often
 STAGES = ("waiting", "running", "completed", "aborted", "expired", "taken")
 MOST_WORKERS = 32
 
 
 class LiveRecord:
-    """Holds rows of numbers by name, oldest first, each with the server's time in milliseconds.
-
-    Usage:
-        record.add(snap.now_ms, numbers_of(snap, history.waits))
-        table = record.since(0)
-    """
+    """Holds rows of numbers by name, oldest first, each with the server's time in milliseconds."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, dict[str, float]]] = []
@@ -146,12 +137,11 @@ class LiveRecord:
 
     @property
     def newest_ms(self) -> int:
-        """The time of the newest row; 0 if there is none."""
+        """The time of the newest row; 0 without rows."""
         return self._rows[-1][0] if self._rows else 0
 
 
 def numbers_of(snap: RunView, waits: dict[str, float]) -> dict[str, float]:
-    """Return what charts show of a snapshot, by name."""
     numbers = {
         f"groups/{task.account.task}/{stage}": float(task.account.stages[stage])
         for task in snap.tasks
