@@ -1,7 +1,6 @@
-"""Parse function calls with the tool parsers of vLLM, which has some 50 by name.
+"""Parse function calls with vLLM's tool parsers, as in `vllm serve --tool-call-parser`.
 
-They are those of `vllm serve --tool-call-parser`: qwen3_coder, pythonic, deepseek_v3, ... vLLM must
-be installed where the worker runs, also for an engine of another kind; importing it takes seconds.
+vLLM must be installed where the worker runs, whatever its engine; importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _THOUGHT = re.compile(r"\A.*?(?:</think>|\[/THINK\])", re.DOTALL)
 
 
 class VllmToolParser:
-    """One tool parser of vLLM, made for a tokenizer. Raises ConfigError where it cannot be had."""
+    """A tool parser of vLLM for a tokenizer. Raises ConfigError if it cannot be made."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         own = ", ".join(PARSERS)
@@ -54,7 +53,6 @@ class VllmToolParser:
         self._request = protocol.ChatCompletionRequest
 
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
-        """See `ToolParser`."""
         thought = _THOUGHT.match(text)
         start = thought.end() if thought else 0
         try:
@@ -73,7 +71,6 @@ class VllmToolParser:
         return ParsedTurn(text[:start] + (found.content or ""), calls)
 
     def structure(self, names: Sequence[str]) -> StructuredOutput | None:
-        """See `ToolParser`."""
         return None
 
     def _extract(self, text: str, tools: Tools) -> Any:
