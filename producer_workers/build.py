@@ -125,7 +125,6 @@ def task_sampler(
 
 
 def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
-    """Return the tokenizer for prompts, agents and environments of a task."""
     if not task.chat_template_kwargs and task.system_prompt is None:
         return tokenizer
     return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
@@ -144,7 +143,6 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
-    """Return the started engine, with the weights that the run began with."""
     section = config.engine
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
@@ -170,11 +168,7 @@ def make_worker(
     *,
     restarts: int = 0,
 ) -> Worker:
-    """Return a worker with an agent loop per task; `restarts` counts its earlier engines.
-
-    Raises ConfigError for a loop, judge or filter that cannot be loaded, and for what the engine
-    cannot do.
-    """
+    """Return a worker; `restarts` counts its earlier engines. Raises ConfigError."""
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)

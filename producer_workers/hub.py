@@ -1,7 +1,4 @@
-"""Repositories of the Hugging Face Hub, in the cache of `huggingface_hub`.
-
-A folder of that cache has the commit as its name.
-"""
+"""Repositories of the Hugging Face Hub. A folder of its cache is named after the commit."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class Repository(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name that a run records."""
         return self.id if self.kind == "model" else f"datasets/{self.id}"
 
     @property
@@ -126,10 +122,7 @@ class Repository(NamedTuple):
 def repository(
     path: Path | None, revision: str | None, kind: Literal["model", "dataset"]
 ) -> Repository | None:
-    """Return the repository that `path` names; None for a folder.
-
-    OWNER/NAME is a repository if a revision is given or no such folder exists.
-    """
+    """Return the repository OWNER/NAME; None for an existing folder without a revision."""
     if path is None or not is_id(path) or (revision is None and path.exists()):
         return None
     return Repository(str(path), kind, revision)
@@ -141,7 +134,6 @@ def model_repository(policy: PolicySection) -> Repository | None:
 
 
 def is_id(path: Path) -> bool:
-    """Return whether `path` has the form OWNER/NAME."""
     return _ID.fullmatch(str(path)) is not None
 
 

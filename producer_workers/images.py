@@ -1,8 +1,8 @@
 """Check and decode image bytes, read the images of a payload, and find their tokens in its prompt.
 
-Invariant: pixels of an untrusted source are decoded only after format, bytes and size were checked.
-Every reader sees stored bytes alike: `Image.open(file).convert("RGB")`. An image is one run of the
-image token in a prompt; models that write more (rows, tiles) are refused.
+Invariant: untrusted pixels are decoded only after format, bytes and size were checked. Every reader
+sees stored bytes alike: `Image.open(file).convert("RGB")`. An image is one run of the image token;
+models that write more (rows, tiles) are refused.
 """
 
 from __future__ import annotations

@@ -39,10 +39,7 @@ def check_functions(functions: Iterable[NamedFunction]) -> None:
 
 
 def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list[NamedFunction]:
-    """Return the user's functions and classes that a worker or the producer imports.
-
-    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports.
-    """
+    """Return the user's functions; `for_judges`: also those that only `rolloutmq judge` imports."""
     found = [*_of_the_run(config)]
     for name, task in config.tasks.items():
         found += _of_a_task(config, name, task, for_judges=for_judges)

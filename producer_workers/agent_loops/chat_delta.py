@@ -1,9 +1,8 @@
 """Compute the tokens that a chat template puts between two turns of the model.
 
-What the model sampled is never tokenized again, since that could give tokens that it did not
-sample. So the template formats a turn of a fixed text, and only what follows the special token that
-ends it is taken: no tokenizer merges across a special token. Special tokens written out in messages
-of others are broken up, so these cannot begin or end a turn.
+What the model sampled is never tokenized again: the template formats a fixed turn, and only what
+follows its end token, a special one, is taken. Special tokens written out in messages of others are
+broken up, so these cannot begin or end a turn.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Messages = Sequence[dict[str, Any]]
 class ChatDelta:
     """The template of one tokenizer; `eos_ids` end a turn.
 
-    With `keep_turns`, the model continues to read its earlier turns as it wrote them, although its
-    template would rewrite them.
+    With `keep_turns`, the model reads its earlier turns as it wrote them, whatever its template
+    does.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Define an environment, which answers a model between its turns.
 
-An environment named by a path runs in its own processes (user_code/process_function.py), unless its
-factory is marked `runs_inline`. A failure there fails its rollout alone.
+One named by a path runs in its own processes, unless its factory is marked `runs_inline`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What follows a turn: messages for the model, or none to end the conversation.
-
-    The rollout stores `calls`; `reward` is merged with the judge's.
-    """
+    """Messages for the model, or none to end the conversation; `reward` joins the judge's."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -42,8 +38,8 @@ class Answer:
 class Environment(Protocol):
     """Answers the model between its turns: a set of tools, a game, a simulated user.
 
-    It keeps no state of a rollout, because another process or worker may ask next. Everything
-    follows from the arguments; changes to them are dropped.
+    It keeps no state, because another process or worker may ask next; changes to arguments are
+    dropped.
     """
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
@@ -117,7 +113,7 @@ class ContainedEnvironment:
         self._call = call_of(factory, border, rules, path=name if named else None)
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Return the answer. Raises UserCodeError for any failure."""
+        """Return the answer. Raises UserCodeError."""
         answer: Answer = await self._call(state, turn)
         return answer
 

@@ -1,9 +1,6 @@
-"""Call the tools of MCP servers.
+"""Call the tools of MCP servers, started or reached once per worker: `mcp` beside `tools`.
 
-    mcp = [["python", "server.py"], "http://host/mcp"]    # beside `tools`
-
-A worker starts a command once and speaks to it over stdin and stdout; after a server dies, the next
-call starts it again. The producer starts it briefly, too, since its schemas go into the prompt.
+The producer starts them briefly, too, since their schemas go into the prompt.
 """
 
 from __future__ import annotations

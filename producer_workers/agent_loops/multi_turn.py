@@ -63,9 +63,8 @@ class ToolEnvironment:
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
     """Alternates between the model and an environment: an object, or "module:factory".
 
-    A factory runs in up to `processes` processes with `memory_mb` of address space each.
-    `answer_timeout_s` limits one answer, `max_turns` the model's turns; for `keep_turns` see
-    `ChatDelta`.
+    `answer_timeout_s` limits one answer, `max_turns` the model's turns, `memory_mb` the address
+    space of one of up to `processes` processes of a factory; for `keep_turns` see `ChatDelta`.
     """
 
     def __init__(

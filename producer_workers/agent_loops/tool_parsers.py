@@ -109,7 +109,6 @@ def split_thought(text: str, parser: str) -> tuple[str, str]:
 
 
 def before_calls(text: str, parser: str) -> str:
-    """Return the text of a turn before its first call, with its thought."""
     thought, answer = split_thought(text, parser)
     begin = _BEGINS[parser].search(answer)
     return thought + (answer[: begin.start()] if begin else answer)

@@ -1,7 +1,4 @@
-"""Parse function calls with vLLM's tool parsers, as in `vllm serve --tool-call-parser`.
-
-vLLM must be installed where the worker runs, whatever its engine; importing it takes seconds.
-"""
+"""Parse function calls with vLLM's tool parsers, which need vLLM where the worker runs."""
 
 from __future__ import annotations
 

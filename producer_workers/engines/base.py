@@ -1,8 +1,4 @@
-"""The interface of an inference engine: token ids in; token ids, logprobs and versions out.
-
-Invariant I9: every token of a `Generation` lies in exactly one span, which names the weights that
-made it. `tests/producer_workers/engines/conformance.py` checks every engine.
-"""
+"""The interface of an inference engine. Each token of a result names its weights (I9)."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class WeightsError(ModelError):
 
 
 class GenerationError(RolloutMQError):
-    """One request failed or was refused; the engine continues with the others."""
+    """One request failed or was refused; the engine continues with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +111,7 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling: running calls return what they have, or ("keep") wait for `resume`."""
 
-    async def resume(self) -> None:
-        """Continue sampling, if the engine is paused."""
+    async def resume(self) -> None: ...
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Switch to the safetensors in the folder `path`. Raises WeightsError or EngineDeadError.
@@ -156,18 +151,14 @@ class AbortsGroups(Protocol):
     """An engine that can abort some requests; without it, protected groups prevent aborts."""
 
     async def abort_others(self, spared: Collection[str]) -> None:
-        """Abort requests whose group (their id up to the first "/") is not in `spared`.
-
-        They return what they have. The engine is not paused.
-        """
+        """Abort requests whose group (their id up to the first "/") is not in `spared`."""
 
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
     """An engine that can receive weights from the trainer's memory, not only from a folder."""
 
-    def receives_weights(self) -> bool:
-        """Return whether its configuration permits that."""
+    def receives_weights(self) -> bool: ...
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
         """Load announced weights. A transfer that fails never touches the model."""

@@ -1,8 +1,7 @@
 """Check model folders and LoRA adapters by their headers alone, without tensors or torch.
 
-Invariant: a folder that passes has complete safetensors files that fit the model. The check comes
-before an engine reads it, because a loader that meets a half-copied file has already overwritten
-half of a running model, and some skip unknown layers.
+A loader that meets a half-copied file has already overwritten half of a running model, so an engine
+reads only folders that passed.
 """
 
 from __future__ import annotations
@@ -67,16 +66,11 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def has_tied_head(folder: Path) -> bool:
-    """Return whether the output head shares the embeddings' weights."""
     return bool(read_config(folder).get("tie_word_embeddings", False))
 
 
 def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
-    """Raise WeightsError unless `new` can replace `old`, tensor by tensor.
-
-    A loader would only warn of a missing tensor and keep the old one. A tied output head may be
-    stored or left out, since writers differ.
-    """
+    """Raise WeightsError unless `new` can replace `old`. It may lack a tied output head."""
     optional = {"lm_head.weight"} if tied_head else set()
     if is_adapter(folder):
         hint = (
@@ -194,7 +188,6 @@ def eos_ids(folder: Path) -> set[int]:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Return the number of token ids; None without a config."""
     config = read_config(folder)
     size = config.get("text_config", config).get("vocab_size")
     return None if size is None else int(size)

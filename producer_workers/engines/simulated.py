@@ -1,8 +1,7 @@
 """Simulate an engine with random tokens on a clock, for load tests and capacity planning.
 
-Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id); how
-much of it exists depends only on the engine's clock, which stops while paused. One timer serves all
-tokens of a request.
+A response depends only on (engine seed, prompt ids, request seed or id), and its progress on the
+engine's clock, which stops while paused.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ VOCABULARY = 32_000  # number of token ids without a model
 
 
 class TracedRequest(BaseModel):
-    """One line of a trace, as JSON. A missing latency is drawn."""
+    """A request of a trace. A missing latency is drawn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +65,6 @@ class _Run:
     timer: asyncio.TimerHandle | None = None
 
     def tokens_at(self, clock_s: float) -> int:
-        """Return how many tokens exist at a time of the engine's clock."""
         if self.started_s is None or clock_s < self.started_s + self.first_token_s:
             return 0
         if self.token_s == 0:

@@ -40,7 +40,6 @@ class TensorReceiver:
         return not self._thread.is_alive()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in the order of the files."""
         for data, spans in self._files:
             for name, span in spans.items():
                 raw = data[span.start : span.end]

@@ -132,8 +132,7 @@ class ProgramAgent:
             )
         self._limit_s = limit_s
 
-    def close(self) -> None:
-        """Do nothing: each program ends with its session."""
+    def close(self) -> None: ...  # each program ends with its session
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         command = self._command

@@ -193,7 +193,6 @@ class GatewayAgentLoop:
         return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
-        """Run the agent until it ends or its session is interrupted."""
         running = asyncio.ensure_future(self._agent.run(task))
         interrupted = asyncio.ensure_future(session.interrupted.wait())
         try:
@@ -275,7 +274,6 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
 
 
 def _as_group(rollouts: Rollouts) -> list[RolloutState]:
-    """Return the rollouts with one common prompt."""
     segments = [segment for _, segment in rollouts if segment is not None]
     prompt = common_prompt(segments) if segments else 0
     for state, segment in rollouts:

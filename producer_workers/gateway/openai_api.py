@@ -1,11 +1,7 @@
-"""Parse requests of the OpenAI API and write its answers, as far as training permits.
+"""Parse requests of the OpenAI API and write its answers.
 
-    POST /v1/chat/completions    messages in, a message out
-    POST /v1/completions         a text or token ids in, their continuation out
-
-It refuses fields that would make the recorded logprobs untrue (several choices, biases) or change
-what the model reads. The task, not the request, sets temperature and top_p, because the trainer
-relies on them. Unknown fields are ignored.
+It refuses fields that would make the logprobs untrue or change what the model reads, and ignores
+unknown ones. The task sets temperature and top_p, because the trainer relies on them.
 """
 
 from __future__ import annotations

@@ -112,5 +112,4 @@ class TokenBudget:
         return self.left if wanted is None else wanted
 
     def spend(self, tokens: int) -> None:
-        """Count reserved tokens as sampled."""
         self.left -= tokens

@@ -50,7 +50,6 @@ class Segment:
         )
 
     def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
-        """Return this context with tokens of others after it."""
         more = len(tokens)
         return replace(
             self,

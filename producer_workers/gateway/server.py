@@ -1,7 +1,4 @@
-"""Serve the OpenAI API to the agents of one group, on a loopback port of its own.
-
-A request names its session by an API key, which is random and ends with the group.
-"""
+"""Serve the OpenAI API to the agents of one group; a session's API key ends with the group."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ class Endpoint:
         self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
-        """Return the key with which an agent may use a session."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         self._answering[key] = set()
@@ -89,7 +85,6 @@ class Endpoint:
         await self._runner.cleanup()
 
     def _key(self, request: web.Request) -> str | None:
-        """Return a request's key, if it belongs to a session."""
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
         for key in self._sessions:

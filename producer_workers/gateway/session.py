@@ -102,8 +102,7 @@ class Session:
     ) -> SampledTurn:
         """Sample one turn; a cancelled call trains nothing.
 
-        Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported
-        request.
+        Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported call.
         """
         if overrides.call_one_of:
             overrides = overrides.forcing_a_call(self._parser)
@@ -130,7 +129,6 @@ class Session:
 
     @contextmanager
     def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
-        """Count one request while it runs, and yield its number."""
         self._check_open()
         overrides.check(self._params, self._engine)
         self._running += 1

@@ -65,7 +65,6 @@ class _Request(GrowingResponse):
         return self.experts.whole()
 
     def settle(self) -> None:
-        """Resolve the caller's future, if the response has ended."""
         if self.ended.done():
             return
         if self.error:

@@ -1,7 +1,4 @@
-"""Load LoRA adapters into a transformers model with PEFT, one at a time.
-
-Invariant: the model computes with the older adapter, or none, until the newer one is complete.
-"""
+"""Load LoRA adapters with PEFT; the older one is used until the newer one is complete."""
 
 from __future__ import annotations
 

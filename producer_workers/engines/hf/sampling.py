@@ -23,7 +23,7 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """Sample one token from float[V]; none of `stop_ids` before `min_tokens` others."""
+    """Return a token of float[V] and its logprob; none of `stop_ids` before `min_tokens` others."""
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
         logits[list(stop_ids)] = -torch.inf

@@ -1,9 +1,8 @@
 """Use a server of the OpenAI API that returns token ids, such as `vllm serve`, as engine.
 
-Invariant: no part of a response spans two versions, so tokens need no version labels. An update
-first ends all parts: the server returns what it has, and silent connections are closed. Then each
-request continues after its tokens. A server serves one worker, which pauses and updates it as a
-whole.
+Invariant: no part of a response spans two versions, so tokens need no version labels: an update
+first ends all parts, then each request continues after its tokens. A server serves one worker,
+which pauses and updates it as a whole.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class HttpRequest(GrowingResponse):
         self._params = params
 
     def prompt(self) -> list[int]:
-        """Return the tokens that the next part continues."""
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
@@ -300,7 +298,6 @@ class HttpEngine:
                     await self._continue()
 
     async def _restore(self, cause: Exception) -> None:
-        """Load the old weights again: the failed load may have replaced some."""
         try:
             await self._weights.load(self._loaded_from, self._version)
         except (ServerGone, ServerRefusal) as error:

@@ -1,8 +1,6 @@
-"""A client of the OpenAI API, with vLLM's endpoints for token ids and weights.
+"""A client of the OpenAI API and development mode of vLLM 0.32.
 
-Invariant: every token comes with an id and a logprob; a server that returns only text is an error,
-and its text is never tokenized again. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in
-its development mode, `entrypoints/rl`.
+Invariant: every token comes with an id and a logprob; text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -88,10 +86,9 @@ class CompletionServer:
     async def stream(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """Sample one response. A stream that ends without a finish reason was aborted.
+        """Sample one response. Raises GenerationError; without a finish reason, it was aborted.
 
-        Closing the iterator, or cancelling, closes the connection, which aborts the request. Raises
-        GenerationError for this request alone.
+        Closing the iterator, or cancelling, closes the connection, which aborts the request.
         """
         body = {
             "model": self.model,
@@ -167,7 +164,6 @@ class CompletionServer:
         await self._call("POST", "/reset_prefix_cache", timeout_s)
 
     async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
-        """Call a method of `WeightLoader` in every worker process of the server."""
         await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
     # -- adapters, where it may be given them
@@ -192,7 +188,6 @@ class CompletionServer:
     async def _call(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the answer: JSON, or None for an empty one."""
         text = await self._send(verb, path, timeout_s, body)
         return orjson.loads(text) if text else None
 

@@ -48,12 +48,11 @@ class ServerWeights:
         await self._server.resume(control_s)
 
     async def check(self, path: Path) -> None:
-        """Check the headers of the weights in `path`."""
         shapes = await asyncio.to_thread(read_shapes, path)
         check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
 
     async def load(self, path: Path, version: PolicyVersion) -> None:
-        """Load weights and name them, while nothing is sampled."""
+        """Load and name weights, while nothing is sampled."""
         await self._load_whole(path)
         await self._name(version)
 

@@ -1,8 +1,6 @@
-"""Translate between this project and vLLM: its names, environment, arguments and results.
+"""Translate between this project and vLLM; no other file imports vLLM's engine into the worker.
 
-Invariant: this file alone imports vLLM's engine into the rollout worker, so a new version is judged
-by reading it and running `tests/producer_workers/engines`. The names are untyped, because vLLM's
-builds for CPU and CUDA are two distributions.
+The names are untyped, because vLLM's builds for CPU and CUDA are two distributions.
 """
 
 from __future__ import annotations
@@ -182,8 +180,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
 def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
     """Return whether running requests keep their KV cache when the weights change.
 
-    Raises EngineError if the config asks for that with a model that reads images: a reload drops
-    what vLLM computed from them, so running requests must be prefilled again.
+    Raises EngineError for a model that reads images: a reload drops what vLLM computed from them.
     """
     reads_images = image_token(model_dir) is not None
     if reads_images and config.prefix_cache == "keep":
@@ -205,7 +202,7 @@ def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
 def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generation:
     """Convert one CompletionOutput after `prompt` tokens. Raises GenerationError if it failed.
 
-    `submitted` is the version of all tokens, for a vLLM that does not label each token.
+    `submitted` is the version of all tokens, if vLLM does not label each.
     """
     reason = REASONS.get(output.finish_reason)
     if reason is None:

@@ -70,8 +70,7 @@ class VllmControl:
     async def freeze(self, *, clear_cache: bool) -> None:
         """Freeze every request between two forward passes; `clear_cache`: prefill them again later.
 
-        vLLM's `pause_generation(mode="keep")` would also wait 20 ms for the last outputs of aborted
-        requests, of which this mode has none.
+        vLLM's `pause_generation(mode="keep")` would also wait 20 ms for aborted requests.
         """
         if clear_cache:
             await self.ask(self._llm.renderer.clear_mm_cache_async(), "clearing the image cache")

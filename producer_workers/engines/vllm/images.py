@@ -104,7 +104,6 @@ class VllmImages:
 
 
 def image_token(model_dir: Path) -> int | None:
-    """Return the id of an image's placeholder; None for a text model."""
     config = read_config(model_dir)
     return next((int(config[name]) for name in TOKEN_NAMES if config.get(name) is not None), None)
 

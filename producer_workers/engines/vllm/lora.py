@@ -1,8 +1,4 @@
-"""Sample with a LoRA adapter over the model that the engine started with.
-
-The engine always has exactly one adapter, at first one of zeros. A newer one replaces it, so
-running requests continue under it, as with whole weights.
-"""
+"""Sample with one LoRA adapter, at first of zeros; running requests continue under a newer one."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ class VllmAdapter(AdapterCheck):
         _write_zeros(self.first, shapes)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments with which the engine must be started."""
         return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
 
     def request(self, folder: Path) -> Any:

@@ -136,10 +136,7 @@ def _make_stage_buffers(runner: Any) -> None:
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make vLLM pack mixture-of-experts weights for the CPU again.
-
-    Up to 0.32, it packs them once, so the model would silently keep its old experts.
-    """
+    """Make vLLM pack experts for the CPU again. Up to 0.32, it packs them only once."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -149,8 +146,7 @@ def _forget_packed_experts(model: Any) -> None:
 def _pack_heads(model: Any) -> None:
     """Pack the output layer for the CPU again.
 
-    Up to 0.32, a head tied to the embeddings keeps the packed copy of its first weights: the
-    checkpoint has no tensor for it, so the reload skips it.
+    Up to 0.32, a head tied to the embeddings keeps its first weights: no checkpoint has it.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -174,10 +170,7 @@ def _abandon_reload(model: Any, model_config: Any) -> None:
 
 
 def end_with_owner(owner_pid: int) -> None:
-    """End this process when process `owner_pid` ends.
-
-    vLLM's processes survive a SIGKILL of their owner and keep their memory, on a GPU too.
-    """
+    """End with process `owner_pid`: vLLM's processes survive its SIGKILL and keep their memory."""
     if owner_pid == os.getpid():
         return
     try:
