@@ -25,8 +25,8 @@ class AgentLoop(Protocol):
         One rollout may become several with its index. Leave COMPLETED ones as they are. Set
         `finish_reason` ("stop", "length") as soon as a rollout is sampled: its slot in the engine
         is then free for the next group. Raise the engine's errors; cancel its requests when
-        cancelled. Keep the prompt, unless the class has `makes_prompts = True`: then all rollouts
-        may return with another one.
+        cancelled. Keep the prompt, unless the class has `makes_prompts = True`: then the group may
+        return with another one.
         """
         ...
 

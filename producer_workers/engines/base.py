@@ -122,7 +122,7 @@ class Engine(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Free the device's memory, while no request runs. Raises EngineError where it cannot."""
+        """Free the device's memory, while no request runs. Raises EngineError if it cannot."""
 
     async def wake(self) -> None:
         """Take the memory back, with the same weights."""
@@ -148,7 +148,7 @@ def structures(engine: object) -> bool:
 
 @runtime_checkable
 class AbortsGroups(Protocol):
-    """An engine that can abort some requests; without it, protected groups prevent aborts."""
+    """An engine that can abort some requests without a pause; else protected groups prevent it."""
 
     async def abort_others(self, spared: Collection[str]) -> None:
         """Abort requests whose group (their id up to the first "/") is not in `spared`."""
@@ -231,4 +231,4 @@ class ReportsLoad(Protocol):
     """An engine that reports how full it is, which `concurrency = "auto"` needs."""
 
     def load(self) -> EngineLoad | None:
-        """Return the load after its last step; None before the first, or where reporting is off."""
+        """Return the load after its last step; None before the first, or if reporting is off."""

@@ -118,7 +118,7 @@ class SimulatedEngine:
         self._start_waiting()
         try:
             return await run.result
-        finally:  # also where it was aborted, or its caller was cancelled
+        finally:  # also if it was aborted, or its caller was cancelled
             if run.timer:
                 run.timer.cancel()
             self._running.discard(run)

@@ -115,7 +115,7 @@ class CompletionServer:
                     if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
                         yield piece
         except (aiohttp.ClientError, ConnectionError) as error:
-            # Raises ServerGone where the server itself died, not just this connection.
+            # Raises ServerGone if the server itself died, not just this connection.
             await self.check_health()
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
 
@@ -166,7 +166,7 @@ class CompletionServer:
     async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
         await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
-    # -- adapters, where it may be given them
+    # -- adapters
 
     async def check_adapters(self, timeout_s: float) -> None:
         """Raise ServerRefusal if the server has no endpoint for adapters."""

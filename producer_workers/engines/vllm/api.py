@@ -180,7 +180,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
 def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
     """Return whether running requests keep their KV cache when the weights change.
 
-    Raises EngineError for a model that reads images: a reload drops what vLLM computed from them.
+    Raises EngineError if the config asks for it and the model reads images, which a reload drops.
     """
     reads_images = image_token(model_dir) is not None
     if reads_images and config.prefix_cache == "keep":
