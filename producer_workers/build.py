@@ -1,4 +1,4 @@
-"""Builds a producer or a worker from a config; the one file that knows all of their parts."""
+"""Build a producer or a worker from a config; the one file that knows all of their parts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def task_sampler(
     tokenizer: Tokenizer,
     images: ImagePrompts | None = None,
 ) -> Sampler:
-    """Return what makes the prompts of a task from the rows of its data set. Raises ConfigError."""
+    """Return the sampler that turns a data set's rows into prompts. Raises ConfigError."""
     task = config.tasks[name]
     tools = [task.agent_loop_options.get(kind, ()) for kind in ("tools", "mcp")]
     return Sampler(
@@ -125,7 +125,6 @@ def task_sampler(
 
 
 def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
-    """Return the tokenizer for prompts, agents and environments of a task."""
     if not task.chat_template_kwargs and task.system_prompt is None:
         return tokenizer
     return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
@@ -144,7 +143,6 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
-    """Return the engine of this worker, started, with the weights that the run began with."""
     section = config.engine
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
@@ -170,11 +168,7 @@ def make_worker(
     *,
     restarts: int = 0,
 ) -> Worker:
-    """Return a worker with an agent loop per task.
-
-    `restarts`: of its engine, before this one. Raises ConfigError for a loop, a judge or a filter
-    that cannot be loaded, and for what the engine cannot do.
-    """
+    """Return a worker; `restarts` counts its earlier engines. Raises ConfigError."""
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
@@ -215,7 +209,6 @@ def make_worker(
 
 
 def _task_names(config: ProducingConfig) -> list[str]:
-    """Return the tasks that this worker serves."""
     names = config.worker.tasks or list(config.tasks)
     if unknown := sorted(set(names) - set(config.tasks)):
         known = ", ".join(config.tasks)
@@ -225,10 +218,7 @@ def _task_names(config: ProducingConfig) -> list[str]:
 
 
 def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """Raise ConfigError if a task has images and the engine cannot show them to its model.
-
-    Its tokens would be of another prompt than the trainer's.
-    """
+    """Raise ConfigError if a task has images that the engine cannot show to its model."""
     for name in names:
         if config.tasks[name].images and not isinstance(engine, ShowsImages):
             hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
@@ -238,7 +228,7 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
 
 
 def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
-    """Return limits that permit every image that one of `sections` permits."""
+    """Return limits that permit every image permitted by one of `sections`."""
     given = [section for section in sections if section] or [ImagesSection()]
     return ImagesSection(
         max_bytes=max(section.max_bytes for section in given),

@@ -1,8 +1,4 @@
-"""Repositories of the Hugging Face Hub: which commit a name means, and where its files are.
-
-Files are in the cache of `huggingface_hub`, whose variables hold (HF_HOME, HF_HUB_CACHE,
-HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT). A folder of that cache has the commit as its name.
-"""
+"""Repositories of the Hugging Face Hub. A folder of its cache is named after the commit."""
 
 from __future__ import annotations
 
@@ -20,15 +16,14 @@ from buffer.errors import ConfigError, HubError
 log = logging.getLogger("rolloutmq.hub")
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-OTHER_FORMATS = ["*/*", "consolidated*"]
-"""Files of a model's repository that are not read: copies of the weights in other formats."""
+OTHER_FORMATS = ["*/*", "consolidated*"]  # copies of the weights, which are not read
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Repository(NamedTuple):
-    """A repository of the Hub at a revision: a branch, a tag or a commit; None is undecided."""
+    """A repository of the Hub at a branch, tag or commit; None: not decided yet."""
 
     id: str
     kind: Literal["model", "dataset"]
@@ -36,27 +31,20 @@ class Repository(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name by which a run records the repository."""
         return self.id if self.kind == "model" else f"datasets/{self.id}"
 
     @property
     def pin(self) -> str | None:
-        """Return name and commit as NAME@COMMIT; None where the revision is no commit."""
+        """Return NAME@COMMIT; None if the revision is not a commit."""
         is_commit = _COMMIT.fullmatch(self.revision or "")
         return f"{self.name}@{self.revision}" if is_commit else None
 
     def download(self) -> Path:
-        """Return the folder of the files, after downloading those that are not in the cache.
-
-        Raises HubError, which names the command that downloads them elsewhere.
-        """
+        """Return the folder of the files after downloading missing ones. Raises HubError."""
         return self._snapshot(is_local=False)
 
     def folder(self) -> Path:
-        """Return the folder of the files in the cache, without using the network.
-
-        Raises HubError where they are not there.
-        """
+        """Return the folder of the files in the cache, without the network. Raises HubError."""
         return self._snapshot(is_local=True)
 
     def _snapshot(self, *, is_local: bool) -> Path:
@@ -78,7 +66,7 @@ class Repository(NamedTuple):
 
     @contextmanager
     def _explained(self, hub: Any) -> Iterator[None]:
-        """Raise errors of `huggingface_hub` as HubError with what to do."""
+        """Raise errors of `huggingface_hub` as HubError with advice."""
         what = f"{self.kind} {self.id}"
         try:
             yield
@@ -125,7 +113,7 @@ class Repository(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Return the command of `huggingface_hub` that downloads the files."""
+        """Return the shell command that downloads the files."""
         kind = "" if self.kind == "model" else " --repo-type dataset"
         revision = f" --revision {self.revision}" if self.revision else ""
         return f"hf download {self.id}{kind}{revision}"
@@ -134,22 +122,18 @@ class Repository(NamedTuple):
 def repository(
     path: Path | None, revision: str | None, kind: Literal["model", "dataset"]
 ) -> Repository | None:
-    """Return the repository that `path` names; None for a folder.
-
-    OWNER/NAME is a repository if a revision is given, or there is no such folder.
-    """
+    """Return the repository OWNER/NAME; None for an existing folder without a revision."""
     if path is None or not is_id(path) or (revision is None and path.exists()):
         return None
     return Repository(str(path), kind, revision)
 
 
 def model_repository(policy: PolicySection) -> Repository | None:
-    """Return the repository of the run's first model on the Hub; None for a folder."""
+    """Return the repository of the run's first model; None for a folder."""
     return repository(policy.model, policy.revision, "model")
 
 
 def is_id(path: Path) -> bool:
-    """Return whether `path` has the form OWNER/NAME of a repository."""
     return _ID.fullmatch(str(path)) is not None
 
 

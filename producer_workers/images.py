@@ -1,10 +1,8 @@
 """Check and decode image bytes, read the images of a payload, and find their tokens in its prompt.
 
-Invariant: no pixel of an untrusted source is decoded before format, bytes and size were checked.
-Stored bytes show every reader the same: `Image.open(file).convert("RGB")`, in any library.
-
-Each image is a run of the model's image token in the prompt. Models that write more than such a run
-(rows, tiles) are refused where they are met.
+Invariant: untrusted pixels are decoded only after format, bytes and size were checked. Every reader
+sees stored bytes alike: `Image.open(file).convert("RGB")`. An image is one run of the image token;
+models that write more (rows, tiles) are refused.
 """
 
 from __future__ import annotations
@@ -31,23 +29,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Others are rare, and some of their decoders start programs."""
-ORIENTATION = 0x0112
-"""The Exif tag of a camera's orientation."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others are rare, and some decoders start programs
+ORIENTATION = 0x0112  # Exif tag of a camera's orientation
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A whole image: the bytes to keep, the suffix of their format, and its pixels as RGB."""
-
     data: bytes
     suffix: str
     pixels: Image
 
 
 def check_image(source: bytes | Path, limits: ImagesSection) -> None:
-    """Raise MediaError where the first bytes show no image, or one that is too large."""
+    """Raise MediaError if the first bytes show no image, or one that is too large."""
     with _opened(source, limits):
         pass
 
@@ -70,7 +64,6 @@ def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
 
 
 def png_of(image: Image) -> bytes:
-    """Return the same pixels as a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -134,17 +127,14 @@ class ReadImage:
 
 
 class ImageReader:
-    """Reads images within the limits from `media`, the folder of a run (None: it has none)."""
+    """Reads images within the limits from `media`, the folder of a run, if it has one."""
 
     def __init__(self, media: MediaFolder | None, limits: ImagesSection) -> None:
         self._media = media
         self._limits = limits
 
     def read(self, ref: MediaRef) -> ReadImage:
-        """Return one image.
-
-        Raises MediaError, also for a URI elsewhere, since the author of the payload chose it.
-        """
+        """Return one image. Raises MediaError, also for a URI outside of `media`."""
         if ref.kind != "image":
             raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are supported")
         if self._media is None or not ref.uri.startswith(SCHEME):
@@ -163,10 +153,7 @@ class ImageReader:
 def find_runs(
     prompt_ids: NDArray[np.int32], image_token: int, tokens: Sequence[int]
 ) -> list[slice]:
-    """Return the runs of tokens of the images with these numbers of tokens, in order.
-
-    Raises ValueError where they do not fit.
-    """
+    """Return the run of tokens of each image, given their lengths. Raises ValueError."""
     positions = np.flatnonzero(prompt_ids == image_token)
     runs = []
     done = 0
@@ -182,7 +169,7 @@ def find_runs(
 
 
 def collapse(prompt_ids: NDArray[np.int32], runs: Sequence[slice]) -> list[int]:
-    """Return the prompt with one image token for each run, as a model's processor expects it."""
+    """Return the prompt with one image token per run, as a model's processor expects it."""
     kept = np.ones(len(prompt_ids), bool)
     for run in runs:
         kept[run.start + 1 : run.stop] = False

@@ -1,8 +1,4 @@
-"""Load each function and class that a config names, so that a wrong name is found at once.
-
-Engines and models take half a minute to load, and a data set may take longer. A judge that cannot
-be imported is reported before they begin.
-"""
+"""Load each function and class that a config names, to report a wrong name before models load."""
 
 from __future__ import annotations
 
@@ -21,20 +17,18 @@ from producer_workers.judges.load import load_judge
 from producer_workers.user_code.sandbox import check_sandbox
 from producer_workers.worker.task_runner import load_sample_filter
 
-_NAMED_OPTIONS = ("agent", "environment", "tools")
-"""The options of agent loops that name functions and classes."""
+_NAMED_OPTIONS = ("agent", "environment", "tools")  # options that name functions and classes
 
 
 class NamedFunction(NamedTuple):
     """A function or class: the key of the config that names it, and what imports it."""
 
     key: str
-    load: Callable[[], object]
-    """raises ConfigError"""
+    load: Callable[[], object]  # raises ConfigError
 
 
 def check_functions(functions: Iterable[NamedFunction]) -> None:
-    """Import them. Raises ConfigError, which names everything that cannot be imported."""
+    """Import them. Raises ConfigError with the names of all that cannot be imported."""
     errors = []
     for function in functions:
         try:
@@ -45,10 +39,7 @@ def check_functions(functions: Iterable[NamedFunction]) -> None:
 
 
 def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list[NamedFunction]:
-    """Return everything of the user's that a worker or the producer imports, each name once.
-
-    `for_judges`: also the judges of kind rq, which only `rolloutmq judge` imports.
-    """
+    """Return the user's functions; `for_judges`: also those that only `rolloutmq judge` imports."""
     found = [*_of_the_run(config)]
     for name, task in config.tasks.items():
         found += _of_a_task(config, name, task, for_judges=for_judges)

@@ -1,4 +1,4 @@
-"""Define what a worker does with one group between claim and submit."""
+"""What a worker does with one group between claim and submit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ class AgentLoop(Protocol):
     ) -> list[RolloutState]:
         """Return the same rollouts, in order, each COMPLETED, ABORTED or FAILED.
 
-        One rollout may become several with its index. A COMPLETED one is left as it is. One that is
-        sampled and will be judged has its `finish_reason` ("stop", "length") at once: from then on
-        its slot in the engine is free for the next group. Errors of the engine are passed on: the
-        worker decides whether the group or the worker failed. Cancelling it cancels what runs in
-        the engine. The prompt stays as it is, unless the class has `makes_prompts = True`: then a
-        group may return with another one, the same for all of its rollouts.
+        One rollout may become several with its index. Leave COMPLETED ones as they are. Set
+        `finish_reason` ("stop", "length") as soon as a rollout is sampled: its slot in the engine
+        is then free for the next group. Raise the engine's errors; cancel its requests when
+        cancelled. Keep the prompt, unless the class has `makes_prompts = True`: then the group may
+        return with another one.
         """
         ...
 
 
+# A class with the keyword arguments judge, tokenizer, eos_ids, partial_rollout, and those of the
+# task's `agent_loop_options`.
 AgentLoopFactory = Callable[..., AgentLoop]
-"""A class with the keyword arguments judge, tokenizer, eos_ids, partial_rollout, and those of the
-task's `agent_loop_options`.
-"""
 
 BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
@@ -54,7 +52,7 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """Make the loop of a name in BUILT_IN, a class, or "module:Class". Raises ConfigError."""
+    """Make a loop from a name in BUILT_IN, a class, or "module:Class". Raises ConfigError."""
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
     factory: Any = spec
     if isinstance(spec, str):

@@ -1,12 +1,8 @@
 """Compute the tokens that a chat template puts between two turns of the model.
 
-They are tool results, or messages of an environment. What the model sampled is never tokenized
-again: training would then be on tokens that it did not sample. So only what follows its turn is
-taken from the template, behind a turn of a fixed text, from the token on that ends that turn. It is
-a special token, across which no tokenizer merges.
-
-Messages of others cannot end a turn or begin one: special tokens that are written out in a message
-are broken up.
+What the model sampled is never tokenized again: the template formats a fixed turn, and only what
+follows its end token, a special one, is taken. Special tokens written out in messages of others are
+broken up, so these cannot begin or end a turn.
 """
 
 from __future__ import annotations
@@ -22,11 +18,11 @@ from buffer.errors import ConfigError
 from producer_workers.agent_loops.tokenizer import Tokenizer
 
 _USER = {"role": "user", "content": "a"}
+# A turn of a reasoning model; templates drop the thought or keep it.
 _THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"}
-"""A turn as reasoning models write it; templates drop the thought, or keep it."""
 
+# Fields that belong to the conversation in any template.
 _ALWAYS_READ = ("role", "content", "name", "tool_calls", "tool_call_id")
-"""Fields of messages that belong to the conversation whatever the template."""
 
 ZERO_WIDTH_SPACE = "\u200b"
 
@@ -34,10 +30,10 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ChatDelta:
-    """The template of one tokenizer.
+    """The template of one tokenizer; `eos_ids` end a turn.
 
-    `eos_ids` end a turn. With `keep_turns`, the model continues to read its earlier turns as it
-    wrote them, although its template would write them anew.
+    With `keep_turns`, the model reads its earlier turns as it wrote them, whatever its template
+    does.
     """
 
     def __init__(
@@ -54,18 +50,18 @@ class ChatDelta:
     def tokens(
         self, messages: Messages, *, end_turn: bool = False, has_thought: bool = True
     ) -> NDArray[np.int32]:
-        """Return int32[n], from behind the token that ended the model's turn up to its next turn.
+        """Return int32[n] from after the token that ended the model's turn up to its next turn.
 
-        `end_turn`: that token is missing, since a stop string ended the turn, and comes first.
-        `has_thought`: the model may have written down what it thought. Raises ConfigError for a
-        template that cannot express these messages.
+        `end_turn`: a stop string ended the turn, so its end token comes first. `has_thought`: the
+        turn may contain a thought. Raises ConfigError if the template cannot express these
+        messages.
         """
         safe = self.harmless(messages)
         self._check(safe, has_thought and not self._keep_turns)
         return self._tail(safe, end_turn)
 
     def readable(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages without fields that the template cannot read, as clients add them."""
+        """Return the messages without fields that clients add and the template cannot read."""
         names = self._names
         if names is None:
             return list(messages)
@@ -93,7 +89,7 @@ class ChatDelta:
         return value
 
     def _behind_a_turn(self, messages: Messages) -> tuple[list[int], int]:
-        """Return a conversation with `messages` behind a turn of the model, and that turn's end."""
+        """Return a conversation with `messages` after a turn of the model, and that turn's end."""
         calls = [message for message in messages if message["role"] == "tool"]
         if calls:  # some templates drop a result without a call
             try:
@@ -103,7 +99,7 @@ class ChatDelta:
         return self._between([{"role": "assistant", "content": word} for word in "bc"], messages)
 
     def _between(self, turns: Messages, messages: Messages) -> tuple[list[int], int]:
-        """Return the same for two turns, which differ where the turn is."""
+        """Do as `_behind_a_turn` with two turns, which differ where the turn is."""
         whole, other = (self._encode([_USER, turn, *messages], generation=True) for turn in turns)
         differs = _first_difference(whole, other)
         if differs is None:
@@ -115,7 +111,7 @@ class ChatDelta:
         return np.array(whole[end - end_turn :], "<i4")
 
     def _check(self, messages: Messages, has_thought: bool) -> None:
-        """Raise ConfigError where the template drops such messages, or rewrites earlier turns."""
+        """Raise ConfigError if the template drops such messages or rewrites earlier turns."""
         roles = tuple(str(message["role"]) for message in messages)
         if (has_thought, roles) in self._checked:
             return
@@ -146,14 +142,14 @@ class ChatDelta:
             )
 
     def _turn_with_thought(self) -> tuple[list[int], int]:
-        """Return the tokens of a conversation that such a turn ends, and that turn's end."""
+        """Return the tokens of a conversation that ends with a thought, and that turn's end."""
         whole = self._encode([_USER, _THOUGHT], generation=False)
         other = self._encode([_USER], generation=False)
         differs = _first_difference(whole, other)
         return whole, self._first_end(whole, len(other) if differs is None else differs)
 
     def _first_end(self, ids: Sequence[int], start: int) -> int:
-        """Return the position behind the first token from `start` on that ends a turn."""
+        """Return the position after the first token from `start` on that ends a turn."""
         for position in range(start, len(ids)):
             if ids[position] in self._eos_ids:
                 return position + 1
@@ -181,7 +177,6 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
-    """Return a turn of the model that called tools with these results."""
     calls = [
         {
             "id": str(result.get("tool_call_id", number)),
@@ -194,7 +189,7 @@ def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
 
 
 def _names(tokenizer: Any) -> frozenset[str] | None:
-    """Return the names that a tokenizer's chat templates use; None where it shows no template."""
+    """Return the names that the chat templates use; None if no template is known."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return None
@@ -202,7 +197,7 @@ def _names(tokenizer: Any) -> frozenset[str] | None:
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of a tokenizer's special tokens as text; None where it has none."""
+    """Return a pattern of a tokenizer's special tokens as text; None if it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     words = {str(token) for token in added if token.special}
     words |= set(getattr(tokenizer, "all_special_tokens", ()))

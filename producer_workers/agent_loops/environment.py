@@ -1,7 +1,6 @@
-"""Define an environment, which answers a model between its turns, and call one of a user.
+"""Define an environment, which answers a model between its turns.
 
-An environment named by a path is made in processes of its own (user_code/process_function.py),
-unless its factory is marked `runs_inline`. A failure there fails its rollout alone.
+One named by a path runs in its own processes, unless its factory is marked `runs_inline`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from producer_workers.user_code.rollout_border import ROLLOUT, check_numbers
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model: its number from 0, its text, and the texts of all earlier ones."""
+    """One turn of the model: its number from 0, its text, and the texts of all earlier turns."""
 
     number: int
     text: str
@@ -29,10 +28,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What follows a turn: messages for the model, or none where the conversation is over.
-
-    `calls` are stored in the rollout. `reward` is merged into its reward, beside the judge's.
-    """
+    """Messages for the model, or none to end the conversation; `reward` joins the judge's."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -42,17 +38,17 @@ class Answer:
 class Environment(Protocol):
     """Answers the model between its turns: a set of tools, a game, a simulated user.
 
-    It keeps no state of a rollout: another process may ask next, or another worker after a pause.
-    Everything follows from the arguments; changes to them are dropped.
+    It keeps no state, because another process or worker may ask next; changes to arguments are
+    dropped.
     """
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Answer one turn. What it raises fails the rollout."""
+        """Answer one turn. An exception fails the rollout."""
         ...
 
 
 class EnvironmentBorder(Border):
-    """Its arguments are the rollout and its turn; what is called is the environment's `answer`."""
+    """Takes the rollout and its turn; calls the environment's `answer`."""
 
     def __init__(self) -> None:
         super().__init__(tuple[bytes, Turn])
@@ -117,10 +113,9 @@ class ContainedEnvironment:
         self._call = call_of(factory, border, rules, path=name if named else None)
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Return its answer. Raises UserCodeError for any failure of it."""
+        """Return the answer. Raises UserCodeError."""
         answer: Answer = await self._call(state, turn)
         return answer
 
     async def close(self) -> None:
-        """End its processes."""
         self._call.close()

@@ -1,10 +1,6 @@
-"""Call the tools of MCP servers.
+"""Call the tools of MCP servers, started or reached once per worker: `mcp` beside `tools`.
 
-    mcp = [["python", "server.py"], "http://host/mcp"]    # beside `tools`
-
-A worker starts a command once and speaks to it over its stdin and stdout; a server that died is
-started again with the next call. Its schemas go into the prompt, so the producer starts it too, for
-as long as it takes to ask for them.
+The producer starts them briefly, too, since their schemas go into the prompt.
 """
 
 from __future__ import annotations
@@ -22,11 +18,9 @@ from buffer.imports import install_command
 
 log = logging.getLogger("rolloutmq.worker")
 
-START_S = 60.0
-"""Seconds that a server may take until it answers."""
+START_S = 60.0  # until a server must answer
 
-ALIVE_S = 10.0
-"""Seconds in which a server must answer beside a call that took too long."""
+ALIVE_S = 10.0  # for a server to answer beside a call that took too long
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -34,8 +28,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def keep_loopback_direct() -> None:
     """Add loopback to `no_proxy` of this process and of the programs that it starts.
 
-    HTTP clients read the proxies of the environment (`HTTP_PROXY`, `ALL_PROXY`) and would send an
-    agent's prompts, with the key of its session, to a proxy that cannot reach the gateway.
+    Otherwise HTTP clients that read `HTTP_PROXY` or `ALL_PROXY` would send an agent's prompts and
+    key to a proxy, which cannot reach the gateway.
     """
     # clients read one spelling, the other, or the first that they find
     known = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
@@ -53,7 +47,7 @@ class McpError(UserCodeError):
 
 
 class McpServer:
-    """One server. `command` is a program with its arguments, or the URL of a running server."""
+    """One server. `command` is a program with its arguments, or a URL."""
 
     def __init__(self, command: Sequence[str] | str) -> None:
         keep_loopback_direct()
@@ -71,10 +65,10 @@ class McpServer:
             return thread.submit(asyncio.run, self._ask_schemas()).result()
 
     async def call(self, name: str, arguments: dict[str, Any], limit_s: float) -> str:
-        """Return the text of one result.
+        """Return the text of one result. Raises McpError, or ProcessUnavailable if unreachable.
 
-        Raises McpError for the server's error, its end, and `limit_s`; ProcessUnavailable where it
-        cannot be reached. Other calls continue, unless the server died of this one, or hangs.
+        McpError is the server's error, its end, or `limit_s`. Other calls continue, unless this one
+        ended the server, or it hangs.
         """
         connection = await self._connect()
         try:
@@ -94,7 +88,7 @@ class McpServer:
         return text
 
     async def _end_if_hung(self, connection: _Connection) -> None:
-        """Forget a server that does not answer at all: it would let every further call wait."""
+        """Forget a server that does not answer at all: every later call would wait for it."""
         try:
             async with asyncio.timeout(ALIVE_S):
                 await connection.client.session.list_tools()
@@ -134,18 +128,18 @@ class McpServer:
             return self._connection
 
     async def close(self) -> None:
-        """End the connection, and its program. The next call opens another one."""
+        """End the connection and its program. The next call opens another one."""
         await self._forget(self._connection)
 
     async def _forget(self, connection: _Connection | None) -> None:
-        """Close one connection; of the calls that fail with it, only the first does so."""
+        """Close a connection; of the calls that fail with it, only the first does so."""
         if connection is not None and connection is self._connection:
             self._connection = None
             await connection.close()
 
 
 class _Connection:
-    """A client in a task of its own, since its scopes may not leave the task that opened them."""
+    """A client in its own task, since its scopes may not leave the task that opened them."""
 
     _task: asyncio.Task[None]
 
@@ -183,7 +177,7 @@ class _Connection:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Return whether the error is a live server's answer; its end is an error of the same kind."""
+    """Return whether a live server answered with the error; a dead one causes the same kind."""
     types = import_module("mcp_types")
     return (
         isinstance(error, import_module("mcp").MCPError) and error.code != types.CONNECTION_CLOSED

@@ -5,10 +5,9 @@
                  │ tokens used up, last turn, or nothing to answer ──▶ judge ──▶ COMPLETED
                  └ abort ──▶ ABORTED, resumed from its tokens by any worker
 
-Everything follows from the tokens and their mask: a turn is a run of trained tokens. So a rollout
-that was interrupted inside a turn, or while a tool ran, continues where it was; a tool without a
-result is called again. Training is on exactly the sampled tokens (`chat_delta.py`). All tokens, the
-tools' too, share `max_tokens`.
+A turn is a run of trained tokens, so tokens and mask are all the state: an interrupted rollout
+continues where it was, and a tool without a result is called again. All tokens, the tools' too,
+share `max_tokens`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class ToolEnvironment:
         await self._toolbox.close()
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """Run the calls of a turn. Raises ProcessUnavailable."""
         if state.tool_choice == "none":
             return Answer()
         calls = [
@@ -63,11 +61,10 @@ class ToolEnvironment:
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
-    """Alternates between the model and an environment.
+    """Alternates between the model and an environment: an object, or "module:factory".
 
-    `environment` is an object, or "module:factory" of one, which is made in up to `processes`
-    processes with `memory_mb` of address space each; `answer_timeout_s` limits one answer;
-    `max_turns` limits the model's turns; for `keep_turns` see `ChatDelta`.
+    `answer_timeout_s` limits one answer, `max_turns` the model's turns, `memory_mb` the address
+    space of one of up to `processes` processes of a factory; for `keep_turns` see `ChatDelta`.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
 
     async def close(self) -> None:
-        """End the processes of the environment, or of the tools."""
         await self._environment.close()
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
@@ -125,14 +121,14 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         await self._finish(state, "length" if self._is_full(state) else reason)
 
     async def _finish(self, state: RolloutState, reason: str) -> None:
-        """Complete a rollout; what it earned on its way is merged with the judge's reward."""
+        """Complete a rollout; its earlier rewards are merged with the judge's."""
         earned = state.reward or {}
         await self._complete(state, reason)
         if state.status is Status.COMPLETED and earned:
             state.reward = {**earned, **(state.reward or {})}
 
     def _finished(self, state: RolloutState) -> str | None:
-        """Return why the present turn is complete; None where it is not, or between turns."""
+        """Return why the present turn is complete; None if it is not, or between turns."""
         mask = state.response_mask
         if mask is not None and len(mask) and not mask[-1]:
             return "length" if self._is_full(state) else None
@@ -147,7 +143,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         return own_copy(await self._environment.answer(state, turn))
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
-        """Append an answer, unless it leaves no room for a token more. Return whether it did."""
+        """Append an answer if it leaves room for one more token; return whether it did."""
         was_ended = int(state.response_ids[-1]) in self._eos_ids
         tokens = await in_tokenizer_thread(
             self._delta.tokens, answer.messages, end_turn=not was_ended
@@ -204,7 +200,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
 
 
 def turns_of(state: RolloutState) -> list[slice]:
-    """Return the turns of the model in the response: its runs of trained tokens."""
+    """Return the model's turns in the response: its runs of trained tokens."""
     if state.response_mask is None:
         return [slice(0, len(state.response_ids))]
     edges = np.flatnonzero(np.diff(state.response_mask, prepend=0, append=0)).tolist()

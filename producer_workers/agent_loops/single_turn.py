@@ -4,9 +4,8 @@
           ▲                           │   └── judge error ──▶ FAILED
           └──── ABORTED ◀── abort ────┘       (no token at all: FAILED too)
 
-A rollout becomes COMPLETED only when its reward is there. So a COMPLETED one is never generated or
-judged again, and one that was interrupted while it was judged is judged when its group is resumed,
-with or without partial rollout.
+A rollout becomes COMPLETED only with its reward, and is then never generated or judged again. One
+that was interrupted during judging is judged when its group is resumed.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ from producer_workers.judges.judge import AnyJudge, GroupJudge
 
 
 class SingleTurnAgentLoop:
-    """Runs the rollouts of a group at the same time, one request each.
+    """Runs the rollouts of a group at the same time, one request each; changes the given states.
 
-    With `partial_rollout`, an aborted rollout keeps its tokens and continues behind them; without,
-    it starts again from its prompt. One that has ended keeps its tokens in any case. Without a
-    `judge` the reward stays empty. Changes the given states.
+    With `partial_rollout`, an aborted rollout keeps its tokens and continues after them; otherwise
+    it starts again from its prompt. Without a `judge`, the reward stays empty.
     """
 
     def __init__(
@@ -58,10 +56,9 @@ class SingleTurnAgentLoop:
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop`.
+        """Like `AgentLoop`; a refused request or a failing environment fails its rollout alone.
 
-        A rollout whose request is refused, or whose environment raises, has failed alone. Any other
-        error of one rollout cancels the others of the group, then is raised.
+        Any other error of one rollout cancels the others of the group, then is raised.
         """
         choice = states[0].tool_choice
         if choice not in (None, "auto", "none"):
@@ -121,7 +118,7 @@ class SingleTurnAgentLoop:
             await self._complete(state, reason)
 
     def _finished(self, state: RolloutState) -> str | None:
-        """Return why a resumed rollout needs no request any more; None where it does."""
+        """Return why a resumed rollout needs no request any more; None if it does."""
         if has_ended(state):
             return state.finish_reason
         done = len(state.response_ids)
@@ -181,7 +178,7 @@ def _fail(state: RolloutState, reason: str) -> None:
 
 
 async def run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all; on the first error cancel the rest, wait until they have ended, and raise it."""
+    """Run all; on the first error cancel the rest, wait for their end, and raise it."""
     tasks = list(map(asyncio.ensure_future, rollouts))
     try:
         await asyncio.gather(*tasks)

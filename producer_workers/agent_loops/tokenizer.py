@@ -15,8 +15,8 @@ from producer_workers.engines.model_folder import read_config
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# One for the process: two threads cannot use a fast tokenizer at the same moment.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-"""One for the process: fast tokenizers refuse to be used by two threads at the same moment."""
 
 
 async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -26,16 +26,15 @@ async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.
     )
 
 
+# Model types for which AutoTokenizer follows the class that the folder names; for others, such as
+# qwen2, it may choose another class. "": the folder has no model.
 _TRUSTED_TYPES = ("", "llama", "qwen3", "qwen3_moe")
-"""Model types for which AutoTokenizer follows the class that the folder names. For others, such as
-qwen2, it may choose another class. "": the folder has no model.
-"""
 
 SYSTEM_ROLES = ("system", "developer")
 
 
 class Tokenizer(Protocol):
-    """What a sampler and an agent loop call; any Hugging Face tokenizer has these methods."""
+    """The methods that samplers and agent loops need; any Hugging Face tokenizer has them."""
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
@@ -43,7 +42,7 @@ class Tokenizer(Protocol):
 
 
 class TaskTokenizer:
-    """A tokenizer with a task's template arguments, and its system prompt for chats without one."""
+    """A tokenizer with a task's template arguments and system prompt."""
 
     def __init__(
         self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], system_prompt: str | None
@@ -66,7 +65,7 @@ class TaskTokenizer:
 def with_system_prompt(
     messages: Sequence[dict[str, Any]], system_prompt: str | None
 ) -> list[dict[str, Any]]:
-    """Return the messages behind the system prompt, unless they begin with their own."""
+    """Return the messages after the system prompt, unless they begin with their own."""
     has_own = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
     if system_prompt is None or has_own:
         return list(messages)
@@ -83,7 +82,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Return the class that AutoTokenizer would choose, which itself imports torch: seconds."""
+    """Return AutoTokenizer's choice without its import of torch, which takes seconds."""
     fields = read_config(folder, "tokenizer_config.json")
     is_general = fields.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in fields
     if is_general and str(read_config(folder).get("model_type", "")) in _TRUSTED_TYPES:
@@ -100,7 +99,7 @@ def encode_chat(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Return the token ids of a chat, with its tools, up to where the model's turn begins."""
+    """Return the token ids of a chat, with its tools, up to the start of the model's turn."""
     # return_dict is given because its default differs between transformers 4 and 5.
     ids = tokenizer.apply_chat_template(
         list(messages),

@@ -2,17 +2,14 @@
 
     hermes    any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>
               (Hermes 2, Qwen 2.5 and 3)
-    llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>,
+    llama     {"name": ..., "parameters": {...}}, alone or after <|python_tag|>,
               several with ; between (Llama 3)
     mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3),
               or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-A thought before the answer (up to </think> or [/THINK]) calls nothing. Marks within the texts of a
-call's arguments are text. A parser never raises: a call that cannot be parsed has None as its
-`arguments`, so that the model gets an error and may try again.
-
-Any other name is a parser of vLLM (`vllm_tool_parser.py`). The three above are the same with and
-without vLLM, so that all workers of a run read a turn alike.
+Any other name is a parser of vLLM (`vllm_tool_parser.py`). A thought before the answer (up to
+</think> or [/THINK]) calls nothing. Marks within a call's arguments are text. A call that cannot be
+parsed has None as its `arguments`: the model gets an error and may try again.
 """
 
 from __future__ import annotations
@@ -29,20 +26,17 @@ from buffer.wire.checks import check_nesting
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import StructuredOutput
 
-Tools = Sequence[dict[str, Any]] | None
-"""Functions that a model may call, as JSON schemas in OpenAI's form."""
+Tools = Sequence[dict[str, Any]] | None  # functions as JSON schemas in OpenAI's form
 
 
 class ParsedTurn(NamedTuple):
-    """A turn: its text before the first call, its thought included, and its calls."""
+    """A turn: its text before the first call, with its thought, and its calls."""
 
     content: str
     calls: list[ToolCall]
 
 
 class ToolParser(Protocol):
-    """Parses the turns of a model."""
-
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
         """Parse one turn of a model that was offered `tools`. Never raises."""
         ...
@@ -54,6 +48,7 @@ class ToolParser(Protocol):
 
 _THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 
+# The text before the JSON of a call; it captures the name, if the JSON lacks it.
 _BEGINS = {
     "hermes": re.compile(r"<tool_call>\s*"),
     "llama": re.compile(r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|;)\s*(?=\{)"),
@@ -61,15 +56,13 @@ _BEGINS = {
         r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"
     ),
 }
-"""What precedes the JSON of a call; it captures the name, where that is not in the JSON."""
 
 _HERMES_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)")
 _MISTRAL_ENDS = re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
 
 _DECODER = json.JSONDecoder(strict=False)
 
-Calls = Iterator[tuple[str, str]]
-"""Names of calls, and their arguments as JSON."""
+Calls = Iterator[tuple[str, str]]  # names of calls, and their arguments as JSON
 
 
 def _hermes(text: str) -> Calls:
@@ -91,16 +84,15 @@ def _mistral(text: str) -> Calls:
             yield name, raw
 
 
+# Each finds the calls in the answer of one turn, in order.
 PARSERS: dict[str, Callable[[str], Calls]] = {
     "hermes": _hermes,
     "llama": _llama,
     "mistral": _mistral,
 }
-"""Each finds the calls in the answer of one turn, in order."""
 
 
 def calls_in(text: str, parser: str) -> list[ToolCall]:
-    """Return the calls in the text of one turn by one of PARSERS."""
     calls = PARSERS[parser](split_thought(text, parser)[1])
     return [tool_call(number, *call) for number, call in enumerate(calls)]
 
@@ -117,14 +109,13 @@ def split_thought(text: str, parser: str) -> tuple[str, str]:
 
 
 def before_calls(text: str, parser: str) -> str:
-    """Return the text of a turn before its first call, its thought included."""
     thought, answer = split_thought(text, parser)
     begin = _BEGINS[parser].search(answer)
     return thought + (answer[: begin.start()] if begin else answer)
 
 
 def _end_of_call_around(text: str, start: int, position: int, parser: str) -> int | None:
-    """Return where a call's JSON ends that began behind `start` and extends over `position`."""
+    """Return the end of a call's JSON that begins after `start` and extends over `position`."""
     while begin := _BEGINS[parser].search(text, start, position):
         end = _end_of_json(text, begin.end())
         if end is not None and end > position:
@@ -134,7 +125,7 @@ def _end_of_call_around(text: str, start: int, position: int, parser: str) -> in
 
 
 def _marked(text: str, parser: str, ends: re.Pattern[str], closes: str) -> Calls:
-    """Yield the name in each mark, and what follows: JSON and `ends`, or all up to `closes`."""
+    """Yield the name in each mark, and the following JSON and `ends`, or all up to `closes`."""
     position = 0
     while begin := _BEGINS[parser].search(text, position):
         start = begin.end()
@@ -156,26 +147,22 @@ def _end_of_json(text: str, start: int) -> int | None:
         return None
 
 
+# Regular expressions of one call; Mistral's mark is a special token, which has no text.
 _FORMS = {
     "hermes": '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</tool_call>',
     "llama": '\\{{"name": "({})", "parameters": \\{{[^\\n]*\\}}\\}}',
 }
-"""Regular expressions of one call; Mistral's mark is a special token, which has no text."""
 
 
 class OwnToolParser:
-    """One of PARSERS."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
-        """See `ToolParser`."""
         calls = calls_in(text, self._name)
         return ParsedTurn(before_calls(text, self._name) if calls else text, calls)
 
     def structure(self, names: Sequence[str]) -> StructuredOutput | None:
-        """See `ToolParser`."""
         form = _FORMS.get(self._name)
         return (
             StructuredOutput(regex=form.format("|".join(map(re.escape, names)))) if form else None
@@ -183,7 +170,7 @@ class OwnToolParser:
 
 
 def tool_parser(name: str, tokenizer: Any) -> ToolParser:
-    """Return a parser by name: one of PARSERS, or one of vLLM's. Raises ConfigError."""
+    """Return a parser by name: one of PARSERS or of vLLM's. Raises ConfigError."""
     if name in PARSERS:
         return OwnToolParser(name)
     from producer_workers.agent_loops.vllm_tool_parser import VllmToolParser
@@ -192,7 +179,6 @@ def tool_parser(name: str, tokenizer: Any) -> ToolParser:
 
 
 def tool_call(number: int, name: str, raw: str) -> ToolCall:
-    """Return a call whose arguments are JSON in `raw`."""
     arguments = _loads(raw) if name else None
     return ToolCall(
         id=f"call_{number}",
@@ -203,7 +189,7 @@ def tool_call(number: int, name: str, raw: str) -> ToolCall:
 
 
 def _call(text: str) -> tuple[str, str]:
-    """Return (name, arguments as JSON) of a call object; the text as arguments where it is none."""
+    """Return (name, arguments as JSON) of a call object; for other JSON, the text as arguments."""
     call = _loads(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return "", text
@@ -214,7 +200,7 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """Yield the JSON objects between `;`, and the rest where one cannot be parsed; no prose."""
+    """Yield the JSON objects between `;`, and the rest from the first invalid one; no prose."""
     while "{" in text:
         end = _end_of_json(text, 0) if text.startswith("{") else None
         yield text[:end].strip()
@@ -222,7 +208,7 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _loads(text: str) -> Any:
-    """Return the value of a JSON text; None where it is invalid, or nested deeper than allowed."""
+    """Return the value of a JSON text; None if it is invalid or nested too deep."""
     try:
         value = orjson.loads(text)
         check_nesting("arguments", [value])

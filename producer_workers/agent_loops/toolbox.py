@@ -1,8 +1,8 @@
 """Run the tools of a task: functions and MCP tools that a model may call, with a time limit.
 
-What a tool returns is text for the model. What the model may have caused is text, too: an unknown
-name, arguments that do not fit, an exception, the time limit, the end of the tool's process. Where
-a tool could not be called at all, its group fails: the model would learn from what is not so.
+The model gets a tool's result as text, and any error that it may have caused: an unknown name,
+wrong arguments, an exception, the time limit, the end of the tool's process. If a tool cannot be
+called at all, the group fails: the model would learn from a false result.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ from producer_workers.user_code.process_function import ProcessFunction, call_of
 from producer_workers.user_code.sandbox import Limits, check_sandbox, run_program
 from producer_workers.user_code.user_function import UserFunction
 
-LONGEST_RESULT = 8192
-"""Characters of a result that the model gets to see."""
+LONGEST_RESULT = 8192  # characters of a result that the model sees
 
 _THREADS = 16
 _PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
 PYTHON_LIMITS = Limits(time_s=10.0, memory_mb=1024)
 
+# A plain or coroutine function with annotated arguments and a docstring for the model,
+# "module:function", or a name of BUILT_IN.
 Tool = str | Callable[..., Any]
-"""A plain or coroutine function with annotated arguments and a docstring for the model,
-"module:function", or a name of BUILT_IN.
-"""
 
 BUILT_IN = ("python",)
 
-McpCommand = str | Sequence[str]
-"""A program with its arguments that is an MCP server, or the URL of one."""
+McpCommand = str | Sequence[str]  # a program that is an MCP server, or the URL of one
 
 
 class ToolBorder(Border):
-    """Its argument is the arguments of a tool by name, as the model gave them."""
+    """Takes the arguments of a tool by name, as the model gave them."""
 
     def prepare(self, function: Any, options: Mapping[str, Any]) -> Any:
         return validate_call(function)
@@ -81,11 +78,11 @@ TOOL = ToolBorder()
 
 
 class Toolbox:
-    """Functions by name, and the tools of MCP servers (mcp_server.py).
+    """Functions by name, and the tools of MCP servers. Raises ConfigError if one fails to load.
 
-    `call_timeout_s` limits a call, without its wait for a turn. `sandbox` is that of the tool
-    `python`, as in `JudgingSection`. Each function named by a path has up to `processes` processes
-    with `memory_mb` of address space. Raises ConfigError where one fails to load.
+    `call_timeout_s` limits a call, without its wait for a turn. `sandbox` runs the tool `python`,
+    as in `JudgingSection`. Each function named by a path has up to `processes` processes with
+    `memory_mb` of address space each.
     """
 
     def __init__(
@@ -120,7 +117,6 @@ class Toolbox:
         return await asyncio.gather(*(self._call(call) for call in calls))
 
     async def close(self) -> None:
-        """End the processes of functions, and the connections to MCP servers with their servers."""
         for function in self._functions.values():
             function.close()
         for server in set(self._servers.values()):
@@ -162,7 +158,7 @@ def _call_of(
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
-    """Return what the chat template is given: one JSON schema per tool, in OpenAI's form."""
+    """Return one JSON schema per tool, in OpenAI's form, for the chat template."""
     own = [
         {"type": "function", "function": _schema(function)} for function in _load(tools).values()
     ]
@@ -202,8 +198,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def python_tool(sandbox: str, limits: Limits = PYTHON_LIMITS) -> Callable[..., Any]:
-    """Return the tool that runs the programs of a model in `sandbox`."""
-
     async def python(code: str) -> str:
         """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
         # The docstring above is what the model reads about this tool.

@@ -1,15 +1,11 @@
 """Use environments of early `verifiers` 0.1 (MultiTurnEnv) in the loop "multi_turn".
 
-Those of 0.1.14 to 0.4 play by themselves: gateway/verifiers_agent.py.
-
     # make() -> VerifiersEnvironment(vf.load_environment("wordle"))
     environment = "my_env:make"
 
-It uses `env_response(messages, state)`, which returns messages, or messages and state;
-`is_completed(messages, state)`; and the rubric's `get_reward_funcs()` and `get_reward_weights()`.
-Each may be a coroutine. Nothing is kept between two turns: earlier ones are played again, so the
-environment must answer the same text the same way. It is scored after every turn, and its last
-score counts.
+For 0.1.14 to 0.4 see gateway/verifiers_agent.py. It keeps nothing between two turns but plays the
+earlier ones again, so the environment must answer the same text the same way. The rubric scores
+every turn; the last score counts.
 """
 
 from __future__ import annotations
@@ -24,13 +20,12 @@ from producer_workers.user_code.rollout_border import check_reward
 
 
 class VerifiersEnvironment:
-    """Wraps an environment of verifiers. With judge = "environment" its rubric pays."""
+    """Wraps an environment of verifiers. With judge = "environment" its rubric gives the reward."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """See `Environment`."""
         play = _Play(self._environment, state)
         for text in turn.earlier:
             play.add_turn(text)
@@ -42,8 +37,6 @@ class VerifiersEnvironment:
 
 
 class _Play:
-    """One conversation, played from its beginning."""
-
     def __init__(self, environment: Any, state: RolloutState) -> None:
         self._environment = environment
         self._prompt = [dict(message) for message in state.messages]
@@ -86,7 +79,7 @@ class _Play:
         return check_reward("rubric", {**values, "score": total})
 
     async def _ask(self, function: Callable[..., Any]) -> Any:
-        """Call a reward function with those known values that its parameters name."""
+        """Call a reward function with the known values that its parameters name."""
         names = ("prompt", "completion", "answer", "info", "task")
         known = {name: self._state[name] for name in names}
         known["state"] = self._state

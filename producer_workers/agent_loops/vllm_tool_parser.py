@@ -1,8 +1,4 @@
-"""Parse function calls with the tool parsers of vLLM, which has some 50 by name.
-
-They are those of `vllm serve --tool-call-parser`: qwen3_coder, pythonic, deepseek_v3, ... vLLM must
-be installed where the worker runs, also for an engine of another kind; importing it takes seconds.
-"""
+"""Parse function calls with vLLM's tool parsers, which need vLLM where the worker runs."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _THOUGHT = re.compile(r"\A.*?(?:</think>|\[/THINK\])", re.DOTALL)
 
 
 class VllmToolParser:
-    """One tool parser of vLLM, made for a tokenizer. Raises ConfigError where it cannot be had."""
+    """A tool parser of vLLM for a tokenizer. Raises ConfigError if it cannot be made."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         own = ", ".join(PARSERS)
@@ -54,7 +50,6 @@ class VllmToolParser:
         self._request = protocol.ChatCompletionRequest
 
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
-        """See `ToolParser`."""
         thought = _THOUGHT.match(text)
         start = thought.end() if thought else 0
         try:
@@ -73,7 +68,6 @@ class VllmToolParser:
         return ParsedTurn(text[:start] + (found.content or ""), calls)
 
     def structure(self, names: Sequence[str]) -> StructuredOutput | None:
-        """See `ToolParser`."""
         return None
 
     def _extract(self, text: str, tools: Tools) -> Any:

@@ -1,4 +1,4 @@
-"""Run inference engines for a rollout worker. Importing this package imports no engine."""
+"""Inference engines of a rollout worker. Importing this package imports no engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,5 @@ if TYPE_CHECKING:
 
 
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
-    """Build an engine, without starting it, for the weights `version` in `model_dir`."""
     engine: Engine = load_object(config.built_by, kind="engine")(config, model_dir, version)
     return engine

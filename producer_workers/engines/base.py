@@ -1,13 +1,4 @@
-"""Define the interface between a rollout worker and an inference engine.
-
-Token ids go in; token ids, logprobs and policy versions come out. `Engine` is what every engine
-offers. An optional ability is a protocol or attribute of its own; the worker does without it where
-it is missing.
-
-Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights
-which made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, checks
-every engine.
-"""
+"""The interface of an inference engine. Each token of a result names its weights (I9)."""
 
 from __future__ import annotations
 
@@ -43,25 +34,18 @@ class WeightsError(ModelError):
 
 
 class GenerationError(RolloutMQError):
-    """One request failed or was refused; the engine continues with the others."""
+    """One request failed or was refused; the engine continues with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of one request.
+    """The result of one request. Its logprobs are natural, after temperature and top-p."""
 
-    - token_ids: int32[n], a stop token included.
-    - logprobs: float32[n], natural log of each token's probability as it was sampled (temperature
-      and top-p applied).
-    - spans: cover [0, n) in order, none of length 0.
-    - routed_experts: int16[P + n - 1, layers, top_k], the experts chosen for every token of prompt
-      and response but the last; None where the engine does not record them, or made no token.
-    """
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    spans: tuple[VersionSpan, ...]
+    token_ids: NDArray[np.int32]  # [n], with the stop token
+    logprobs: NDArray[np.float32]  # [n]
+    spans: tuple[VersionSpan, ...]  # cover [0, n) in order, none of length 0
     finish_reason: FinishReason
+    # [P + n - 1, layers, top_k], of every token of prompt and response but the last
     routed_experts: NDArray[np.int16] | None = None
 
 
@@ -73,13 +57,11 @@ class GrowingResponse:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all tokens and start again."""
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] = []
 
     def add(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
-        """Append tokens with their logprobs."""
         self.token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
 
@@ -94,11 +76,9 @@ class GrowingResponse:
         self._spans.append(VersionSpan(start, length, version.version, version.lineage))
 
     def finish(self, reason: FinishReason) -> None:
-        """End the response for `reason`, unless it has ended."""
         self.finish_reason = self.finish_reason or reason
 
     def generation(self) -> Generation:
-        """Return the whole response, which must have ended."""
         assert self.finish_reason is not None
         token_ids = np.asarray(self.token_ids, dtype="<i4")
         logprobs = np.asarray(self._logprobs, dtype="<f4")
@@ -107,7 +87,6 @@ class GrowingResponse:
         )
 
     def routed_experts(self) -> NDArray[np.int16] | None:
-        """Return the experts, as in `Generation`; None where they are not recorded."""
         return None
 
 
@@ -122,76 +101,64 @@ class Engine(Protocol):
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """Sample one response to int32[P] prompt ids.
+        """Sample one response to int32[P] prompt ids. Raises GenerationError or EngineDeadError.
 
-        After `pause("abort")` it returns the tokens made so far with finish_reason "abort".
-        Cancelling the calling task aborts the request. While the engine is paused, new requests
-        wait for `resume`. Raises GenerationError (this request only) or EngineDeadError.
+        After `pause("abort")`, it returns the tokens so far with finish_reason "abort". While the
+        engine is paused, new requests wait for `resume`. Cancelling the calling task aborts the
+        request.
         """
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling: running calls return what they have, or ("keep") wait for `resume`."""
 
-    async def resume(self) -> None:
-        """Continue sampling. Does nothing where the engine is not paused."""
+    async def resume(self) -> None: ...
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Switch to the safetensors in the folder `path`, in place.
+        """Switch to the safetensors in the folder `path`. Raises WeightsError or EngineDeadError.
 
-        Returns once every part of the engine has switched and no cache of the old weights is left.
-        Running requests continue under the new weights, except where the engine cannot tell the
-        versions apart: there they are aborted. Raises WeightsError and keeps the old weights, or
-        EngineDeadError.
+        It returns once every part of the engine has switched and no cache of the old weights is
+        left. Running requests continue; an engine that cannot tell versions apart aborts them.
+        After a WeightsError, the engine runs the old weights.
         """
 
     async def sleep(self) -> None:
-        """Free the device's memory, while no request runs. Raises EngineError where it cannot."""
+        """Free the device's memory, while no request runs. Raises EngineError if it cannot."""
 
     async def wake(self) -> None:
-        """Take the memory back. The weights are those from before, until newer ones are loaded."""
+        """Take the memory back, with the same weights."""
 
-    def version(self) -> PolicyVersion:
-        """Return the version of the weights that the engine runs."""
+    def version(self) -> PolicyVersion: ...
 
     def check_health(self) -> None:
-        """Raise EngineDeadError where the engine is gone."""
+        """Raise EngineDeadError if the engine is dead."""
 
     async def shutdown(self) -> None:
         """Abort running requests and end every process of the engine. May be called twice."""
 
 
 def context_length(engine: object) -> int | None:
-    """Return the most tokens of prompt and response, `max_model_len`; None: not known."""
+    """Return how many tokens prompt and response may have together; None if unknown."""
     return getattr(engine, "max_model_len", None)
 
 
 def structures(engine: object) -> bool:
-    """Return whether `engine` constrains responses to `SampleParams.structured`.
-
-    Such an engine has `structures_output = True`. Without it, a task that asks for structure is
-    refused at the start, and a group when it asks.
-    """
+    """Return whether `engine` applies `SampleParams.structured`; if not, such tasks are refused."""
     return bool(getattr(engine, "structures_output", False))
 
 
 @runtime_checkable
 class AbortsGroups(Protocol):
-    """An engine that can abort some requests; without it, protected groups prevent aborts."""
+    """An engine that can abort some requests without a pause; else protected groups prevent it."""
 
     async def abort_others(self, spared: Collection[str]) -> None:
-        """Abort the requests of all groups but `spared`; they return what they have.
-
-        The group of a request is the part of its id before the first "/". May be called repeatedly;
-        it does not pause the engine.
-        """
+        """Abort requests whose group (their id up to the first "/") is not in `spared`."""
 
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
     """An engine that can receive weights from the trainer's memory, not only from a folder."""
 
-    def receives_weights(self) -> bool:
-        """Return whether it can, with the configuration it was started with."""
+    def receives_weights(self) -> bool: ...
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
         """Load announced weights. A transfer that fails never touches the model."""
@@ -206,24 +173,18 @@ class PreparesWeights(Protocol):
 
 
 class GroupImages(Protocol):
-    """The images of each group, shown to its requests beside their tokens.
+    """Images of groups; the group of a request is its id up to the first "/"."""
 
-    A request belongs to the group whose gid is the part of its id before the first "/", so any
-    agent loop works with images.
-    """
-
-    def read_with(self, reader: ImageReader) -> None:
-        """Set the reader, before the first images are shown."""
+    def read_with(self, reader: ImageReader) -> None: ...
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
         """Show these images to requests of the group from now on, in the order of its prompt."""
 
-    def forget(self, gid: str) -> None:
-        """Drop a group's images: no request of it will follow."""
+    def forget(self, gid: str) -> None: ...
 
 
 class NoImages:
-    """The images of an engine without a model, which ignores them."""
+    """Ignores images, for an engine without a model."""
 
     def read_with(self, reader: ImageReader) -> None: ...
     def show(self, gid: str, media: Sequence[MediaRef]) -> None: ...
@@ -270,4 +231,4 @@ class ReportsLoad(Protocol):
     """An engine that reports how full it is, which `concurrency = "auto"` needs."""
 
     def load(self) -> EngineLoad | None:
-        """Return the load after its last step; None before the first, or where reporting is off."""
+        """Return the load after its last step; None before the first, or if reporting is off."""

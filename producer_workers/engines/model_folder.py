@@ -1,9 +1,7 @@
-"""Check model folders and LoRA adapters by their headers alone: no tensor, no torch.
+"""Check model folders and LoRA adapters by their headers alone, without tensors or torch.
 
-Invariant: a folder that passes has complete safetensors files that fit the model. Half-copied files
-are the usual fault, and a loader that meets one in a running engine has already overwritten half a
-model. Loaders also skip layers that they do not know, or compute wrong products with them. So a
-folder is checked as a whole before an engine reads it.
+A loader that meets a half-copied file has already overwritten half of a running model, so an engine
+reads only folders that passed.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ TOKENIZER_FILES = [
     "tiktoken.model",
 ]
 
+# settings of adapters that vLLM ignores, or refuses half-way
 OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
-"""Settings of adapters beyond plain low-rank pairs, which vLLM ignores or refuses half-way."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise EngineError, naming what is missing, where `folder` cannot be a model."""
+    """Raise EngineError, naming what is missing, unless `folder` can be a model."""
     if not folder.is_dir():
         raise EngineError(
             f"no model folder at {folder}", hint="give a local folder; nothing is downloaded"
@@ -59,7 +57,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Return name and shape of each tensor in the safetensors files. Raises WeightsError."""
+    """Return the shape of each tensor in the safetensors files. Raises WeightsError."""
     try:
         files = safetensors_files.weight_files(folder)
     except ModelError as error:
@@ -68,16 +66,11 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def has_tied_head(folder: Path) -> bool:
-    """Return whether the model of `folder` shares its output head with its embeddings."""
     return bool(read_config(folder).get("tie_word_embeddings", False))
 
 
 def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
-    """Raise WeightsError unless `new` can replace `old`, tensor by tensor.
-
-    A loader would only warn of a missing tensor and keep the old one: half a policy. A tied output
-    head may be stored or left out, since writers differ.
-    """
+    """Raise WeightsError unless `new` can replace `old`. It may lack a tied output head."""
     optional = {"lm_head.weight"} if tied_head else set()
     if is_adapter(folder):
         hint = (
@@ -120,7 +113,7 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 class AdapterCheck:
-    """Checks headers of LoRA adapters against a model; `most`: the largest rank, if any."""
+    """Checks headers of LoRA adapters against a model; `most`: the largest rank, if limited."""
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int | None = None) -> None:
         self._model_dir = model_dir
@@ -128,7 +121,7 @@ class AdapterCheck:
         self._most = most
 
     def check(self, folder: Path) -> None:
-        """Raise WeightsError unless `folder` holds a whole adapter that fits."""
+        """Raise WeightsError unless `folder` holds a complete adapter that fits."""
         rank = self._rank(folder)
         for name, shape in read_shapes(folder).items():
             if shape != self._expected(name, rank):
@@ -173,7 +166,7 @@ class AdapterCheck:
         return rank
 
     def _expected(self, name: str, rank: int) -> tuple[int, ...] | None:
-        """Return the shape that an adapter's tensor must have; None where it must not exist."""
+        """Return the shape that an adapter's tensor must have; None if it must not exist."""
         layer, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         weight = self._shapes.get(f"{layer}.weight", ())
         if len(weight) != 2 or side not in ("A", "B"):
@@ -186,7 +179,7 @@ class AdapterCheck:
 
 
 def eos_ids(folder: Path) -> set[int]:
-    """Return the end-of-text ids of a model, from its generation config or its config."""
+    """Return a model's end-of-text ids, from its generation config or its config."""
     for name in ("generation_config.json", "config.json"):
         eos = read_config(folder, name).get("eos_token_id")
         if eos is not None:
@@ -195,7 +188,6 @@ def eos_ids(folder: Path) -> set[int]:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """Return how many token ids a model has; None without its config."""
     config = read_config(folder)
     size = config.get("text_config", config).get("vocab_size")
     return None if size is None else int(size)

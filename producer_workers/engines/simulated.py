@@ -1,9 +1,7 @@
 """Simulate an engine with random tokens on a clock, for load tests and capacity planning.
 
-Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id). How
-much of it exists at a moment depends only on the engine's clock, which stands still while paused.
-One timer per request serves all its tokens, so hundreds of requests cost one event loop next to
-nothing.
+A response depends only on (engine seed, prompt ids, request seed or id), and its progress on the
+engine's clock, which stops while paused.
 """
 
 from __future__ import annotations
@@ -39,12 +37,11 @@ from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabula
 
 logger = logging.getLogger(__name__)
 
-VOCABULARY = 32_000
-"""Number of token ids without a model."""
+VOCABULARY = 32_000  # number of token ids without a model
 
 
 class TracedRequest(BaseModel):
-    """One line of a trace, as JSON. A latency that is missing is drawn."""
+    """A request of a trace. A missing latency is drawn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +52,7 @@ class TracedRequest(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One request, with the whole response that it will have made when its time is up."""
+    """One request, with the whole response that it will have made when its time is over."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -68,7 +65,6 @@ class _Run:
     timer: asyncio.TimerHandle | None = None
 
     def tokens_at(self, clock_s: float) -> int:
-        """Return how many tokens are made at a time of the engine's clock."""
         if self.started_s is None or clock_s < self.started_s + self.first_token_s:
             return 0
         if self.token_s == 0:
@@ -78,7 +74,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Engine protocol without a model. Stop strings and structures are accepted and ignored."""
+    """An engine without a model. It accepts and ignores stop strings and structures."""
 
     name = "simulated"
     structures_output = True
@@ -122,7 +118,7 @@ class SimulatedEngine:
         self._start_waiting()
         try:
             return await run.result
-        finally:  # also where it was aborted, or its caller was cancelled
+        finally:  # also if it was aborted, or its caller was cancelled
             if run.timer:
                 run.timer.cancel()
             self._running.discard(run)
@@ -180,11 +176,9 @@ class SimulatedEngine:
             raise self._death or EngineDeadError(f"the simulated engine is {self._state}")
 
     def unfinished(self) -> int:
-        """Return how many requests run or wait."""
         return len(self._running) + len(self._waiting)
 
     def load(self) -> EngineLoad:
-        """Return the running and the waiting requests; no cache can fill up."""
         return EngineLoad(len(self._running), len(self._waiting), 0.0)
 
     async def shutdown(self) -> None:
@@ -214,7 +208,6 @@ class SimulatedEngine:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start waiting requests while there are free slots."""
         if self._frozen_s is not None:
             return
         while self._waiting and len(self._running) < self._config.max_num_seqs:
@@ -232,7 +225,7 @@ class SimulatedEngine:
         )
 
     def _end(self, run: _Run, tokens: int, reason: FinishReason) -> None:
-        """End a request with its first `tokens`; new weights between two of them cut the spans."""
+        """End a request with its first `tokens`; spans end where weights changed between them."""
         if run.result.done():
             return
         spans: list[VersionSpan] = []
@@ -253,7 +246,7 @@ class SimulatedEngine:
         clock_s = self._clock()
         for run in runs:
             self._end(run, run.tokens_at(clock_s), "abort")
-        # All at once: else one that is aborted, too, would start in a freed slot.
+        # All at once, or an aborted one would start in a freed slot.
         self._running.difference_update(runs)
         for run in runs:
             if run in self._waiting:
@@ -291,7 +284,7 @@ class SimulatedEngine:
         )
 
     def _draw_pace(self, rng: np.random.Generator) -> dict[str, float]:
-        """Draw a request of the trace; the configured distributions supply what it lacks."""
+        """Draw a request of the trace; the configured distributions supply missing values."""
         pace = {
             "tokens": self._config.response_tokens,
             "first_token_s": self._config.first_token_s,
@@ -326,7 +319,6 @@ class SimulatedEngine:
 
 
 def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> SimulatedEngine:
-    """Build an engine with the token ids of the model in `model_dir`, unless `config` has some."""
     end = min(eos_ids(model_dir), default=None)
     of_model = {"vocab_size": vocabulary_size(model_dir), "eos_token_id": end}
     given = config.model_dump(include=set(of_model), exclude_none=True)
@@ -334,7 +326,7 @@ def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> S
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """Read all lines of a JSONL file. Raises EngineError naming the line."""
+    """Read all lines of a JSONL file. Raises EngineError with the line's number."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -1,7 +1,4 @@
-"""An engine's end of the transfer of weights from the trainer's memory.
-
-`consumer/senders/tensor_server.py` describes both ends, and what happens when one of them dies.
-"""
+"""Receive weights from the trainer's memory; `consumer/senders/tensor_server.py` sends them."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from buffer.weights.transport import Announcement
 
 
 class TensorReceiver:
-    """Receives an announced version on a thread, from construction on.
-
-    `limit_s`: how long to wait for a free slot of the trainer.
-    """
+    """Receives an announced version on a thread. `limit_s`: the longest wait for a free slot."""
 
     def __init__(
         self, announced: Announcement, *, limit_s: float, stall_s: float = STALL_S
@@ -46,7 +40,6 @@ class TensorReceiver:
         return not self._thread.is_alive()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in the order of the files, in the memory that received them."""
         for data, spans in self._files:
             for name, span in spans.items():
                 raw = data[span.start : span.end]

@@ -1,13 +1,13 @@
-"""Start an agent: a Python function in processes of its own, or a program.
+"""Start an agent: a Python function in its own processes, or a program.
 
     agent = "my_agent:solve"            # async def solve(task: AgentTask) -> reward or None;
-                                        # a plain function runs in a thread of such a process
-    command = ["python", "agent.py"]    # OPENAI_BASE_URL and OPENAI_API_KEY in its environment,
-                                        # its task as JSON on stdin
-    solve.resumable = True              # it begins from task.finished; or agent_loop_options
-                                        # resumable = true, for programs, too
+                                        # a plain function runs in a thread
+    command = ["python", "agent.py"]    # with OPENAI_BASE_URL and OPENAI_API_KEY, and its
+                                        # task as JSON on stdin; exit code 0 or the rollout fails
+    solve.resumable = True              # it continues from task.finished; for programs:
+                                        # agent_loop_options resumable = true
 
-A program is ended together with everything it started. An exit code other than 0 fails the rollout.
+A program is ended together with everything that it started.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import call_of
 from producer_workers.user_code.rollout_border import check_reward
 
-_THREADS = 256
-"""Plain functions that run at the same time in a worker itself; more wait."""
+_THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
 
-MODEL = "policy"
-"""The name of the model; the endpoint accepts any other name, too."""
+MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
-LONGEST_STDERR = 2000
-"""Characters of a failed program's stderr that are kept."""
+LONGEST_STDERR = 2000  # characters of a failed program's stderr that are kept
 
 
 class AgentError(RolloutMQError):
@@ -51,26 +48,22 @@ class AgentTask:
     messages: list[dict[str, Any]]
     data_source: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    ground_truth: Any = None
-    """For functions that compute their own reward; programs do not get it."""
+    ground_truth: Any = None  # for functions that compute their own reward; programs do not get it
     model: str = MODEL
-    session_id: str = ""
-    """The same whenever the session is continued."""
+    session_id: str = ""  # the same when the session is continued
+    # For a resumable agent: the conversations of its session so far, with the model's answers; the
+    # one continued last is at the end.
     finished: list[list[dict[str, Any]]] = field(default_factory=list)
-    """For a resumable agent: the conversations of its session so far, with the model's answers, the
-    one that was continued last at the end. Empty where the session begins.
-    """
 
     @property
     def question(self) -> str:
-        """Return the last message of the user."""
         return next(
             (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
         )
 
 
 class AgentBorder(Border):
-    """Its argument is the task; its result is a reward, or None."""
+    """Takes the task; returns a reward or None."""
 
     def __init__(self) -> None:
         super().__init__(tuple[AgentTask])
@@ -83,10 +76,9 @@ AGENT = AgentBorder()
 
 
 class FunctionAgent:
-    """Runs a function, in processes if it is named as "module:function".
+    """Runs a function, in processes if it is named as "module:function". Raises ConfigError.
 
-    A plain function runs in a thread. `limit_s` limits one session. A `resumable` one continues
-    from `AgentTask.finished`. Raises ConfigError.
+    A plain function runs in a thread. `limit_s` limits one session.
     """
 
     def __init__(self, agent: str | Callable[[AgentTask], Any], limit_s: float) -> None:
@@ -104,7 +96,7 @@ class FunctionAgent:
             limit_key="agent_loop_options.time_limit_s",
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
-            # its session has begun: another run of it begins another session
+            # another run of it would begin another session
             repeats=False,
             # the endpoint refuses its next request, which ends it in order
             grace_s=10.0,
@@ -112,10 +104,7 @@ class FunctionAgent:
         self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """Return the reward that the agent gave itself, or None; cancelling it ends the agent.
-
-        Raises AgentError.
-        """
+        """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
         try:
             reward: dict[str, float] | None = await self._call(task)
         except UserCodeError as error:  # it fails its rollout alone
@@ -123,12 +112,11 @@ class FunctionAgent:
         return reward
 
     def close(self) -> None:
-        """End its processes."""
         self._call.close()
 
 
 class ProgramAgent:
-    """Runs a program; `{question}`, `{base_url}` and `{model}` in its arguments are replaced.
+    """Runs a program, with `{question}`, `{base_url}` and `{model}` in its arguments replaced.
 
     Raises ConfigError for `{api_key}`: every user of the machine can read a program's arguments.
     """
@@ -144,11 +132,9 @@ class ProgramAgent:
             )
         self._limit_s = limit_s
 
-    def close(self) -> None:
-        """Do nothing: each program ends with its session."""
+    def close(self) -> None: ...  # each program ends with its session
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """Run one session, see `FunctionAgent.run`."""
         command = self._command
         for name in ("question", "base_url", "model"):
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
@@ -177,7 +163,7 @@ class ProgramAgent:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the program with its whole session of processes, which might outlive it."""
+    """End the program and all processes of its session, which might outlive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

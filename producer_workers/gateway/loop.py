@@ -3,9 +3,9 @@
     group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
 
-A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward;
-so the groups of a task vary in size. The prompt of the group is what all its segments have in
-common; what else a segment read before its first turn is in its response, with mask 0.
+A session gives one rollout per segment, with the same `index`, `session_id` and reward, so the
+groups of a task vary in size. The prompt of a group is what all its segments have in common; other
+text that a segment read before its first turn is in its response, with mask 0.
 """
 
 from __future__ import annotations
@@ -40,23 +40,21 @@ from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
+# The rollouts of a session; the segment is None if the session was interrupted or failed.
 Rollouts = list[tuple[RolloutState, Segment | None]]
-"""The rollouts of a session; no segment where it was interrupted or failed."""
 
 
 class GatewayAgentLoop:
-    """Runs one agent for each rollout of a group.
+    """Runs one agent for each rollout of a group, for up to `time_limit_s` seconds.
 
-    `agent` is a function or "module:function", or `command` is a program. `parser` is one of
-    tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
-
-    An interrupted session begins again, unless its agent is `resumable` and the task has partial
-    rollout: then any worker continues it behind its finished turns (`SessionRecord`). Sessions of
-    its group that had ended keep what they have; one without a reward is only judged.
+    `agent` is a function or "module:function"; or `command` is a program. `parser`: see
+    tool_parsers.py, "" for none. An interrupted session begins again, unless its agent is
+    `resumable` and the task has partial rollout: then any worker continues it after its finished
+    turns (`SessionRecord`). Sessions of its group that had ended keep their rollouts; those without
+    a reward are only judged.
     """
 
-    makes_prompts = True
-    """the prompt of a group is what its sessions have in common"""
+    makes_prompts = True  # what its sessions have in common
 
     def __init__(
         self,
@@ -88,13 +86,12 @@ class GatewayAgentLoop:
         self._parser = tool_parser(parser, tokenizer) if parser else None
 
     async def close(self) -> None:
-        """End the processes of the agent."""
         self._agent.close()
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop`; it may return more rollouts than it got."""
+        """Like `AgentLoop`; it may return more rollouts than it got."""
         if any(state.multimodal for state in states):
             raise ConfigError(
                 f"{gid} has images, which the gateway cannot pass to agents",
@@ -117,7 +114,7 @@ class GatewayAgentLoop:
                 made[rollouts[0].index] = session
 
             await run_all(run(rollouts) for rollouts in open_ones.values())
-        if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
+        if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
         if isinstance(self._judge, GroupJudge):
@@ -165,7 +162,7 @@ class GatewayAgentLoop:
         try:
             reward = await self._run(task, session)
         except AgentError as error:
-            # The end of a session may fail its agent, which is not the agent's fault. Without a
+            # The end of a session may fail its agent through no fault of its own. Without a
             # judge it has earned nothing.
             reward = None if self._judge else {"score": 0.0}
             is_cut = session.is_full or session.truncation
@@ -196,7 +193,6 @@ class GatewayAgentLoop:
         return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
-        """Run the agent until it ends, or its session is interrupted."""
         running = asyncio.ensure_future(self._agent.run(task))
         interrupted = asyncio.ensure_future(session.interrupted.wait())
         try:
@@ -223,7 +219,7 @@ class GatewayAgentLoop:
         return list(rollouts)
 
     async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
-        """Add the judge's reward of each session's last turn to what the agent gave itself."""
+        """Add the judge's reward of each session's last turn to the agent's own reward."""
         lasts = [session[-1][0] for session in sessions]
         try:
             rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
@@ -259,7 +255,7 @@ def _ended(session: Rollouts) -> list[tuple[RolloutState, Segment]]:
 
 
 def _await_judge(sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
-    """Leave the rollouts that have no reward yet to a judge at a later claim of their group."""
+    """Leave rollouts without a reward to the judge of a later claim of their group."""
     for session in sessions:
         for rollout, _ in session:
             if _is_unjudged(rollout):
@@ -278,7 +274,6 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
 
 
 def _as_group(rollouts: Rollouts) -> list[RolloutState]:
-    """Return the rollouts with one prompt for all of them."""
     segments = [segment for _, segment in rollouts if segment is not None]
     prompt = common_prompt(segments) if segments else 0
     for state, segment in rollouts:

@@ -1,12 +1,7 @@
-"""Parse requests of the OpenAI API and write its answers, as far as training permits.
+"""Parse requests of the OpenAI API and write its answers.
 
-    POST /v1/chat/completions    messages in, a message out
-    POST /v1/completions         a text or token ids in, their continuation out
-
-Fields that would make the recorded logprobs untrue (several choices, biases), or
-change what the model reads, are refused. Temperature and top_p are those of the task, not of
-the request, since the trainer relies on them. Unknown fields are ignored, as servers have
-fields of their own.
+It refuses fields that would make the logprobs untrue or change what the model reads, and ignores
+unknown ones. The task sets temperature and top_p, because the trainer relies on them.
 """
 
 from __future__ import annotations
@@ -38,18 +33,18 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
-DEFAULT_MAX_TOKENS = 16
-"""The default `max_tokens` of /v1/completions."""
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 _TEXT_KEYS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning")
 
+# Fields of a message that are part of the conversation, but that no chat template reads.
 REFUSED_IN_MESSAGES = {
     "function_call": "use tool_calls",
     "audio": "only text can be asked",
     "refusal": "put its text into content",
 }
-"""Fields of a message that are part of the conversation and that no chat template reads."""
 
+# Fields that would change what is read or sampled, with advice. Null and empty values are ignored.
 REFUSED = {
     "functions": "offer tools",
     "function_call": "offer tools",
@@ -68,10 +63,6 @@ REFUSED = {
     "truncate_prompt_tokens": "shorten the messages",
     "logit_bias": "the logprobs would not be the policy's",
 }
-"""Fields that would change what is read or sampled, and what to do instead.
-
-Null and empty ones mean nothing.
-"""
 
 
 class Request(BaseModel):
@@ -98,12 +89,12 @@ class Request(BaseModel):
         return fields
 
     def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
-        """Return the response `name`; `pieces`: the texts of its tokens, for logprobs."""
+        """Return the response `name`; `pieces` are the texts of its tokens, for logprobs."""
         frame = self._frame(name, self.kind)
         return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
 
     def chunks(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[Json]:
-        """Yield the response as a stream. The turn is complete, so its tokens are in one chunk."""
+        """Yield the response as a stream, with all tokens in one chunk: the turn is complete."""
         wants_usage = (self.stream_options or {}).get("include_usage")
         frame = self._frame(name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
         for choice in self._chunk_choices(turn, pieces):
@@ -131,8 +122,6 @@ class Request(BaseModel):
 
 
 class ChatRequest(Request):
-    """A request to /v1/chat/completions."""
-
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -162,7 +151,7 @@ class ChatRequest(Request):
 
     @property
     def _forced(self) -> list[str]:
-        """Return the functions of which one must be called; none where the model decides."""
+        """Return the functions of which one must be called; empty if the model decides."""
         offered = [_name(tool) for tool in self.tools or ()]
         if isinstance(self.tool_choice, dict):
             return [name for name in offered if name and name == _name(self.tool_choice)]
@@ -206,8 +195,6 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    """A request to /v1/completions."""
-
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
@@ -261,7 +248,7 @@ def _usage(turn: SampledTurn) -> dict[str, int]:
 
 
 def _name(tool: Json) -> str:
-    """Return the name of the function that a tool, or a choice of one, names; "" without one."""
+    """Return the function's name in a tool or a tool choice; "" without one."""
     function = tool.get("function")
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
@@ -271,10 +258,10 @@ def _finish_reason(turn: SampledTurn) -> str:
 
 
 def plain_message(message: Json) -> Json:
-    """Return a message in one form, so that the same conversation compares equal.
+    """Return a message in one form, so that equal conversations compare equal.
 
-    Fields that this API does not know stay: a chat template may read them. Raises ValueError for a
-    part of the conversation that is not text.
+    Unknown fields stay, since a chat template may read them. Raises ValueError for content that is
+    not text.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     for name, instead in REFUSED_IN_MESSAGES.items():
@@ -303,7 +290,7 @@ def _plain_content(content: Any) -> str:
 
 
 def _plain_call(call: Any) -> Json:
-    """Return a call as this gateway writes it; agents add white space and fields of their own."""
+    """Return a call as this gateway writes it; agents add white space and fields."""
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             function = {"name": name, "arguments": _plain_arguments(arguments)}

@@ -1,7 +1,4 @@
-"""Define what a request may choose of its sampling, and share a session's tokens between requests.
-
-The task sets all else: the trainer relies on its temperature and top_p.
-"""
+"""Define which sampling fields a request may set, and share a session's tokens between requests."""
 
 from __future__ import annotations
 
@@ -19,19 +16,15 @@ from producer_workers.engines.base import Engine, structures
 
 @dataclass(frozen=True, slots=True)
 class SamplingOverrides:
-    """What a request chooses.
+    """The choices of a request; the task sets all others."""
 
-    `max_tokens` is None for all that the session has left; `structured` is what `response_format`
-    asks for; `call_one_of` are the functions of which `tool_choice` demands a call.
-    """
-
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: all tokens that the session has left
     stops: Sequence[str] = ()
-    structured: StructuredOutput | None = None
-    call_one_of: Sequence[str] = ()
+    structured: StructuredOutput | None = None  # of `response_format`
+    call_one_of: Sequence[str] = ()  # the functions of which `tool_choice` demands a call
 
     def forcing_a_call(self, parser: ToolParser | None) -> SamplingOverrides:
-        """Return these with the structure of a call. Raises ConfigError where there is none."""
+        """Return these with the structure of a call. Raises ConfigError if it has none."""
         structure = parser.structure(self.call_one_of) if parser else None
         if structure is None:
             raise ConfigError(
@@ -43,7 +36,7 @@ class SamplingOverrides:
         return replace(self, structured=structure)
 
     def check(self, params: SampleParams, engine: Engine) -> None:
-        """Raise ConfigError where the task, or its engine, does not allow them."""
+        """Raise ConfigError if the task or its engine does not allow them."""
         if self.structured is None:
             return
         if not structures(engine):
@@ -58,7 +51,7 @@ class SamplingOverrides:
             )
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
-        """Return the parameters of request `number` of a session, limited to `allowed` tokens."""
+        """Return the parameters of a session's request `number`, limited to `allowed` tokens."""
         return params.attempt(number).model_copy(
             update={
                 "max_tokens": allowed,
@@ -70,7 +63,7 @@ class SamplingOverrides:
 
 
 def structure_of(response_format: Any) -> StructuredOutput | None:
-    """Return OpenAI's `response_format` as a structure, None for plain text; or ValueError."""
+    """Return OpenAI's `response_format` as a structure, None for plain text. Raises ValueError."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -84,10 +77,10 @@ def structure_of(response_format: Any) -> StructuredOutput | None:
 
 
 class TokenBudget:
-    """The tokens of one session. `left` are not sampled yet, those of running requests included.
+    """The tokens of one session; `left` are not sampled yet.
 
-    Invariant: what was sampled, and what running requests may still sample, never exceeds the
-    session's tokens. A request reserves what it may need and returns what it did not use.
+    Invariant: sampled tokens and reserved tokens together never exceed the session's tokens. A
+    request reserves what it may need and returns what it did not use.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -100,8 +93,8 @@ class TokenBudget:
     async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
         """Reserve up to `wanted` tokens (None: all) and yield how many may be sampled, perhaps 0.
 
-        Waits until running requests leave that many: first come, first served. So requests without
-        a limit run one after another.
+        It waits until running requests leave that many, in the order of arrival. So requests
+        without a limit run one after another.
         """
         async with self._queue:
             while self._reserved and self.left - self._reserved < self._limit(wanted):
@@ -119,5 +112,4 @@ class TokenBudget:
         return self.left if wanted is None else wanted
 
     def spend(self, tokens: int) -> None:
-        """Count tokens of a reservation as sampled."""
         self.left -= tokens

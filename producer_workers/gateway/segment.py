@@ -1,9 +1,7 @@
 """Keep one context of the model, from its first token to the last sampled one, for the trainer.
 
-Interrupted contexts are kept in the rollouts and the `extra` of their group.
-
 Invariant: `ids` are exactly what the engine was given and what it sampled, never a text that was
-tokenized again, and a token is trained in one segment at most.
+tokenized again; a token is trained in at most one segment.
 """
 
 from __future__ import annotations
@@ -24,25 +22,18 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One context of the model.
-
-    - ids: int32[n]; mask: uint8[n], 1 for sampled and trained; logprobs: float32[n]; spans over
-      ids.
-    - experts: those that were chosen for all ids but the last, where the engine records them.
-    - messages: the conversation in `ids`, as the agent sees it.
-    - tools: the tools that the prompt offers to the model.
-    """
+    """One context of the model: its tokens, and the conversation in them as the agent sees it."""
 
     messages: Messages
     tools: Any
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8]
-    logprobs: NDArray[np.float32]
+    ids: NDArray[np.int32]  # [n]
+    mask: NDArray[np.uint8]  # [n], 1 for sampled and trained
+    logprobs: NDArray[np.float32]  # [n]
     spans: tuple[VersionSpan, ...] = ()
     calls: tuple[ToolCall, ...] = ()
     text: str = ""
     finish_reason: str = ""
-    experts: NDArray[np.int16] | str | None = None
+    experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
 
     @classmethod
     def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
@@ -50,7 +41,7 @@ class Segment:
         return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
 
     def is_continued_by(self, messages: Messages, tools: Any) -> bool:
-        """Return whether `messages` start with those of this segment, and have more."""
+        """Return whether `messages` start with this segment's and have more."""
         known = len(self.messages)
         return (
             len(messages) > known
@@ -59,7 +50,6 @@ class Segment:
         )
 
     def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
-        """Return this context with tokens of others behind it."""
         more = len(tokens)
         return replace(
             self,
@@ -72,7 +62,7 @@ class Segment:
     def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
     ) -> Segment:
-        """Return this context and the model's turn, with which `messages` end."""
+        """Return this context with the model's turn, which ends `messages`."""
         start = len(self.ids)
         return replace(
             self,
@@ -96,7 +86,6 @@ class Segment:
 
     @classmethod
     def of_state(cls, state: RolloutState) -> Segment:
-        """Return the segment of a finished rollout of a resumed group."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
         trained = state.response_mask
@@ -129,7 +118,7 @@ class Segment:
 
 
 def common_prompt(segments: Sequence[Segment]) -> int:
-    """Return how many first tokens all segments have in common and train in none."""
+    """Return how many first tokens all segments share without training any of them."""
     shortest = min(
         int(segment.mask.argmax()) if segment.mask.any() else len(segment.ids)
         for segment in segments
@@ -148,9 +137,9 @@ class SessionRecord:
         extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason], ...]}
         extra["sessions_restarted"] = 2
 
-    An open session has an entry for each of its rollouts, in order; their tokens are in the
-    rollouts. It is continued where its agent is resumable. Other interrupted sessions, and those
-    whose tokens are too old, begin again and are counted.
+    An open session, which its agent can resume, has one entry per rollout, in order; their tokens
+    are in the rollouts. Sessions that cannot be resumed, or whose tokens are too old, begin again
+    and are counted.
     """
 
     def __init__(self, extra: dict[str, Any]) -> None:
@@ -159,7 +148,7 @@ class SessionRecord:
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
 
     def resume(self, rollouts: Sequence[RolloutState]) -> list[Segment]:
-        """Return the segments of an open session; none where it begins (again)."""
+        """Return the segments of an open session; empty if it begins (again)."""
         known = self._found.get(str(rollouts[0].index), [])
         sampled = [rollout for rollout in rollouts if len(rollout.response_ids)]
         if not known or len(sampled) != len(known):
@@ -171,15 +160,12 @@ class SessionRecord:
         ]
 
     def keep(self, index: int, segments: Sequence[Segment]) -> None:
-        """Record an interrupted session that may be continued."""
         self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]
 
     def restart(self) -> None:
-        """Count an interrupted session that begins again."""
         self._restarted += 1
 
     def write(self, states: Sequence[RolloutState]) -> None:
-        """Write the record into the `extra` of a group."""
         counts = {SESSIONS_RESTARTED: self._restarted, OPEN_SESSIONS: self._open}
         record = {name: value for name, value in counts.items() if value}
         for state in states:
@@ -187,6 +173,5 @@ class SessionRecord:
 
 
 def without_record(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the `extra` of a rollout as its agent gets it."""
     own = (OPEN_SESSIONS, SESSIONS_RESTARTED)
     return {name: value for name, value in extra.items() if name not in own}

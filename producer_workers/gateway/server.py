@@ -1,7 +1,4 @@
-"""Serve the OpenAI API to the agents of one group, on a loopback port of its own.
-
-A request belongs to a session by its API key, which is random and ends with the group.
-"""
+"""Serve the OpenAI API to the agents of one group; a session's API key ends with the group."""
 
 from __future__ import annotations
 
@@ -27,24 +24,22 @@ from producer_workers.gateway.session import ContextFull, SampledTurn, Session, 
 
 log = logging.getLogger("rolloutmq.worker")
 
-LARGEST_REQUEST = 64 * 2**20
-"""Bytes of one request, which carries a whole conversation."""
+LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
 
-MOST_FAULTS = 8
-LONGEST_REFUSAL = 4096
-"""Limits of an error message: faults of a request, which may have a million, and characters."""
+MOST_FAULTS = 8  # in an error message; a request may have a million
+LONGEST_REFUSAL = 4096  # characters of an error message
 
+# An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
 )
-"""An escape of JSON: a surrogate pair, half of one (the group), or any other."""
 
 
 AnyRequest = ChatRequest | TextRequest
 
 
 class Endpoint:
-    """The endpoint of one group. `failure`: what the engine died of, for the waiting loop."""
+    """The endpoint of one group. `failure` is the error that ended the engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,14 +49,13 @@ class Endpoint:
         self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
-        """Return the key under which an agent may use a session."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         self._answering[key] = set()
         return key
 
     def dismiss(self, key: str) -> None:
-        """End the key of an agent that has ended, and cancel its open requests."""
+        """End an agent's key, and cancel its open requests."""
         del self._sessions[key]
         for request in self._answering.pop(key):
             request.cancel()
@@ -91,7 +85,6 @@ class Endpoint:
         await self._runner.cleanup()
 
     def _key(self, request: web.Request) -> str | None:
-        """Return the key of a request, if it belongs to a session."""
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
         for key in self._sessions:
@@ -148,12 +141,11 @@ class Endpoint:
         return await _stream(request, asked.chunks(turn, name, pieces))
 
     def _pieces(self, turn: SampledTurn) -> list[str]:
-        """Return the text of each token."""
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
 def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """Return the request in `body`; halves of characters, as of emojis cut in two, are U+FFFD."""
+    """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
         return kind.model_validate_json(body)
     except ValidationError:
@@ -215,6 +207,6 @@ def _refuse_fields(error: ValidationError) -> web.Response:
 def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message[:LONGEST_REFUSAL], "type": kind, "code": code, "param": field}
-    # Clients would retry, and a second request would be refused, too.
+    # Clients would retry, and be refused again.
     headers = {"x-should-retry": "false"}
     return web.json_response({"error": error}, status=status, headers=headers)

@@ -1,10 +1,10 @@
-"""Keep all that one run of an agent asks the model, as the tokens that were read and sampled.
+"""Keep all requests of one run of an agent, as the tokens that were read and sampled.
 
-    request ──▶ it continues a segment ──▶ that segment's ids, and tokens of what is new behind them
+    request ──▶ it continues a segment ──▶ that segment's ids, then tokens of the new messages
             └─▶ it continues none (another prompt, an edited or cut history) ──▶ a new segment
 
-Where two requests continue the same segment (a second attempt, two tools at once), its tokens are
-trained with the first answer, and are only context for the others.
+If two requests continue the same segment (a second attempt, two tools at once), its tokens are
+trained with the first answer and are only context for the others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from producer_workers.gateway.segment import Messages, Segment
 
 log = logging.getLogger("rolloutmq.worker")
 
-_RAW = "raw"
-"""Marks a segment that no chat template wrote: in place of its tools and as its message's role."""
+_RAW = "raw"  # in place of tools and of the role: no chat template wrote this segment
 
-MOST_SEGMENTS = 256
-"""Segments of one session: each is a rollout with a whole context, so they bound its size."""
+MOST_SEGMENTS = 256  # per session; each is a rollout with a whole context
 
 _FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
+# Agents recognize the end of a context by these words.
 _LONG = "this model's maximum context length is {} tokens, and the messages have {}"
-"""In words by which agents recognize the end of a context."""
 
 
 class SessionClosed(RolloutMQError):
@@ -49,24 +47,21 @@ class SessionClosed(RolloutMQError):
 
 
 class ContextFull(RolloutMQError):
-    """The messages of a request fill the model's context; shorter ones can still be asked."""
+    """The messages of a request fill the model's context; shorter ones may fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """One answer of the model, its message in OpenAI's form, and the length of its prompt."""
-
     message: dict[str, Any]
     made: Generation
     prompt_tokens: int
 
 
 class Session:
-    """The requests of one rollout.
+    """The requests of one rollout. An interrupted session continues with its `finished` segments.
 
-    `params` are the task's; their `max_tokens` is the limit of all that the session samples. An
-    interrupted session continues with its `finished` segments. `truncation`: why its last request
-    was refused or cut off; "" where it was not.
+    `params` are the task's; `max_tokens` limits the whole session. `truncation` is why the last
+    request was refused or cut off, or "".
     """
 
     def __init__(
@@ -105,10 +100,9 @@ class Session:
     async def chat(
         self, messages: Messages, tools: Any, overrides: SamplingOverrides
     ) -> SampledTurn:
-        """Sample one turn of the model.
+        """Sample one turn; a cancelled call trains nothing.
 
-        Raises SessionClosed, ContextFull, ConfigError (an unsupported request), GenerationError.
-        Nothing of a cancelled call is trained.
+        Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported call.
         """
         if overrides.call_one_of:
             overrides = overrides.forcing_a_call(self._parser)
@@ -123,7 +117,7 @@ class Session:
             return SampledTurn(message, made, len(context.ids))
 
     async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> SampledTurn:
-        """Sample what follows a text or tokens. Raises as `chat` does."""
+        """Sample the continuation of a text or tokens. Raises as `chat` does."""
         with self._request(overrides) as number:
             parent, context = await in_tokenizer_thread(self._raw_context, prompt)
             made = await self._generate(number, parent, context, overrides)
@@ -135,7 +129,6 @@ class Session:
 
     @contextmanager
     def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
-        """Count one request while it runs, and yield its number."""
         self._check_open()
         overrides.check(self._params, self._engine)
         self._running += 1
@@ -152,7 +145,7 @@ class Session:
             raise SessionClosed(_FULL)
 
     def _check_room(self, parent: Segment | None) -> None:
-        """Raise where the running requests could need more segments than a session may have."""
+        """Raise if the running requests could need more than MOST_SEGMENTS."""
         adds_one = parent not in self.segments or self._running > 1
         if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
             raise ConfigError(
@@ -186,14 +179,14 @@ class Session:
         return made
 
     def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
-        """Store a turn; a parent that was continued meanwhile is trained by the other request."""
+        """Store a turn; if another request has continued its parent, that one trains it."""
         is_first = parent is None or parent in self.segments
         grown = (context if is_first else context.untrained()).add_turn(*turn)
         self._seen.append(grown)
         self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
 
     def _context(self, messages: Messages, tools: Any) -> tuple[Segment | None, Segment]:
-        """Return the segment that the request continues (None for a new one), and its context."""
+        """Return the segment that the request continues (None: it begins one), and its context."""
         fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
         if fitting:
             parent = max(fitting, key=lambda segment: len(segment.messages))
@@ -216,7 +209,7 @@ class Session:
         return None, Segment.begin(messages, tools, prompt)
 
     def _tokens_behind(self, parent: Segment, messages: Messages) -> NDArray[np.int32]:
-        """Return the tokens of what `messages` add to a segment. Raises ConfigError."""
+        """Return the tokens that `messages` add to a segment. Raises ConfigError."""
         was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
         turns = [each for each in parent.messages if each["role"] == "assistant"]
         has_thought = any("</think>" in str(turn["content"]) for turn in turns)
@@ -224,7 +217,7 @@ class Session:
         return self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
 
     def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
-        """Return the same for a text or tokens, which continue a segment that they begin with."""
+        """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
         if isinstance(prompt, str):
             fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
@@ -279,7 +272,7 @@ def _content(segment: Segment) -> str:
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:
-    """Return a call in OpenAI's form; the agent gets an unreadable one as it is."""
+    """Return a call in OpenAI's form; an unreadable one stays as it is."""
     arguments = (
         call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
     )
@@ -291,7 +284,7 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it, with arguments of calls as maps."""
+    """Return a message with arguments of calls as maps, as chat templates expect it."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -1,14 +1,11 @@
-"""Run environments of `verifiers` (0.1.14 to 0.4) as agents.
+"""Run environments of `verifiers` (0.1.14 to 0.4) as agents, which play their rollouts themselves.
 
-Each plays its own rollout, tools and all. With agent_loop = "gateway", agent_loop_options = { agent
-= "my_env:agent" } and judge = "environment":
-
-    # my_env.py
+    # agent_loop = "gateway", agent_loop_options = {agent = "my_env:agent"}, judge = "environment"
     agent = verifiers_agent(vf.load_environment("wordle"))           # 0.1.14 to 0.3
     agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4: verifiers.v1 as vf
 
-Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data
-of a task: the problem's `extra` is its `task.data.model_dump(mode="json")`.
+The environment's rubric gives the reward: "score", and each metric by name. A problem of 0.4 has
+`task.data.model_dump(mode="json")` of a task as its `extra`.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ Agent = Callable[[AgentTask], Awaitable[dict[str, float]]]
 
 
 class EpisodeError(RolloutMQError):
-    """An episode of verifiers ended with an error, or without a reward."""
+    """The episode failed or gave no reward."""
 
 
 def verifiers_agent(environment: Any) -> Agent:
-    """Return the agent that plays `environment`, one of verifiers. Raises ConfigError."""
+    """Return the agent that plays an environment of verifiers. Raises ConfigError."""
     if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
         return _EpisodePlayer(environment).play
     if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
@@ -75,7 +72,7 @@ def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
 
 
 class _EpisodePlayer:
-    """Plays environments since 0.4, whose own servers and tools run while any rollout does."""
+    """Plays environments since 0.4, whose servers and tools run while any rollout does."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -129,7 +126,7 @@ class _EpisodePlayer:
     async def _serve(
         self, before: asyncio.Task[None] | None, ready: asyncio.Future[None], closing: asyncio.Event
     ) -> None:
-        """Serve in a task of its own, which its scopes may not leave, after the one `before`."""
+        """Serve in its own task, which its scopes may not leave, after the one `before`."""
         try:
             if before is not None and not before.done():
                 await asyncio.wait({before})

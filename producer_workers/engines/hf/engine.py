@@ -1,8 +1,7 @@
 """Sample from a small model with transformers: slow, simple and exact, on any device of torch.
 
-Invariant: requests change only between two steps, and so do the weights. A step runs in a thread
-and makes one token for each running request; a request keeps its keys and values until the weights
-change, which drops them.
+Invariant: requests and weights change only between two steps. A step runs in a thread and makes one
+token for each running request. New weights drop all keys and values.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Request(GrowingResponse):
-    """A response, its sampling parameters, and its KV cache."""
-
     def __init__(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> None:
@@ -68,7 +65,6 @@ class _Request(GrowingResponse):
         return self.experts.whole()
 
     def settle(self) -> None:
-        """Resolve the future of the caller, if the response has ended."""
         if self.ended.done():
             return
         if self.error:
@@ -80,8 +76,6 @@ class _Request(GrowingResponse):
 
 
 class TransformersEngine:
-    """Engine protocol over transformers' causal language models."""
-
     name = "transformers"
 
     def __init__(self, config: TransformersConfig, model_dir: Path, version: PolicyVersion) -> None:
@@ -154,7 +148,7 @@ class TransformersEngine:
         self._wake.set()
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Load weights while sampling continues; only the switch is between two steps."""
+        """Read weights while sampling continues; only the switch is between two steps."""
         self.check_health()
         if is_adapter(path):
             await self._load_adapter(path, version)
@@ -198,7 +192,6 @@ class TransformersEngine:
         return EngineLoad(running, len(self._requests) - running, 0.0)
 
     def unfinished(self) -> int:
-        """Return how many requests run or wait."""
         return len(self._requests)
 
     async def shutdown(self) -> None:
@@ -227,7 +220,7 @@ class TransformersEngine:
             await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
     def _step(self, batch: list[_Request]) -> None:
-        """Make one token for each request. The failure of one does not touch the others."""
+        """Make one token for each request; if one fails, the others continue."""
         for request in batch:
             if request.finish_reason:
                 continue
@@ -275,7 +268,6 @@ class TransformersEngine:
     # -- weights
 
     async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
-        """Load an adapter into the model that this engine started with."""
         await asyncio.to_thread(self._adapter.check, path)
         model = self._model
         recorder = self._recorder
@@ -333,7 +325,6 @@ class TransformersEngine:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder, to find stop strings."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,8 +1,4 @@
-"""Load LoRA adapters into a transformers model by PEFT, one at a time.
-
-Invariant: until a newer adapter is loaded completely, the model computes with the older one, or
-with none.
-"""
+"""Load LoRA adapters with PEFT; the older one is used until the newer one is complete."""
 
 from __future__ import annotations
 
@@ -18,13 +14,11 @@ from producer_workers.engines.model_folder import AdapterCheck
 
 
 class TransformersAdapter(AdapterCheck):
-    """The adapter of one engine."""
-
     _inside: Any = None  # PEFT's handle on the model that has adapters
     _names = count()  # PEFT knows adapters by name and drops none by itself
 
     def put_into(self, model: Any, folder: Path) -> None:
-        """Replace the model's adapter with the checked one in `folder`, or raise WeightsError."""
+        """Replace the model's adapter with the checked one in `folder`. Raises WeightsError."""
         peft = _import_peft()
         try:
             config = peft.PeftConfig.from_pretrained(folder)
@@ -38,14 +32,14 @@ class TransformersAdapter(AdapterCheck):
         try:
             self._fill(peft, tensors, name, folder)
             self._inside.set_adapter(name)
-        except Exception:  # a half-filled adapter must not be sampled with, for any error of PEFT
+        except Exception:  # of PEFT: the half-filled adapter must not be used
             self._take_out(name, is_first=not older)
             raise
         for other in older:
             self._inside.delete_adapter(other)
 
     def _make_room(self, peft: Any, model: Any, config: Any, name: str) -> list[str]:
-        """Add an adapter that changes nothing (B is zero); return the names of the older ones."""
+        """Add an adapter that changes nothing (B is zero); return the older ones' names."""
         if self._inside is None or self._inside.get_base_model() is not model:
             self._inside = peft.PeftModel(model, config, adapter_name=name)
             return []

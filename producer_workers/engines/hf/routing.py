@@ -1,9 +1,7 @@
-"""Record which experts a transformers model chooses (arXiv:2510.11370).
+"""Record which experts a transformers model chooses, for the trainer to repeat (arXiv:2510.11370).
 
-The trainer makes the model choose the same experts again.
-
-Invariant: a row is of the forward pass that sampled the token behind it. Where tokens are read once
-more, by other weights or in the prefill of a rollout that continues, the existing rows stay.
+Invariant: a row is from the forward pass that sampled the next token. Where tokens are read again,
+by other weights or in the prefill of a continued rollout, the existing rows stay.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from producer_workers.engines.base import EngineError
 
 
 class RoutingRecorder:
-    """Hooks on the gates of `model`. Raises EngineError without gates that report choices."""
+    """Hooks on the gates of `model`. Raises EngineError if no gate reports its choices."""
 
     def __init__(self, model: Any) -> None:
         self._layers = layers_of(model)
@@ -36,7 +34,7 @@ class RoutingRecorder:
             )
 
     def take(self) -> NDArray[np.int16]:
-        """Return the last forward pass's experts: int16[tokens, layers, top_k] of one request."""
+        """Return the last forward pass's experts, int16[tokens, layers, top_k], of one request."""
         tokens, top_k = next(iter(self._chosen.values())).shape
         rows = np.zeros((tokens, self._layers, top_k), "<i2")
         for layer, chosen in self._chosen.items():
@@ -49,18 +47,16 @@ class RoutingRecorder:
 
 
 class RoutedTokens:
-    """The recorded rows of one request."""
-
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int16]] = []
         self._known = 0
 
     def add(self, first: int, rows: NDArray[np.int16]) -> None:
-        """Add the rows of the tokens from number `first` on, except those that are known."""
+        """Add the rows of tokens from number `first` on, except known ones."""
         new = rows[self._known - first :]
         self._parts.append(new)
         self._known += len(new)
 
     def whole(self) -> NDArray[np.int16] | None:
-        """Return int16[P + R - 1, layers, top_k]; None where nothing was recorded."""
+        """Return int16[P + R - 1, layers, top_k]; None if nothing was recorded."""
         return np.concatenate(self._parts) if self._parts else None

@@ -1,6 +1,6 @@
-"""Sample a token from logits, in vLLM's order: penalties, temperature, top-k, top-p.
+"""Sample a token in vLLM's order: penalties, temperature, top-k, top-p.
 
-Invariant: the logprob is that of the very distribution from which the token was drawn.
+Invariant: the logprob is that of the distribution from which the token was drawn.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from buffer.wire.sampling import SampleParams
 
-Sampled = tuple[int, float]
-"""A token id and its natural log probability."""
+Sampled = tuple[int, float]  # a token id and its natural log probability
 
 
 def sample(
@@ -24,7 +23,7 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """Sample one token from float[V]; not of `stop_ids` before `min_tokens` others."""
+    """Return a token of float[V] and its logprob; none of `stop_ids` before `min_tokens` others."""
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
         logits[list(stop_ids)] = -torch.inf
@@ -40,7 +39,7 @@ def sample(
 def _penalize(
     logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]
 ) -> Tensor:
-    """Apply the penalties. Repetition counts the prompt, too; presence and frequency do not."""
+    """Apply the penalties. Only repetition counts the prompt."""
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt, *response}), device=logits.device)

@@ -1,11 +1,8 @@
 """Use a server of the OpenAI API that returns token ids, such as `vllm serve`, as engine.
 
-Invariant: no part of a response spans two versions, so no version label per token is needed. An
-update first ends all parts: running ones get what they have from the server, and a connection that
-sends nothing is closed. Then each request continues behind its tokens.
-
-One worker uses a server, since it is paused and updated as a whole. What the server must offer is
-checked at the start.
+Invariant: no part of a response spans two versions, so tokens need no version labels: an update
+first ends all parts, then each request continues after its tokens. A server serves one worker,
+which pauses and updates it as a whole.
 """
 
 from __future__ import annotations
@@ -46,15 +43,13 @@ from producer_workers.engines.vllm.api import REASONS, sampling_arguments, struc
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 2.0
-"""Seconds between two checks that the server is alive."""
+WATCH_S = 2.0  # between two checks that the server is alive
 
-ABORT_GRACE_S = 2.0
-"""Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
+ABORT_GRACE_S = 2.0  # to deliver the last tokens of aborted requests; later ones are sampled again
 
 
 class HttpRequest(GrowingResponse):
-    """A response that a server makes in parts, each behind the tokens of those before."""
+    """A response that a server makes in parts; each part continues the earlier ones."""
 
     def __init__(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
@@ -65,11 +60,10 @@ class HttpRequest(GrowingResponse):
         self._params = params
 
     def prompt(self) -> list[int]:
-        """Return the tokens that the next part continues."""
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
-        """Return all sampling fields for the rest of the response: servers have own defaults."""
+        """Return all sampling fields for the next part: servers have their own defaults."""
         params = self._params.after(len(self.token_ids))
         fields = {**sampling_arguments(params), "min_p": 0.0}
         if params.structured:
@@ -77,12 +71,12 @@ class HttpRequest(GrowingResponse):
         return fields
 
     def end_part(self) -> None:
-        """Drop the tokens of an interrupted structured response: no structure can be continued."""
+        """Drop the tokens of an interrupted structured response, which cannot be continued."""
         if self._params.structured and not self.finish_reason:
             self.forget()
 
     def receive(self, piece: Piece) -> None:
-        """Add what the server sent. Raises GenerationError for a reason that is a failure."""
+        """Add what the server sent. Raises GenerationError if the finish reason is a failure."""
         self.add(piece.token_ids, piece.logprobs)
         reason = piece.finish_reason
         if reason in REASONS and reason != "abort":  # which only ends this part
@@ -94,8 +88,6 @@ class HttpRequest(GrowingResponse):
 
 
 class HttpEngine:
-    """Engine protocol over a server that runs elsewhere."""
-
     name = "http"
 
     def __init__(self, config: HttpConfig, model_dir: Path, version: PolicyVersion) -> None:
@@ -224,7 +216,6 @@ class HttpEngine:
             )
 
     def unfinished(self) -> int:
-        """Return how many requests wait for an answer."""
         return len(self._requests)
 
     async def shutdown(self) -> None:
@@ -247,7 +238,6 @@ class HttpEngine:
     # -- one part of a response
 
     async def _ask(self, request: HttpRequest) -> None:
-        """Sample until the response or this part of it ends."""
         version = self._version
         part = asyncio.create_task(self._read(request))
         self._parts[request] = part
@@ -308,7 +298,6 @@ class HttpEngine:
                     await self._continue()
 
     async def _restore(self, cause: Exception) -> None:
-        """Load the old weights again: a failed load may have replaced some of them."""
         try:
             await self._weights.load(self._loaded_from, self._version)
         except (ServerGone, ServerRefusal) as error:
@@ -319,14 +308,14 @@ class HttpEngine:
     # -- life
 
     async def _control(self, call: Awaitable[None]) -> None:
-        """Pause or resume the server; declare it dead where it fails to."""
+        """Pause or resume the server; declare it dead if that fails."""
         try:
             await call
         except (ServerGone, ServerRefusal) as error:
             raise await self._declare_dead(str(error)) from error
 
     async def _watch_server(self) -> None:
-        """Notice the end of an idle server, and weights that another client has changed."""
+        """Notice that an idle server ends, or that another client changes its weights."""
         while self._dead is None:
             await asyncio.sleep(WATCH_S)
             try:

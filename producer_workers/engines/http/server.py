@@ -1,9 +1,6 @@
-"""Speak to a server of the OpenAI API, with vLLM's endpoints for token ids and weights.
+"""A client of the OpenAI API and development mode of vLLM 0.32.
 
-Invariant: every token comes with an id and a logprob; a server that returns only text is an error,
-and its text is never tokenized again. `check_logprobs` and `applies_structure` find out at the
-start what no API tells. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in its
-development mode, `entrypoints/rl`.
+Invariant: every token comes with an id and a logprob; text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -19,20 +16,16 @@ from buffer.errors import ModelError
 from producer_workers.engines.base import EngineError, GenerationError
 
 CONNECT_S = 10.0
-HEALTH_S = 60.0
-"""A server that is gone refuses at once; a busy one may take its time."""
+HEALTH_S = 60.0  # a dead server refuses at once; a busy one may take long
 
-MAX_LINE_BYTES = 32 << 20
-"""Bytes of one line of a stream; the first line carries the ids of the prompt."""
+MAX_LINE_BYTES = 32 << 20  # of a stream; the first line carries the ids of the prompt
 
-STREAM_INTERVAL = 32
-"""Tokens in one line of a stream: a line for each would keep both sides busy with JSON."""
+STREAM_INTERVAL = 32  # tokens in one line of a stream; a line for each would cost much JSON
 
 IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
-MIN_DISTANCE = 1e-3
-"""Logprobs that are nearer to each other, in nats, prove nothing."""
+MIN_DISTANCE = 1e-3  # in nats; a smaller difference between logprobs proves nothing
 
 
 class ServerGone(ModelError):
@@ -43,11 +36,10 @@ class ServerRefusal(ModelError):
     """The server answered with an error."""
 
     status = 0
-    """The HTTP status."""
 
 
 class Piece(NamedTuple):
-    """One line of a stream: token ids and as many logprobs; the last one has a finish reason."""
+    """One line of a stream: token ids and their logprobs; the last line has a finish reason."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -55,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class CompletionServer:
-    """One server at `url`. All methods raise ServerGone where it does not answer."""
+    """One server at `url`. All methods raise ServerGone if it does not answer."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -65,7 +57,7 @@ class CompletionServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Find the model that is served, and its context. Raises EngineError without a model."""
+        """Find the served model and its context length. Raises EngineError without a model."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # The server may close a kept connection just as it is used again, which would look like
@@ -83,7 +75,7 @@ class CompletionServer:
         self.max_model_len = served[str(self.model)].get("max_model_len")
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the server's description of its models, then its adapters, by name."""
+        """Return the server's description of its models, then of its adapters, by name."""
         rows = (await self._call("GET", "/v1/models", HEALTH_S))["data"]
         return {str(row["id"]): row for row in rows}
 
@@ -94,10 +86,9 @@ class CompletionServer:
     async def stream(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """Sample one response.
+        """Sample one response. Raises GenerationError; without a finish reason, it was aborted.
 
-        Closing the iterator, or cancelling, closes the connection, which aborts the request. Raises
-        GenerationError for this request alone. A stream that ends without a reason was aborted.
+        Closing the iterator, or cancelling, closes the connection, which aborts the request.
         """
         body = {
             "model": self.model,
@@ -124,12 +115,12 @@ class CompletionServer:
                     if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
                         yield piece
         except (aiohttp.ClientError, ConnectionError) as error:
-            # Raises ServerGone where the server itself died, not just this connection.
+            # Raises ServerGone if the server itself died, not just this connection.
             await self.check_health()
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
 
     async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
-        """Return the two largest logprobs of the token after a prompt, at a temperature."""
+        """Return the two largest logprobs of the token after a prompt."""
         body = {
             "model": self.model,
             "prompt": prompt_ids,
@@ -146,7 +137,7 @@ class CompletionServer:
             raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT) from error
 
     async def text(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> str:
-        """Return a response as text, to test the server itself. Raises ServerRefusal."""
+        """Return a response as text, to test the server. Raises ServerRefusal."""
         body = {"model": self.model, "prompt": prompt_ids, **sampling}
         answer = await self._call("POST", "/v1/completions", 60.0, body)
         return str(answer["choices"][0]["text"])
@@ -173,13 +164,12 @@ class CompletionServer:
         await self._call("POST", "/reset_prefix_cache", timeout_s)
 
     async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
-        """Call a method of `WeightLoader` in every worker process of the server."""
         await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
-    # -- adapters, where it may be given them
+    # -- adapters
 
     async def check_adapters(self, timeout_s: float) -> None:
-        """Raise ServerRefusal where the server has no endpoint for adapters."""
+        """Raise ServerRefusal if the server has no endpoint for adapters."""
         try:
             await self.load_adapter("", "", timeout_s)
         except ServerRefusal as refusal:
@@ -198,7 +188,6 @@ class CompletionServer:
     async def _call(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the answer, which is JSON or empty."""
         text = await self._send(verb, path, timeout_s, body)
         return orjson.loads(text) if text else None
 
@@ -254,7 +243,6 @@ def _piece(line: Mapping[str, Any]) -> Piece | None:
 
 
 def _id_of(token: str) -> int:
-    """Return the id in "token_id:17"."""
     name, _, number = token.partition(":")
     if name != "token_id" or not number.isdigit():
         raise GenerationError(f"the server gave the text {token!r} as a token id", hint=IDS_HINT)
@@ -264,8 +252,8 @@ def _id_of(token: str) -> int:
 async def check_logprobs(server: CompletionServer) -> None:
     """Raise EngineError unless tokens have ids, and logprobs of the sampled distribution.
 
-    Half the temperature doubles the distance between two logprobs; where logprobs are taken before
-    the temperature, the distance stays.
+    Half the temperature doubles the difference between two logprobs, unless the server takes them
+    before the temperature.
     """
     try:
         async for _ in server.stream(PROBES[0], {"max_tokens": 1}):
@@ -300,7 +288,7 @@ async def applies_structure(server: CompletionServer) -> bool:
 
 
 async def gather_quietly(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they have ended. Their awaiters get what they raise."""
+    """Cancel tasks and wait for their end, without raising their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

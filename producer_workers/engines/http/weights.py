@@ -1,8 +1,4 @@
-"""Load new weights into a server that runs elsewhere: whole ones, or LoRA adapters.
-
-The server sees the folders under the same path as the worker. Endpoints: vLLM 0.32, see
-`CompletionServer`.
-"""
+"""Load whole weights or LoRA adapters into a server, which sees the folders under the same path."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from producer_workers.engines.model_folder import (
 )
 from producer_workers.engines.vllm.api import EXTENSION
 
-PREFIX = "rolloutmq-"
-"""The server's names of our adapters begin with it."""
+PREFIX = "rolloutmq-"  # of our adapters' names
 
 
 class ServerWeights:
@@ -33,7 +28,6 @@ class ServerWeights:
         "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
         f"{EXTENSION}; or set [engine] weights = 'static'"
     )
-    """How the server must have been started."""
 
     def __init__(self, server: CompletionServer, config: HttpConfig, model_dir: Path) -> None:
         self._server = server
@@ -43,7 +37,7 @@ class ServerWeights:
         self._tied_head = False
 
     async def take_over(self, version: PolicyVersion) -> None:
-        """Load the first weights: the server may have those of an earlier worker."""
+        """Load the first weights: the server may have an earlier worker's."""
         control_s = self._config.control_timeout_s
         self._shapes = await asyncio.to_thread(read_shapes, self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
@@ -54,12 +48,11 @@ class ServerWeights:
         await self._server.resume(control_s)
 
     async def check(self, path: Path) -> None:
-        """Check by their headers that the weights in `path` fit."""
         shapes = await asyncio.to_thread(read_shapes, path)
         check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
 
     async def load(self, path: Path, version: PolicyVersion) -> None:
-        """Load weights and name them, while nothing is sampled."""
+        """Load and name weights, while nothing is sampled."""
         await self._load_whole(path)
         await self._name(version)
 
@@ -74,10 +67,9 @@ class ServerWeights:
 
 
 class ServerAdapters(ServerWeights):
-    """LoRA adapters over the first weights.
+    """LoRA adapters over the first weights, each under a new name, which requests then use.
 
-    Each adapter gets a new name, which requests then use: the server would read an adapter that
-    replaced another one from its folder again in every forward pass (vLLM 0.32).
+    If one replaced another of the same name, vLLM 0.32 would read its folder in every forward pass.
     """
 
     hint = (

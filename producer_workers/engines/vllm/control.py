@@ -1,8 +1,8 @@
-"""Control a running vLLM engine: calls that end in time, weight transfers, and its reported load.
+"""Control a running vLLM engine.
 
-Invariant: every caller that waits for a dead engine gets an EngineDeadError. vLLM never answers a
-call that is pending when its engine dies, nor any request of an engine with a shard that hangs; so
-each call has a deadline and watches vLLM's processes.
+Invariant: every caller that waits for a dead engine gets an EngineDeadError. vLLM itself never
+answers a call that is pending when its engine dies or a shard hangs, so each call has a deadline
+and watches vLLM's processes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from producer_workers.engines.vllm.api import VllmApi
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-POLL_S = 0.5
-"""Seconds between two checks of vLLM's processes while a call is pending."""
+POLL_S = 0.5  # between two checks of vLLM's processes while a call is pending
 
 FIRST_POLL_S = 0.002
-LAST_POLL_S = 0.05
-"""Seconds between two polls of the shards, doubled each time; a poll costs one message each."""
+LAST_POLL_S = 0.05  # the longest wait between two polls of the shards; each costs a message
 
 
 class VllmControl:
-    """Calls into one `llm`, with a deadline of `limit_s` seconds for pause, resume and the like."""
+    """Calls into one `llm`. `limit_s`: the deadline in seconds for pause, resume and the like."""
 
     def __init__(self, api: VllmApi, llm: Any, limit_s: float) -> None:
         self._api = api
@@ -38,7 +36,6 @@ class VllmControl:
         self.dead: str | None = None
 
     def check(self) -> None:
-        """Raise EngineDeadError where the engine is dead."""
         if self.dead is None and self._llm.errored:
             self.dead = "vLLM's engine process ended"
         if self.dead is not None:
@@ -47,13 +44,12 @@ class VllmControl:
             )
 
     def declare_dead(self, why: str) -> EngineDeadError:
-        """End every request with an EngineDeadError, and return one for the caller to raise."""
         self.dead = self.dead or why
         self._llm.output_processor.propagate_error(self._api.engine_dead())
         return EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
 
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
-        """Return the answer to a control call. Raises EngineDeadError, and the errors of vLLM."""
+        """Return the answer to a control call. Raises EngineDeadError, and vLLM's errors."""
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -72,11 +68,9 @@ class VllmControl:
             task.cancel()
 
     async def freeze(self, *, clear_cache: bool) -> None:
-        """Freeze every request between two forward passes.
+        """Freeze every request between two forward passes; `clear_cache`: prefill them again later.
 
-        `clear_cache`: drop the KV cache, so that running requests are prefilled again. The same as
-        vLLM's `pause_generation(mode="keep")`, which then waits 20 ms for the last outputs of
-        requests that it aborted; this mode aborts none.
+        vLLM's `pause_generation(mode="keep")` would also wait 20 ms for aborted requests.
         """
         if clear_cache:
             await self.ask(self._llm.renderer.clear_mm_cache_async(), "clearing the image cache")
@@ -86,7 +80,7 @@ class VllmControl:
     async def ask_shards(
         self, method: str, *args: object, limit_s: float | None = None
     ) -> list[Any]:
-        """Call a method of `WeightLoader` in every shard of every replica; return the answers."""
+        """Call a method of `WeightLoader` in every shard of every replica."""
         core = self._llm.engine_core
         if not hasattr(core, "call_utility_all_async"):
             answers: list[Any] = await self.ask(
@@ -98,10 +92,7 @@ class VllmControl:
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
 
     async def receive(self, announced: Announcement, limit_s: float) -> None:
-        """Receive announced weights in every shard within `limit_s`, or discard all of it.
-
-        Raises WeightsError. The model runs meanwhile.
-        """
+        """Receive announced weights in every shard while the model runs, or raise WeightsError."""
         receiver = announced.to_json().decode()
         await self.ask_shards("rolloutmq_receive_weights", receiver, limit_s, limit_s=limit_s)
         wait_s = FIRST_POLL_S
@@ -126,17 +117,17 @@ class VllmControl:
         return set(answers) == {"yes"}
 
     async def load_received(self, limit_s: float) -> None:
-        """Load the received weights in all shards at once, between two forward passes."""
+        """Load the received weights in all shards, between two forward passes."""
         try:
             await self.ask_shards("rolloutmq_load_received", limit_s=limit_s)
         finally:
             await self.ask_shards("rolloutmq_forget_received", limit_s=limit_s)
 
     def watch(self, busy: asyncio.Lock, every_s: float, limit_s: float) -> None:
-        """Check regularly that all shards answer; declare the engine dead where one does not.
+        """Check regularly that each shard answers within `limit_s`; else declare the engine dead.
 
-        Each has `limit_s` to answer. It pauses while `busy` is held: an update may take longer than
-        any forward pass, and has its own limit.
+        It pauses while `busy` is held: an update may take longer than a forward pass, and has its
+        own limit.
         """
         self._watching.add(asyncio.create_task(self._watch(busy, every_s, limit_s)))
 
@@ -153,7 +144,7 @@ class VllmControl:
                 self.declare_dead(f"a shard failed its health check: {error}")
 
     async def close(self) -> None:
-        """End all that waits for vLLM, inside it and here; the caller ends its processes."""
+        """End everything that waits for vLLM; the caller ends vLLM's processes."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -161,13 +152,13 @@ class VllmControl:
             try:
                 await asyncio.wait_for(self._llm.pause_generation(mode="abort"), self._limit_s)
             except Exception as error:
-                # The caller ends the processes next in any case.
+                # The caller ends the processes next.
                 logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
         self.dead = self.dead or "shut down"
         await self._end_output_loop()
 
     async def _end_output_loop(self) -> None:
-        """End vLLM's output loop, which would report the end of its engine process as an error."""
+        """End vLLM's output loop: it would report the end of its engine process as an error."""
         handler = getattr(self._llm, "output_handler", None)
         if handler is None:
             return
@@ -178,14 +169,14 @@ class VllmControl:
 
 
 class VllmStatistics:
-    """The last load of each replica. vLLM calls it like one of its own loggers."""
+    """The last load of each replica. vLLM calls it as a logger."""
 
     def __init__(self) -> None:
         self._replicas: dict[int, EngineLoad] = {}
 
     @property
     def load(self) -> EngineLoad | None:
-        """Return the total of all replicas, with the fullest cache; None before the first step."""
+        """Return the total of all replicas; None before the first step."""
         loads = self._replicas.values()
         if not loads:
             return None
@@ -194,7 +185,7 @@ class VllmStatistics:
         return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
 
     def of_engine(self, _config: Any, _index: int = 0) -> VllmStatistics:
-        """Return the one logger of this worker: vLLM asks for one per replica."""
+        """Return this logger, since vLLM asks for one per replica."""
         return self
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:

@@ -1,10 +1,9 @@
 """Run vLLM's AsyncLLM inside the rollout worker.
 
-Invariant: the engine runs the weights it names, in every shard. An update happens between two
-forward passes, while the engine is paused. Running requests continue with their KV cache or are
-prefilled again (`prefix_cache`); later ones never reuse the cache of older weights. Each shard
-loads its own part, and the version is named once all have it. If one shard fails, all load the old
-weights again; if that fails, or a shard does not answer, the engine counts as dead.
+Invariant: every shard runs the weights that the engine names. An update happens between two forward
+passes, while the engine is paused; the version is named once all shards have loaded their part. If
+one fails, all load the old weights again; if that fails too, or a shard does not answer, the engine
+is dead. Later requests never use a KV cache of older weights.
 """
 
 from __future__ import annotations
@@ -56,13 +55,10 @@ from producer_workers.engines.vllm.lora import VllmAdapter
 
 logger = logging.getLogger(__name__)
 
-HEALTH_CHECK_S = 10.0
-"""Seconds between two health checks of all shards; each waits for the running forward pass."""
+HEALTH_CHECK_S = 10.0  # each check waits for the running forward pass
 
 
 class VllmEngine:
-    """Engine protocol over vLLM, for its CPU and its CUDA build."""
-
     name = "vllm"
     structures_output = True
 
@@ -97,7 +93,7 @@ class VllmEngine:
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)
         try:
-            # In a thread: loading takes seconds to minutes, and the worker's other tasks continue.
+            # In a thread: loading takes seconds to minutes.
             api, self._llm = await asyncio.to_thread(self._build, on_cpu)
         except EngineError:
             raise
@@ -220,7 +216,7 @@ class VllmEngine:
         await asyncio.shield(self._updating)
 
     async def sleep(self) -> None:
-        """Move the weights to the host's memory, and drop the KV cache: level 1, CUDA only."""
+        """Move the weights to the host's memory and drop the KV cache (level 1, CUDA only)."""
         control = self._running()
         if not self._config.enable_sleep_mode:
             raise EngineError(
@@ -251,7 +247,6 @@ class VllmEngine:
         return self._control
 
     def unfinished(self) -> int:
-        """Return how many requests run or wait inside vLLM."""
         if self._llm is None:
             return 0
         return int(self._llm.output_processor.get_num_unfinished_requests())
@@ -318,7 +313,6 @@ class VllmEngine:
             check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
 
     async def _load(self, path: Path) -> None:
-        """Load the weights in `path` in every shard, or raise."""
         folder = str(path.resolve())
         call: tuple[Any, ...] = ("rolloutmq_load_weights", folder)
         if self._adapter:
@@ -326,14 +320,14 @@ class VllmEngine:
         await self._running().ask_shards(*call, limit_s=self._config.load_timeout_s)
 
     async def _name_weights(self, version: PolicyVersion) -> None:
-        """Make vLLM label every token with `version` from here on, in every replica."""
+        """Make vLLM label every later token with `version`, in every replica."""
         if self._api is not None and self._api.tracks_versions:
             await self._running().ask(
                 self._llm.update_weight_version(str(version)), "naming the weights"
             )
 
     async def _restore(self, control: VllmControl, cause: Exception) -> None:
-        """Load the old weights again, since a failed load may have replaced some of them."""
+        """Load the old weights again: the failed load may have replaced some."""
         try:
             await self._load(self._loaded_from)
             await self._name_weights(self._version)

@@ -1,9 +1,8 @@
 """Give vLLM the images of a prompt, and check that it reads the prompt's own tokens.
 
-vLLM's processor writes as many placeholders as an image takes; payloads have them already, written
-by the producer. So vLLM gets the prompt up to its last image, with one placeholder for each. Its
-result must be the prompt's beginning, token for token; the rest follows as it is. So a request that
-continues a response sees what the first one saw, and all requests of a group share the computation.
+The producer has already written all placeholders of each image, and vLLM's processor would write
+them again. So vLLM gets the prompt up to its last image with one placeholder per image; its result
+must equal the prompt's beginning, token for token. All requests of a group share the computation.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ from producer_workers.engines.base import GenerationError
 from producer_workers.engines.model_folder import read_config
 from producer_workers.images import ImageReader, collapse, find_runs
 
-TOKEN_NAMES = ("image_token_id", "image_token_index")
-"""Names of the placeholder's id in config.json."""
+TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in config.json
 
 
 class VllmImages:
-    """The images that the groups of one engine show."""
-
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
         self._reader: ImageReader | None = None
@@ -55,7 +51,7 @@ class VllmImages:
     async def prompt(
         self, llm: Any, request_id: str, prompt_ids: NDArray[np.int32]
     ) -> dict[str, Any] | None:
-        """Return vLLM's input of a request that shows images, or None. May raise MediaError."""
+        """Return vLLM's input of a request with images, or None. May raise MediaError."""
         gid = request_id.partition("/")[0]
         media = self._shown.get(gid)
         if not media:
@@ -89,7 +85,7 @@ class VllmImages:
         runs: list[slice],
         media: Sequence[MediaRef],
     ) -> dict[str, Any]:
-        """Return vLLM's input up to the last image: ids, pixels, and their positions."""
+        """Return vLLM's input up to the last image: ids, pixels and their positions."""
         assert self._reader is not None
         images = [await asyncio.to_thread(self._reader.read, ref) for ref in media]
         prompt = {
@@ -108,13 +104,11 @@ class VllmImages:
 
 
 def image_token(model_dir: Path) -> int | None:
-    """Return the placeholder of an image; None for a text model."""
     config = read_config(model_dir)
     return next((int(config[name]) for name in TOKEN_NAMES if config.get(name) is not None), None)
 
 
 def image_arguments(model_dir: Path) -> dict[str, Any]:
-    """Return the AsyncEngineArgs of a model that reads images."""
     if image_token(model_dir) is None:
         return {}
     # `VllmImages` keeps what a group shares. vLLM's own cache has two sides, which a weight update

@@ -1,8 +1,4 @@
-"""Sample with a LoRA adapter over the model that the engine started with.
-
-Only the adapter is published. The engine has exactly one at all times, at first one of zeros; a
-newer one replaces it. So a request continues under the newer one, as with whole weights.
-"""
+"""Sample with one LoRA adapter, at first of zeros; running requests continue under a newer one."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ from producer_workers.engines.model_folder import AdapterCheck, Shapes
 
 NAME = "policy"
 NUMBER = 1
-ZEROED = "q_proj"
-"""The layer that the adapter of zeros is made for."""
+ZEROED = "q_proj"  # the layer of the adapter of zeros
 
 
 class VllmAdapter(AdapterCheck):
@@ -35,19 +30,17 @@ class VllmAdapter(AdapterCheck):
         _write_zeros(self.first, shapes)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the engine must be started with."""
         return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
 
     def request(self, folder: Path) -> Any:
-        """Return vLLM's name for the adapter, which each request carries."""
+        """Return the LoRARequest that each request carries."""
         return import_module("vllm.lora.request").LoRARequest(NAME, NUMBER, str(folder.resolve()))
 
     def loading(self, folder: str) -> tuple[str, str, int, str]:
-        """Return the call to every shard that replaces its adapter with the one in `folder`."""
+        """Return the `WeightLoader` call that replaces the adapter with the one in `folder`."""
         return "rolloutmq_load_adapter", NAME, NUMBER, folder
 
     def close(self) -> None:
-        """Delete the adapter of zeros."""
         self._scratch.cleanup()
 
 

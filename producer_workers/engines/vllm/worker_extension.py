@@ -1,12 +1,7 @@
-"""Load weights inside vLLM's worker processes.
-
-vLLM mixes `WeightLoader` into its worker class (`worker_extension_cls`). `collective_rpc` then
-calls its methods in every shard: each tensor and pipeline rank of each data-parallel replica.
-Importing this module in a child also ties the child's life to the rollout worker's.
+"""Load weights inside vLLM's worker processes, and end these with the rollout worker.
 
 Invariant: one call is one whole weight update. vLLM runs no forward pass during a call, so no token
-is ever made by a mixture of old and new weights; and the call succeeds only where it did in every
-shard.
+comes from a mixture of old and new weights; and a call succeeds only if it did in every shard.
 """
 
 from __future__ import annotations
@@ -21,14 +16,13 @@ from typing import Any
 from producer_workers.engines.vllm import OWNER_VARIABLE
 
 OWNER_LOST = 1
-PROBLEM_BYTES = 1024
-"""The longest error that a shard reports to the others, in bytes."""
+PROBLEM_BYTES = 1024  # of an error that a shard reports to the others
 
 logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Methods that vLLM's worker gains; `rolloutmq_` keeps them apart from its own."""
+    """Methods that vLLM mixes into its worker and calls in every shard by `collective_rpc`."""
 
     model_runner: Any
     parallel_config: Any
@@ -39,20 +33,20 @@ class WeightLoader:
     _rolloutmq_receiver: Any = None
 
     def rolloutmq_ready(self) -> None:
-        """Answer that this process is alive; at first, complete what vLLM's start left out."""
+        """Answer, as a sign of life; at first, complete what vLLM's start left out."""
         if self.device.type == "cpu" and self.parallel_config.pipeline_parallel_size > 1:
             _make_stage_buffers(self.model_runner)
 
     def rolloutmq_load_weights(self, path: str) -> None:
-        """Load this shard's part of the safetensors in the folder `path` over the running model."""
+        """Load this shard's part of the safetensors in `path` into the running model."""
         _do_in_every_shard(self, lambda: self._rolloutmq_reload(weights_path=path))
 
     def rolloutmq_load_adapter(self, name: str, number: int, path: str) -> None:
-        """Replace adapter `number` by this shard's part of the adapter in the folder `path`."""
+        """Replace adapter `number` with this shard's part of the one in `path`."""
         _do_in_every_shard(self, lambda: _replace_adapter(self, name, number, path))
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
-        """Start to receive announced weights (JSON), while the model runs."""
+        """Start to receive announced weights (JSON); the model runs on."""
         from buffer.weights.transport import Announcement
         from producer_workers.engines.tensor_receiver import TensorReceiver
 
@@ -66,14 +60,13 @@ class WeightLoader:
             return str(error) or repr(error)
 
     def rolloutmq_load_received(self) -> None:
-        """Load this shard's part of the received weights over the running model."""
+        """Load this shard's part of the received weights into the running model."""
         _do_in_every_shard(
             self,
             lambda: self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors()),
         )
 
     def rolloutmq_forget_received(self) -> None:
-        """Free the memory of the received weights."""
         self._rolloutmq_receiver = None
 
     def _rolloutmq_reload(self, **source: Any) -> None:
@@ -92,9 +85,8 @@ class WeightLoader:
 def _do_in_every_shard(worker: WeightLoader, act: Callable[[], object]) -> None:
     """Call `act` and exchange the result with the other shards; the last shard raises all errors.
 
-    vLLM reads the answers of its processes in order, up to the first error. What follows that one
-    would be taken for the answers to the next call, which then returned before all had done it. So
-    only the last process may raise.
+    vLLM reads its processes' answers in order, up to the first error, and would take the remaining
+    ones for answers to the next call. So only the last process may raise.
     """
     problem = ""
     try:
@@ -108,7 +100,7 @@ def _do_in_every_shard(worker: WeightLoader, act: Callable[[], object]) -> None:
 
 
 def _exchange(problem: str) -> list[str]:
-    """Return the error of every shard, this one's `problem` included. Waits for all shards."""
+    """Wait for all shards; return the error of each, this one's `problem` included."""
     import torch
     from vllm.distributed.parallel_state import get_world_group
 
@@ -132,7 +124,7 @@ def _replace_adapter(worker: WeightLoader, name: str, number: int, path: str) ->
 def _make_stage_buffers(runner: Any) -> None:
     """Give a later pipeline stage the buffers for what the stage before sends.
 
-    Up to 0.32 vLLM makes them only in its warm-up, which a CPU engine without compilation skips:
+    Up to 0.32, vLLM makes them only in its warm-up, which a CPU engine without compilation skips:
     its first forward pass would end the engine.
     """
     from vllm.distributed.parallel_state import get_pp_group
@@ -144,11 +136,7 @@ def _make_stage_buffers(runner: Any) -> None:
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make vLLM pack mixture-of-experts weights for the CPU again.
-
-    Up to 0.32 it packs them once: after an update such a model continued with its old experts,
-    silently.
-    """
+    """Make vLLM pack experts for the CPU again. Up to 0.32, it packs them only once."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -158,9 +146,7 @@ def _forget_packed_experts(model: Any) -> None:
 def _pack_heads(model: Any) -> None:
     """Pack the output layer for the CPU again.
 
-    Up to 0.32 a head that is tied to the embeddings keeps the packed copy of its first weights: the
-    checkpoint names no tensor for it, so the reload skips it, and every later version samples with
-    the first head.
+    Up to 0.32, a head tied to the embeddings keeps its first weights: no checkpoint has it.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -169,11 +155,9 @@ def _pack_heads(model: Any) -> None:
 
 
 def _abandon_reload(model: Any, model_config: Any) -> None:
-    """Close a reload that failed half-way, so that another can begin.
+    """Close a failed reload: its tensors in vLLM's buffers would be mixed into the next one.
 
-    vLLM buffers tensors layer by layer; what a failed reload left in the buffers would be mixed
-    into the next one. Layers that were finished keep the new weights: the caller loads the old ones
-    over them.
+    Layers that were finished keep the new weights; the caller loads the old ones over them.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -186,10 +170,7 @@ def _abandon_reload(model: Any, model_config: Any) -> None:
 
 
 def end_with_owner(owner_pid: int) -> None:
-    """End this process when process `owner_pid` ends.
-
-    vLLM's processes survive a SIGKILL of their owner and keep their memory, a GPU's too.
-    """
+    """End with process `owner_pid`: vLLM's processes survive its SIGKILL and keep their memory."""
     if owner_pid == os.getpid():
         return
     try:
@@ -205,7 +186,7 @@ def _wait_and_exit(owner: int) -> None:
 
 
 # vLLM warns at every update of modules without weights of their own (rotary embeddings).
-# `model_folder` has found missing tensors before.
+# `model_folder` finds missing tensors before.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 if _owner := os.environ.get(OWNER_VARIABLE):
     end_with_owner(int(_owner))
