@@ -1,9 +1,8 @@
 """Judge with one Python function, the user's or a built-in one.
 
 It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
-of numbers with "score", beside which it may return token columns (`TOKEN_COLUMNS`). One that sees
-whole groups, to rank them for example, is called as `function(states=[...])` and returns one reward
-for each rollout, in order.
+of numbers with "score" and, if it likes, token columns (`TOKEN_COLUMNS`); or, for whole groups, as
+`function(states=[...])`, and returns a list of these.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class _Group:
         self._call = call
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """See `GroupJudge`."""
         answers = await self._call(states)
         return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
 
