@@ -28,8 +28,7 @@ class RowPlace(NamedTuple):
 def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> RowPlace:
     """Return the place of draw `draw` (0, 1, 2 ...) in a data set of `rows` rows.
 
-    Every epoch visits every row once, in an order of its own. Raises ValueError for a negative draw
-    or an empty data set.
+    Every epoch visits every row once, in its own order. Raises ValueError for draw < 0 or rows < 1.
     """
     if draw < 0 or rows < 1:
         raise ValueError(f"draw {draw} of {rows} rows: draws start at 0, and a data set has rows")

@@ -25,6 +25,7 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, make_problem, problem_of
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
+# First bytes of files that are not text: what they are, and what to do.
 _OTHER_FILES = {
     b"\x1f\x8b": ("compressed by gzip", "run `gunzip --keep {}`"),
     b"\x28\xb5\x2f\xfd": (
@@ -34,7 +35,7 @@ _OTHER_FILES = {
     b"BZh": ("compressed by bzip2", "run `bunzip2 --keep {}`"),
     b"\xfd7zXZ": ("compressed by xz", "run `xz -dk {}`"),
     b"PAR1": ("Parquet", 'set kind = "parquet"'),
-}  # first bytes of files that are not text, and what to do
+}
 HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
@@ -133,8 +134,7 @@ def _identity(lines: BinaryIO) -> tuple[int, int]:
 class ParquetRows:
     """The rows of a file or a folder of files, as dicts by number. Thread-safe.
 
-    A shuffled row may read a row group: write training files with small ones
-    (`row_group_size=1024`).
+    A shuffled row may read a row group: write small ones for training (`row_group_size=1024`).
     """
 
     def __init__(self, path: Path) -> None:

@@ -2,8 +2,7 @@
 
 A record names its images in `images`, or within its messages, as chat APIs do. They appear as parts
 {"type": "image"}; without these, at "<image>" in a text; else in front of the user's first message.
-Rows may come from anyone, so no image is fetched, and no path leads out of the folder of the
-images.
+Rows may come from anyone, so no image is fetched, and no path leads out of the images' folder.
 """
 
 from __future__ import annotations

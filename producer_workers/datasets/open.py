@@ -32,9 +32,8 @@ def open_dataset(
 ) -> Dataset:
     """Open the rows of `split`: None for training, `HELD_OUT` for evaluation.
 
-    `problems_dir` holds generated problems. Data sets that are not generated have one split. `seed`
-    is for loaders that shuffle. User code reads in a process of its own. Raises ConfigError,
-    DatasetError.
+    `problems_dir` holds generated problems; other data sets have one split. `seed` is for loaders
+    that shuffle. User code reads in a process of its own. Raises ConfigError, DatasetError.
     """
     source = source_of_code(section)
     if source is None or not isinstance(section, RecordsSection):

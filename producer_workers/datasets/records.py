@@ -208,8 +208,7 @@ def make_problem(
 ) -> Problem:
     """Read a record and make a problem of it that can be stored.
 
-    Raises DatasetError with the record and the place in the user's code, for every error of that
-    code.
+    Raises DatasetError with the record and the place in the user's code for every error.
     """
     try:
         return to_problem(read())

@@ -55,8 +55,7 @@ def exact_match(*, response: str, ground_truth: Any, state: object = None) -> fl
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
 
-    Numbers compare by value: 1,200 is 1200.0. Raises ValueError if the ground truth holds no
-    number.
+    Numbers compare by value: 1,200 is 1200.0. Raises ValueError for a ground truth without one.
     """
     right = final_number(str(ground_truth))
     if right is None:
@@ -107,9 +106,9 @@ def python_tests(
     """Run the response as a program: {"score": share of passed tests, "passed_all": 0 or 1}.
 
     `ground_truth`: Python that asserts (one test), a list of such texts, or a list of {"input":
-    stdin, "output": expected stdout, without trailing white space}. The program is the last
-    ```python block, or the response, and runs in `sandbox` (`producer_workers.user_code.sandbox`).
-    Raises ValueError.
+    stdin, "output": expected stdout, without trailing white space}; else ValueError. The program is
+    the last ```python block, or the response, and runs in `sandbox`
+    (`producer_workers.user_code.sandbox`).
     """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):
@@ -202,9 +201,5 @@ def _verifier(name: str, config: bytes) -> Any:
 
 
 def parity(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-    """Return 1.0 where the token ids add up to an odd number, else 0.0.
-
-    It tests the machinery: models with random weights solve nothing, and equal rewards teach
-    nothing.
-    """
+    """Return 1.0 for token ids with an odd sum, else 0.0: a test for models with random weights."""
     return float(int(state.response_ids.sum()) % 2)

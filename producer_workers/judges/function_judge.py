@@ -1,8 +1,8 @@
 """Judge with one Python function, the user's or a built-in one.
 
-It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
-of numbers with "score" and, if it likes, token columns (`TOKEN_COLUMNS`); or, for whole groups, as
-`function(states=[...])`, and returns a list of these.
+`function(response=..., ground_truth=..., state=...)` returns a number, or a dict of numbers with
+"score" and perhaps token columns (`TOKEN_COLUMNS`). `function(states=[...])` gets whole groups, and
+returns one reward for each rollout, in order.
 """
 
 from __future__ import annotations

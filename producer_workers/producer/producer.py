@@ -1,7 +1,6 @@
 """The producer of a run: it decides which groups are generated next (I3, I7).
 
-One is active at a time. It holds nothing that Redis does not hold, so it may be killed at any
-moment.
+One is active at a time. All its state is in Redis, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from producer_workers.producer.task_producer import TaskProducer
 
 log = logging.getLogger("rolloutmq.producer")
 
-# A round runs at least this often, since leases run out and wake-ups can be lost. With short
-# leases, # more often: half a lease between two sweeps would count as an outage, in which no lease
-# runs out.
+# A round runs at least this often, since leases run out and wake-ups can be lost; more often with
+# short leases: half a lease between two sweeps would count as an outage, in which no lease ends.
 ROUND_S = 1.0
 
 NO_STOP = TaskStop()

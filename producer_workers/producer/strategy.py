@@ -116,7 +116,7 @@ Once it returns False, the next batch is made of the ready groups.
 
 @dataclass(frozen=True, slots=True)
 class SyncProduceStrategy:
-    """Produces the batches that the newest weights serve: T <= M + sync_weights_interval."""
+    """Produces the batches that M serves, T <= M + sync_weights_interval; drops expired groups."""
 
     task: str
     limits: RunLimits

@@ -5,7 +5,7 @@
                                                └──────────────────────────────┘        wasted
 
 The rules are the pipeline's own, but only tokens, train steps and loading weights take time, and a
-waiting group goes to the worker with the most free slots. Pure.
+waiting group goes to the worker with the most free slots. Pure: equal inputs give equal outcomes.
 """
 
 from __future__ import annotations

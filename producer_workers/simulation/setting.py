@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from buffer.wire.staleness import last_step_for, stale_threshold
 
 # The effect of a weight update on running groups: [policy] pause_mode, or "partial" for abort with
-# # [strategy] enable_partial_rollout.
+# [strategy] enable_partial_rollout.
 Interruption = Literal["keep", "drain", "abort", "partial"]
 
 

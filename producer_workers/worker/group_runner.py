@@ -1,9 +1,8 @@
 """What a worker does with one group, from its claim to its submit or release.
 
-Invariant: a group ends in exactly one call to the server, a submit or a release; the worker repeats
-that call while the server is unreachable. An engine that dies costs each group that it was sampling
-a try. The last try of a group runs alone, so only the prompt that kills engines becomes a dead
-letter.
+Invariant: a group ends in exactly one call to the server, a submit or a release, repeated while the
+server is unreachable. An engine that dies costs each group that it was sampling a try; last tries
+run alone, so only the prompt that kills engines becomes a dead letter.
 """
 
 from __future__ import annotations

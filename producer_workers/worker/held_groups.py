@@ -69,9 +69,8 @@ class HeldGroups:
 class Protection:
     """Chooses the groups that an abort does not interrupt yet.
 
-    A group that was interrupted `tail_batch_max_tries` times finishes, or a slow response would
-    start again for ever. The abort waits for half of `pause_timeout_s`, before the worker would be
-    fenced.
+    A group that was interrupted `tail_batch_max_tries` times finishes: a slow response would never
+    end. The abort waits for half of `pause_timeout_s`; after all of it, the worker would be fenced.
     """
 
     def __init__(self, limits: RunLimits) -> None:

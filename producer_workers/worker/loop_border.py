@@ -2,9 +2,8 @@
 
     drawn ──lend──▶ copies ──▶ agent loop ──▶ its rollouts ──accept──▶ rollouts of the worker
 
-A loop may change the response, `extra`, and, if it makes prompts, `prompt_ids`; all other fields
-come back as they were drawn. A trainer could not notice a response to another prompt or of other
-weights.
+A loop may change the response, `extra`, and, if it makes prompts, `prompt_ids`. Without the check,
+a trainer could not notice a response to another prompt or of other weights.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.wire.own_copy import own_copy, own_rollout
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
+# The fields that no agent loop changes, beside `prompt_ids`.
 DRAWN = (
     "messages",
     "tools",
@@ -29,7 +29,7 @@ DRAWN = (
     "sample_params",
     "data_source",
     "ground_truth",
-)  # the fields that no agent loop changes, beside `prompt_ids`
+)
 
 _RECORDS = (GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED)
 

@@ -1,7 +1,6 @@
 """The engine of a worker: its groups share it, and the worker pauses it.
 
-Each group that an engine sampled when it died loses a try; the last try of a group is sampled
-alone.
+Each group that an engine sampled when it died loses a try; a last try is sampled alone.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class TaskRunner:
     ) -> list[RolloutState]:
         """Run the agent loop on one group, see `AgentLoop.generate_group`.
 
-        `states` holds the loop's copies until it ends. Raises GroupTimeout, after aborting its
-        requests.
+        `states` holds the loop's copies until it ends. Raises GroupTimeout after aborting requests.
         """
         given = list(states)
         states[:] = source.lend(given)

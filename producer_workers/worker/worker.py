@@ -274,8 +274,7 @@ class Worker:
     async def _take_step(self) -> None:
         """Bring engine and groups to what the control state wants, send the receipt, then claim.
 
-        One after the other, because a receipt would not know the groups of a claim that is under
-        way.
+        One after the other: a receipt would not know the groups of a claim that is under way.
         """
         finished = StepFinished()
         try:
