@@ -1,9 +1,7 @@
-"""The end of a process with the one above it.
+"""End a process with its owner: `rolloutmq run` cannot pass SIGKILL on to its children.
 
-`rolloutmq run` may be killed with SIGKILL, which it cannot pass on. Its children notice that they
-have another parent, and end as after SIGTERM. A child that cannot end, because the server or
-another rank is gone as well, is killed ten minutes later. With leases and checkpoints, nothing is
-lost.
+A child ends as after SIGTERM; if it cannot, it is killed ten minutes later. With leases and
+checkpoints, nothing is lost.
 """
 
 from __future__ import annotations
@@ -12,21 +10,16 @@ import os
 import signal
 import threading
 
-OWNER = "ROLLOUTMQ_OWNER_PID"
-"""The environment variable with the pid of the process to follow."""
+OWNER = "ROLLOUTMQ_OWNER_PID"  # the environment variable with the pid of the process to follow
 
+# Seconds from SIGTERM to SIGKILL without an owner, as `rolloutmq run` gives its trainer.
 ORPHAN_S = 600.0
-"""Seconds from SIGTERM to SIGKILL for a process whose owner is gone: as many as `rolloutmq run`
-gives its trainer."""
 
 _POLL_S = 1.0
 
 
 def follow_owner() -> None:
-    """Send SIGTERM to this process once the process in `OWNER` is no longer its parent.
-
-    SIGKILL follows `ORPHAN_S` later. Do nothing if the variable is not set.
-    """
+    """Send SIGTERM to this process once its parent is not `OWNER`, SIGKILL `ORPHAN_S` later."""
     owner = os.environ.get(OWNER)
     if owner:
         threading.Thread(target=_watch, args=(int(owner),), name="lifeline", daemon=True).start()

@@ -1,8 +1,7 @@
-"""Read a data set in which a user's code runs: its factory, or its `record` function.
+"""Read a data set in which a user's code runs, its factory or its `record` function, in a process.
 
-It is opened in a process of its own, so that its records, which may be objects of any kind, need
-not cross. A row that hangs or ends that process is refused as any other row, by its number; the
-next one opens the data set again. Rows are read some at a time, as a process is slow to ask.
+A row that hangs or ends the process is refused, and the next row opens the data set again. One call
+reads several rows.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ from producer_workers.user_code.process_function import BlockingCall, ProcessFun
 _SECTION: TypeAdapter[DatasetSection] = TypeAdapter(DatasetSection)
 
 
-AHEAD = 32
-"""Rows that are read in one call, while they take no longer than `AHEAD_S`."""
+AHEAD = 32  # rows that are read in one call, while they take no longer than `AHEAD_S`
 
 AHEAD_S = 0.1
 
-OPEN_S = 3600.0
-"""Time in which a data set must have been opened; one of JSON lines is read whole."""
+OPEN_S = 3600.0  # time to open a data set; JSON lines are read whole
 
-SHOW_S = 60.0
-"""Time after which the log shows where the opening is."""
+SHOW_S = 60.0  # time after which the log shows where the opening is
 
 
 class DatasetBorder(Border):
-    """Its argument is places of rows, none for the length; its result is their problems."""
+    """Takes places of rows, none for the length; returns their problems."""
 
     def __init__(self) -> None:
         super().__init__(tuple[list[tuple[int, int]]])
@@ -72,7 +68,7 @@ DATASET = DatasetBorder()
 
 
 def _read(dataset: Dataset, places: Sequence[tuple[int, int]]) -> list[Problem | ConfigError]:
-    """Return the first row, and further ones for a while. Raises what the first one raises."""
+    """Return the first row, and more rows for a while. Raises what the first row raises."""
     until_s = time.monotonic() + AHEAD_S
     made: list[Problem | ConfigError] = []
     for row, epoch in places:
@@ -104,10 +100,9 @@ def _problem(plain: dict[str, Any]) -> Problem | DatasetError:
 
 
 class ContainedDataset:
-    """The data set of `section`, opened in a process. Thread-safe.
+    """The data set of `section`, opened in a process. Thread-safe. Raises DatasetError.
 
-    `code`: what errors call it; `limit_s`: for a row. Raises DatasetError where it cannot be
-    opened.
+    `code`: its name in errors; `limit_s`: for a row.
     """
 
     def __init__(
@@ -136,7 +131,6 @@ class ContainedDataset:
         return self._rows
 
     def row(self, row: int, epoch: int = 0) -> Problem:
-        """See `Dataset`."""
         return self.row_of([RowPlace(epoch, row)])
 
     def row_of(self, places: Iterable[RowPlace]) -> Problem:
@@ -152,7 +146,7 @@ class ContainedDataset:
         return found
 
     def _ask(self, row: int, epoch: int, coming: Iterator[RowPlace]) -> Problem | DatasetError:
-        """Return one row, and keep those behind it; again alone if one of these spoils that."""
+        """Return one row and keep those behind it; if one of these fails, ask for the row alone."""
         self._ahead.clear()
         # another epoch may be another pass over a stream
         near = [(p.row, epoch) for p in takewhile(lambda place: place.epoch == epoch, coming)]
@@ -180,10 +174,7 @@ def _unusable(error: UserCodeError | ProcessUnavailable, before: str = "") -> Da
 
 
 def source_of_code(section: DatasetSection) -> str | None:
-    """Return the user's code that reads a data set, as errors name it.
-
-    None where there is none, or it is declared to run inline. Raises ConfigError.
-    """
+    """Return the user's code that reads a data set, None if it is inline. Raises ConfigError."""
     named = {spec: load_object(spec, kind=kind) for kind, spec in section.code.items()}
     unsafe = [spec for spec, function in named.items() if not is_marked_inline(function)]
     return unsafe[0] if unsafe else None

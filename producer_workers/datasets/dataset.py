@@ -1,14 +1,8 @@
-"""Define a data set, and the row that each draw takes from it.
+"""Define a data set, and the row that each draw takes from it, a pure function of the draw (I3).
 
-A data set is numbered problems, each readable on its own. The row of a draw is a pure function, so
-that a cursor is one integer and no reader has to be saved or restored (I3). What can only be
-iterated over is adapted to it (`stream.py`).
-
-A reader that shuffles with a generator has to save the generator, and gets the end of an epoch
-wrong when it is saved exactly there. Here epoch and position follow from the draw number by
-division, and the position is sent through a keyed permutation of the epoch: a Feistel network (Luby
-and Rackoff 1988) with cycle walking (Black and Rogaway 2002). Changing `place_of`, `permute` or
-`_feistel` changes the order of existing runs; a test pins it.
+The position in the epoch goes through a keyed permutation: a Feistel network (Luby and Rackoff
+1988) with cycle walking (Black and Rogaway 2002). Changing `place_of`, `permute` or `_feistel`
+changes the order of existing runs; a test pins it.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have hal
 
 
 class RowPlace(NamedTuple):
-    """The position of a draw: the epoch (0 is the first), and the row of the data set."""
+    """The epoch of a draw (0 is the first), and the row of the data set."""
 
     epoch: int
     row: int
@@ -34,8 +28,7 @@ class RowPlace(NamedTuple):
 def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> RowPlace:
     """Return the place of draw `draw` (0, 1, 2 ...) in a data set of `rows` rows.
 
-    Every epoch visits every row exactly once, each in an order of its own. Raises ValueError for a
-    negative draw or an empty data set.
+    Every epoch visits every row once, in its own order. Raises ValueError for draw < 0 or rows < 1.
     """
     if draw < 0 or rows < 1:
         raise ValueError(f"draw {draw} of {rows} rows: draws start at 0, and a data set has rows")
@@ -83,20 +76,13 @@ class Problem(BaseModel):
 
 
 class Dataset(Protocol):
-    """Rows 0 .. len - 1. A row number gives the same problem for as long as the run lives.
-
-    Usage:
-        dataset = open_dataset(section, problems_dir)
-        place = place_of(draw, len(dataset), seed)
-        problem = dataset.row(place.row, place.epoch)
-    """
+    """Rows 0 .. len - 1. A row number gives the same problem for as long as the run lives."""
 
     def __len__(self) -> int: ...
 
     def row(self, row: int, epoch: int = 0) -> Problem:
-        """Return one problem.
+        """Return one problem; `epoch` matters to data sets whose order differs in each.
 
-        `epoch` only matters to data sets with an order of their own for each. Raises DatasetError
-        where the row cannot be used, IndexError where there is none.
+        Raises DatasetError for an unusable row, IndexError for a missing one.
         """
         ...

@@ -1,8 +1,7 @@
 """Read problems from JSONL and Parquet files.
 
-Every line of a JSONL file is checked once, when it is opened, so that line 40,000 fails before the
-run and not during it. Only the offset of each line is kept; rows are read when they are drawn. Of
-Parquet, one row group is in memory, even of large files.
+Every line of JSONL is checked when the file is opened, so that line 40,000 fails before the run;
+only offsets stay in memory. Of Parquet, one row group is in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import EXPECTED, ToProblem, make_problem, problem_of
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
+# First bytes of files that are not text: what they are, and what to do.
 _OTHER_FILES = {
     b"\x1f\x8b": ("compressed by gzip", "run `gunzip --keep {}`"),
     b"\x28\xb5\x2f\xfd": (
@@ -36,15 +36,11 @@ _OTHER_FILES = {
     b"\xfd7zXZ": ("compressed by xz", "run `xz -dk {}`"),
     b"PAR1": ("Parquet", 'set kind = "parquet"'),
 }
-"""What a file is that is not text, and what to do, by its first bytes."""
 HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
 class JsonlDataset:
-    """Rows are the lines of a file that are not blank.
-
-    Raises DatasetError (file, line, reason).
-    """
+    """Rows are the lines of a file that are not blank. Raises DatasetError (file, line, reason)."""
 
     def __init__(self, path: Path, to_problem: ToProblem = problem_of) -> None:
         self.path = path
@@ -105,7 +101,6 @@ class JsonlDataset:
 
 
 def _record(line: bytes) -> Any:
-    """Parse one line. Raises ValueError with the reason."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -137,10 +132,9 @@ def _identity(lines: BinaryIO) -> tuple[int, int]:
 
 
 class ParquetRows:
-    """The rows of one file, or of a folder of files, as dicts by number. Thread-safe.
+    """The rows of a file or a folder of files, as dicts by number. Thread-safe.
 
-    Rows are drawn shuffled, so a row group may be read for each of them: write files for training
-    with small ones (`row_group_size=1024`).
+    A shuffled row may read a row group: write small ones for training (`row_group_size=1024`).
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,12 +1,8 @@
 """Turn records that name images into problems whose messages show them.
 
-A record names its images in `images` (one, or a list), in order, or within its messages, as chat
-APIs do. The messages show them as parts {"type": "image"}, which chat templates turn into the
-model's placeholder; where they have none, at "<image>" in a text; else in front of the user's first
-message.
-
-Rows may come from anyone. So nothing is fetched for them, and no path leads out of the folder of
-the images.
+A record names its images in `images`, or within its messages, as chat APIs do. They appear as parts
+{"type": "image"}; without these, at "<image>" in a text; else in front of the user's first message.
+Rows may come from anyone, so no image is fetched, and no path leads out of the images' folder.
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ INLINE = re.compile(r"data:image/[\w.+-]+;base64,")
 def find_image(value: Any, root: Path, limits: ImagesSection) -> Path | bytes:
     """Return the file or the bytes that `value` names. Raises ValueError with the reason.
 
-    It may be a path (from `root` on, or absolute), file://…, data:image/…;base64,…, bytes, a
-    picture of Pillow, or {"bytes": …, "path": …} as `datasets` writes images.
+    `value`: a path below `root` or absolute, file://…, data:image/…;base64,…, bytes, a Pillow
+    picture, or {"bytes": …, "path": …} as `datasets` writes images.
     """
     match value:
         case bytes() if value:
@@ -96,10 +92,9 @@ def _inside(path: str, root: Path) -> Path:
 
 
 class ImageRecords:
-    """Applies `to_problem`, then finds and checks the images.
+    """Applies `to_problem`, then finds and checks the images when the file is opened (ValueError).
 
-    So a bad image fails when the file is opened, with a ValueError. Paths begin at `folder`, unless
-    the section names a root.
+    Paths begin at `folder`, unless the section names a root.
     """
 
     def __init__(self, to_problem: ToProblem, limits: ImagesSection, folder: Path) -> None:
@@ -130,10 +125,7 @@ class ImageRecords:
 
 
 def without_images(to_problem: ToProblem) -> ToProblem:
-    """Return `to_problem` for a data set without images.
-
-    A message that shows an image is refused, since it would be half a prompt.
-    """
+    """Return `to_problem` for a data set without images: it refuses a message with one."""
 
     def to_text_problem(record: Any) -> Problem:
         problem = to_problem(record)
@@ -146,10 +138,7 @@ def without_images(to_problem: ToProblem) -> ToProblem:
 
 
 def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages with a part SHOWN for each image, and what each of these is.
-
-    Raises ValueError where they do not fit.
-    """
+    """Return the messages with a part SHOWN for each image, and the images. Raises ValueError."""
     if any(_is_image(part) for part in _parts(messages)):
         return _show_parts(messages, named)
     marks = sum(part.get("text", "").count(MARK) for part in _parts(messages)) if named else 0
@@ -201,7 +190,6 @@ def _at_marks(content: Any) -> Any:
 
 
 def _parts(messages: Messages) -> Iterator[dict[str, Any]]:
-    """Yield all parts of the messages; a text is a part like those of lists."""
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
@@ -228,10 +216,7 @@ def _listed(value: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class ShownImage:
-    """An image in a prompt: its file, its tokens, and its patches in time, height and width.
-
-    `grid_thw` is None where the model does not count patches.
-    """
+    """An image in a prompt; `grid_thw`: its patches in time, height and width, or None."""
 
     file: ImageFile
     tokens: int
@@ -268,10 +253,7 @@ class ImagePrompts:
         self._media = media
 
     def encode(self, problem: Problem, tools: list[dict[str, Any]] | None) -> ImagePrompt:
-        """Return the prompt of a problem.
-
-        Raises MediaError for a broken image, ValueError for one that the model's processor refuses.
-        """
+        """Return the prompt. Raises MediaError, and ValueError of the model's processor."""
         files = [load_image(source, self._limits) for source in problem.images]
         text = self._processor.apply_chat_template(
             problem.messages,
@@ -294,10 +276,7 @@ class ImagePrompts:
         )
 
     def _tokens(self, ids: NDArray[np.int32], grids: list[list[int] | None]) -> list[int]:
-        """Return the tokens of each image, in proportion to its patches.
-
-        They are equal where the model does not count patches.
-        """
+        """Return the tokens of each image, in proportion to its patches if they are known."""
         image_token = int(self._processor.image_token_id)
         total = int(np.count_nonzero(ids == image_token))
         sizes = [int(np.prod(grid)) if grid else 1 for grid in grids]
@@ -308,10 +287,7 @@ class ImagePrompts:
         return tokens
 
     def keep(self, gid: str, prompt: ImagePrompt) -> list[MediaRef]:
-        """Write the images into the run's folder, as files of the group.
-
-        Drawn again, they are the same files.
-        """
+        """Write the images as files of the group; another draw writes the same files."""
         return [
             MediaRef(
                 kind="image",
@@ -324,10 +300,7 @@ class ImagePrompts:
 
 
 def load_processor(model: str) -> Any:
-    """Load the processor (tokenizer and image processor) of a model folder.
-
-    Raises ModelError for a model without images.
-    """
+    """Load the processor (tokenizer and image processor) of a model folder. Raises ModelError."""
     from transformers import AutoProcessor
 
     try:

@@ -32,10 +32,8 @@ def open_dataset(
 ) -> Dataset:
     """Open the rows of `split`: None for training, `HELD_OUT` for evaluation.
 
-    `problems_dir` holds generated problems and is filled where it is empty. Any other data set is
-    one split: an evaluation task names one of its own. `seed` is for loaders that shuffle by
-    themselves. One that a user's code reads is opened in a process of its own. Raises ConfigError,
-    DatasetError.
+    `problems_dir` holds generated problems; other data sets have one split. `seed` is for loaders
+    that shuffle. User code reads in a process of its own. Raises ConfigError, DatasetError.
     """
     source = source_of_code(section)
     if source is None or not isinstance(section, RecordsSection):
@@ -57,12 +55,10 @@ def open_here(
 
 
 def open_jsonl(section: JsonlSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
-    """Open a file of JSON lines."""
     return JsonlDataset(section.path, _with_images(section))
 
 
 def open_parquet(section: ParquetSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
-    """Open a file or folder of Parquet."""
     rows = ParquetRows(section.path)
     return RecordsDataset(rows, str(section.path), _with_images(section), rows.name_row)
 
@@ -70,7 +66,6 @@ def open_parquet(section: ParquetSection, _folder: Path, _split: str | None, _se
 def open_hugging_face(
     section: HuggingFaceSection, _folder: Path, _split: str | None, _seed: int
 ) -> Dataset:
-    """Open a data set of `datasets`."""
     to_problem = _with_images(section)
     return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
 
@@ -87,7 +82,7 @@ def open_python(section: PythonSection, _folder: Path, _split: str | None, seed:
 def open_generated(
     section: ReasoningGymSection, problems_dir: Path, split: str | None, _seed: int
 ) -> Dataset:
-    """Open problems of reasoning-gym, and write them where there are none yet."""
+    """Open problems of reasoning-gym, and write those that are missing."""
     if split not in (None, HELD_OUT):
         raise ConfigError(f"there is no split {split!r}", hint=f"{HELD_OUT}, or none for training")
     if split == HELD_OUT and not section.held_out_size:

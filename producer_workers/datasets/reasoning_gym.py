@@ -1,11 +1,7 @@
 """Write problems of one reasoning-gym task into three JSONL files that share no question.
 
-The package makes problems by number, without end and with repetitions; a run needs a data set that
-stays the same, and held-out problems that no training ever saw. So the problems are made once,
-distinct by their text, and dealt into held-out, training and warm start by one seeded shuffle.
-(Dealt in the order they were made, the rare easy ones would all end up in the first file.) A
-fingerprint of what was asked for finds them again. A problem whose own answer does not score 1.0
-after a round trip through JSON is left out.
+The package repeats problems, so they are made once, distinct by text, and one seeded shuffle deals
+them into held-out, training and warm start. A fingerprint of the section finds them again.
 """
 
 from __future__ import annotations
@@ -34,10 +30,7 @@ _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class ProblemSection(Protocol):
-    """The part of the configuration that is read here.
-
-    `size` counts all problems, the other two sizes are part of it.
-    """
+    """The part of the configuration that is read here. `size` includes the other two sizes."""
 
     @property
     def name(self) -> str: ...
@@ -54,7 +47,7 @@ class ProblemSection(Protocol):
 
 
 class ProblemFiles(NamedTuple):
-    """The paths of the problems. A file without problems is not written."""
+    """The paths of the problems; a file without problems is not written."""
 
     warm_start: Path
     train: Path
@@ -62,12 +55,11 @@ class ProblemFiles(NamedTuple):
 
     @classmethod
     def within(cls, folder: Path) -> ProblemFiles:
-        """Return the paths in `folder`."""
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
 def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
-    """Make the files of `section`, or return at once where they exist. Raises ConfigError.
+    """Make the files of `section`, unless they exist. Raises ConfigError.
 
     It may be killed at any moment: files appear complete, and the fingerprint last.
     """
@@ -89,7 +81,6 @@ def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
 
 
 def _sizes(section: ProblemSection) -> tuple[int, int, int]:
-    """Return how many problems each of `ProblemFiles` holds."""
     train = section.size - section.warm_start_size - section.held_out_size
     return section.warm_start_size, train, section.held_out_size
 

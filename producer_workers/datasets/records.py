@@ -1,8 +1,4 @@
-"""Turn records of any origin into problems, or explain why one is refused.
-
-Records may come from a file, or from anything with a length and numbered records: a torch Dataset,
-a table, a list.
-"""
+"""Turn records of files, torch Datasets, tables or lists into problems, or explain why not."""
 
 from __future__ import annotations
 
@@ -37,10 +33,9 @@ ToProblem = Callable[[Any], Problem]
 
 
 def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = None) -> ToProblem:
-    """Return what makes a problem of a record: `problem_of`, after the function at `spec` if any.
+    """Return `problem_of`, after the function at `spec` if any (record in, Problem or dict out).
 
-    That function gets the record and returns a Problem, or a dict with the fields of EXPECTED.
-    `fields`: the names that fields of EXPECTED have in the record.
+    `fields`: the record's own names for fields of EXPECTED.
     """
     if spec is None:
         return partial(_renamed, fields or {})
@@ -54,10 +49,7 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
 
 
 def problem_of(record: Any) -> Problem:
-    """Return a record as a problem. Unknown fields are kept in `extra`.
-
-    Its values are changed as `row_values` says. Raises ValueError with the reason.
-    """
+    """Return a record as a problem, with unknown fields in `extra`. Raises ValueError."""
     return _renamed({}, record)
 
 
@@ -139,10 +131,7 @@ def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
-    """Return the structure, given as an object or as JSON text.
-
-    JSON text is for tables, which fill every row's object up with the fields of all others.
-    """
+    """Return the structure, given as an object or, for tables, as JSON text."""
     given = record.pop("structured", None) or None
     if given is None:
         return None
@@ -175,10 +164,7 @@ def kind_of(value: Any) -> str:
 
 
 class Records(Protocol):
-    """What torch calls a map-style data set.
-
-    A number gives the same record for as long as the run lives.
-    """
+    """A map-style data set of torch: a number gives the same record as long as the run lives."""
 
     def __len__(self) -> int: ...
 
@@ -186,10 +172,9 @@ class Records(Protocol):
 
 
 class RecordsDataset:
-    """Rows are the records, each made a problem.
+    """Rows are the records, each made a problem; the first one is tried at once.
 
-    The first one is tried at once, so that a wrong function fails before the run. Errors name the
-    records by `source`, or as `name_row` says.
+    Errors name the records by `source`, or as `name_row` says.
     """
 
     def __init__(
@@ -221,10 +206,9 @@ class RecordsDataset:
 def make_problem(
     to_problem: ToProblem, read: Callable[[], Any], where: str, expected: str = HINT
 ) -> Problem:
-    """Read a record and make a problem of it, which can be stored.
+    """Read a record and make a problem of it that can be stored.
 
-    Raises DatasetError that names the record, for every error of a user's function, and says where
-    in the user's code it was raised.
+    Raises DatasetError with the record and the place in the user's code for every error.
     """
     try:
         return to_problem(read())
@@ -235,10 +219,7 @@ def make_problem(
 
 
 def unusable(where: str, error: BaseException, expected: str = "") -> DatasetError:
-    """Return the error of a data set or a record for what a user's function raised, or is wrong.
-
-    `expected`: the hint where no code of the user raised it.
-    """
+    """Return a data set's error; `expected`: the hint if no code of the user raised it."""
     if isinstance(error, Unstorable):
         return DatasetError(f"{where}: {error}", hint=STORABLE)
     reason = text_of(error) if isinstance(error, ValueError) else describe(error)
@@ -246,5 +227,5 @@ def unusable(where: str, error: BaseException, expected: str = "") -> DatasetErr
 
 
 def raised_at(frames: Sequence[str]) -> str:
-    """Return the hint that names places in a user's code, the innermost first; "" for none."""
+    """Return the hint that names places in a user's code, the innermost first, or ""."""
     return f"raised at {', called at '.join(reversed(frames))}" if frames else ""

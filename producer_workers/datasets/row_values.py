@@ -1,10 +1,9 @@
-"""Make the values of a row ones that a group can store, where that loses nothing.
+"""Convert the values of a row to values that a group can store, without loss.
 
-Text, numbers, true and false, null, bytes, lists and objects stay. Dates, times, durations (ISO
-8601), decimals, fractions, UUIDs and paths become text; arrays, tensors, tuples and sorted sets
-become lists; scalars of numpy and members of an Enum become their values; a missing date, null.
-Anything else is refused with its place in the record: an integer over 64 bits, half of a surrogate
-pair, a key that is not text, an object of a class. Pictures pass: `image_records` takes them out.
+Dates, times, durations (ISO 8601), decimals, fractions, UUIDs and paths become text; arrays,
+tensors, tuples and sorted sets become lists; numpy scalars and Enum members become their values; a
+missing date becomes null. Other objects, integers over 64 bits and invalid text are refused with
+their place. Pictures pass: `image_records` takes them out.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ HINT = (
 _STAY = frozenset((float, bool, NoneType, bytes))
 _BASES: tuple[type[Any], ...] = (str, int, float, bytes)
 _AS_TEXT = (UUID, Fraction, PurePath)
-_SHOWN = 80
-"""Characters of a place or a value in an error."""
+_SHOWN = 80  # characters of a place or a value in an error
 
 
 class Unstorable(ValueError):
@@ -48,7 +46,6 @@ class Unstorable(ValueError):
         self.place = ""
 
     def inside(self, part: str) -> Unstorable:
-        """Return the error with the place of what contains the value."""
         self.place = part + self.place
         return self
 
@@ -77,7 +74,7 @@ def plain_problem(problem: Problem) -> Problem:
 
 
 def is_plain(problem: Problem) -> bool:
-    """Return whether the values can be stored as they are, as nearly all can; False for bytes."""
+    """Return whether the values can be stored as they are; False for bytes."""
     values = [*_values(problem).values()]
     try:
         check_plain("the row", values)
@@ -100,10 +97,7 @@ _STRICT = (
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value at that depth as one that can be stored, in containers of its own.
-
-    Raises Unstorable.
-    """
+    """Return a value as one that can be stored, in new containers. Raises Unstorable."""
     kind = type(value)
     if kind is str:
         return _text(value)
@@ -222,7 +216,6 @@ def _container(value: Any, depth: int) -> Any:
 
 
 def is_picture(value: Any) -> bool:
-    """Return whether a value is a picture of Pillow."""
     return type(value).__module__.startswith("PIL.")
 
 

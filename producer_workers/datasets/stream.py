@@ -1,10 +1,8 @@
-"""Adapt what can only be iterated over to a data set: a torch DataLoader, any iterable.
+"""Adapt a torch DataLoader or any iterable to a data set, whose position is the draw (I3).
 
-Its position is still one number, the draw (I3): a restarted producer iterates again and skips what
-was drawn. Nothing is iterated before the first draw, so that a loader whose workers start with the
-iterator knows where it begins. The order must be the same each time: `set_epoch` is called, and a
-loader's generator is seeded, before every pass; a loader that shuffles without a generator of its
-own is refused.
+A restarted producer iterates again and skips what was drawn, so every pass must have a fixed order:
+a loader's generator is seeded, `set_epoch` is called, and a loader that shuffles without a
+generator is refused. Iteration begins at the first draw.
 """
 
 from __future__ import annotations
@@ -19,15 +17,11 @@ from buffer.errors import DatasetError
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem, make_problem
 
-KEPT = 1024
-"""Records that can be read again: a producer may draw more than it has room to start."""
+KEPT = 1024  # records that can be read again: a producer may draw more than it has room to start
 
 
 class StreamDataset:
-    """The n-th record of each pass is row n. Thread-safe.
-
-    It needs a length: `len()` of the iterable, or `rows`.
-    """
+    """Row n is the n-th record of each pass. Thread-safe. Needs `len()` or `rows`."""
 
     def __init__(
         self,
@@ -110,10 +104,7 @@ def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _length(iterable: Iterable[Any], source: str) -> int:
-    """Return the records in a pass.
-
-    For a DataLoader they are those of its data set, since its own length counts batches.
-    """
+    """Return the records in a pass; the length of a DataLoader itself counts batches."""
     counted: Any = getattr(iterable, "dataset", iterable)
     try:
         return len(counted)

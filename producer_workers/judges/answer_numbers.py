@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from producer_workers.judges.answers import plain
 
-_LONGEST = 50
-"""Digits of the longest number that is read."""
+_LONGEST = 50  # digits of the longest number that is read
 
 
 class Number(NamedTuple):
@@ -31,8 +30,8 @@ class Number(NamedTuple):
     def equals(self, truth: Number) -> bool:
         """Return whether an answer is right.
 
-        50% is right for 50 (a question may ask for a percentage), 50% and 0.5, but 0.5% is not
-        right for 0.5. Where only the truth has the sign, 50 and 0.5 are right for 50%.
+        50% is right for 50 (a question may ask for a percentage), 50% and 0.5; 0.5% is not right
+        for 0.5. If only the truth has the sign, 50 and 0.5 are right for 50%.
         """
         mine, other = self.value, truth.value
         if self.is_percent == truth.is_percent:
@@ -235,9 +234,8 @@ def _spelled(text: str) -> Number | None:
 def read_number(text: str, *, is_answer: bool = True) -> Number | None:
     """Return the number that a sentence gives as its answer, or None.
 
-    `is_answer`: the text is what stands behind "The answer is", so that a number at its beginning
-    counts; in any other sentence the last one does. In an equation, it is the number behind the
-    last "=". None also where numbers are denied ("not 18") or not decided on ("17 or 18", "9 * 2").
+    `is_answer`: the text follows "The answer is", so its first number counts; else the last. In an
+    equation, the number behind the last "=" counts. None also for "not 18", "17 or 18", "9 * 2".
     """
     text = plain(text)
     tokens = _tokens(text)
@@ -301,7 +299,7 @@ def _last(text: str, tokens: Sequence[_Token]) -> Number | None:
 
 
 def _is_open(text: str, one: _Token, other: _Token) -> bool:
-    """Return whether a text leaves open which of two numbers is meant, as "17 or 18" does."""
+    """Return whether a text leaves open which of two numbers is meant ("17 or 18")."""
     gap, after = text[one.end : other.start], text[other.end :]
     if other.is_denied or not _HEDGE.fullmatch(gap):
         return False

@@ -1,8 +1,7 @@
 r"""Find where a response gives its answer.
 
-In this order, from the end of the response: \boxed{…}, "#### …", and sentences or headings with the
-word "answer". Without these, its last sentences. A thought before </think> gives no answer.
-All patterns take time in proportion to the text.
+From the end: \boxed{…}, "#### …", sentences or headings with the word "answer", else the last
+sentences; nothing before </think>. All patterns take time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ from typing import NamedTuple
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 
-_MOST = 20
-"""Marks, and sentences, that are looked at from the end."""
+_MOST = 20  # marks, and sentences, that are looked at from the end
 
-_LONGEST = 1000
-"""Characters of the longest answer."""
+_LONGEST = 1000  # characters of the longest answer
 
 _ASCII = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2212: "-", 0xFF1A: ":"}
 
 _CUT_OFF = "…"
 
-_TAIL = 2000
-"""Characters at the end of a response without a mark that are searched."""
+_TAIL = 2000  # characters searched at the end of a response without a mark
 
 
 class Span(NamedTuple):
@@ -49,7 +45,7 @@ def answer_text(response: str) -> str:
 
 
 def spans(response: str) -> Iterator[Span]:
-    """Yield what may be the answer of a response, the most probable first."""
+    """Yield possible answers of a response, the most probable first."""
     text = answer_text(response).translate(_ASCII)
     _, thought_end, said = text.rpartition("</think>")
     if thought_end:
@@ -328,7 +324,6 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def powers(text: str) -> str:
-    """Return `text` with ^{2} in place of superscripts."""
     return re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
 
 

@@ -1,8 +1,7 @@
-"""Score responses with the built-in judges, from exact text to running programs.
+"""Score responses with the built-in judges, which compare the text with the `ground_truth`.
 
-Each compares the text of a response with the `ground_truth` of its problem. `math_verify`,
-`python_tests` and some verifiers of `reasoning_gym` belong into a process of their own (judging of
-kind rq): simplifying may never end, and programs are a model's own.
+`math_verify`, `python_tests` and some verifiers of `reasoning_gym` need processes (judging of kind
+rq): simplifying may never end, and programs come from a model.
 """
 
 from __future__ import annotations
@@ -41,17 +40,13 @@ UNSAFE_TASKS = frozenset(
     }
 )
 
-TEST_S = 10.0
-"""Seconds for one test."""
+TEST_S = 10.0  # seconds for one test
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """Return 1.0 where response and ground truth are the same text, white space around them aside.
-
-    Raises ValueError without a ground truth.
-    """
+    """Return 1.0 for the same text, apart from white space around it. Raises ValueError."""
     if ground_truth is None:
         raise ValueError("the problem has no ground_truth")
     return float(answer_text(response) == str(ground_truth).strip())
@@ -60,8 +55,7 @@ def exact_match(*, response: str, ground_truth: Any, state: object = None) -> fl
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
 
-    `final_number` finds it. Numbers are compared as numbers: 1,200 is 1200.0. Raises ValueError
-    where the ground truth holds no number.
+    Numbers compare by value: 1,200 is 1200.0. Raises ValueError for a ground truth without one.
     """
     right = final_number(str(ground_truth))
     if right is None:
@@ -71,11 +65,10 @@ def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str
 
 
 def final_number(text: str) -> Number | None:
-    """Return the number of the answer in a response, or None.
+    """Return the number of the answer in a response; None also if it is open: "17 or 18".
 
-    It is behind the last "####", in the last box or behind the last "The answer is"; without any of
-    these it is the last number, so that a model that has not learned a format is scored for its
-    arithmetic. None also where the answer leaves it open: "17 or 18".
+    It follows the last "####", box or "The answer is"; else it is the last number, so that a model
+    that has not learned a format is scored for its arithmetic.
     """
     span = number_span(text)
     return read_number(span.text, is_answer=span.is_marked) if span else None
@@ -96,10 +89,9 @@ def _scored(is_parsed: bool, is_right: bool) -> dict[str, float]:
 def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     r"""Return a score of 1.0 for an answer that equals the ground truth, and "unparsed" (0 or 1).
 
-    Numbers are compared as `gsm8k` does, words as words. All else is compared by the package
-    math-verify: x(x+1) is x^2+x. Only its LaTeX grammar is used: its parser of plain expressions
-    runs eval on what a model wrote. Simplifying may never end, and its time limit does not work in
-    threads. Raises ValueError where the ground truth holds no mathematics.
+    Numbers compare as in `gsm8k`, words as words, other answers by the package math-verify: x(x+1)
+    is x^2+x. Only its LaTeX grammar is used, because its other parser runs eval on what a model
+    wrote. Simplifying may never end. Raises ValueError if the ground truth holds no mathematics.
     """
     truth = Truth.of(str(ground_truth))
     for span in spans(response):
@@ -113,11 +105,10 @@ def python_tests(
 ) -> dict[str, float]:
     """Run the response as a program: {"score": share of passed tests, "passed_all": 0 or 1}.
 
-    `ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input":
-    …, "output": …}: what the program gets on stdin, and what it must print (white space at the ends
-    of lines aside). The program is the last ```python block of the response, or all of it. It runs
-    in `sandbox` (`producer_workers.user_code.sandbox`). Raises ValueError where the ground truth is
-    not a test.
+    `ground_truth`: Python that asserts (one test), a list of such texts, or a list of {"input":
+    stdin, "output": expected stdout, without trailing white space}; else ValueError. The program is
+    the last ```python block, or the response, and runs in `sandbox`
+    (`producer_workers.user_code.sandbox`).
     """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):
@@ -156,8 +147,7 @@ def _lines(text: str) -> list[str]:
 def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState) -> float:
     """Return the score of reasoning-gym's verifier, 0.0 to 1.0, for a problem of `write_problems`.
 
-    The verifier gets the whole answer, without end markers. Many give part of the score to an
-    answer that contains the right one; "solved" is a score of 1.0.
+    Many verifiers give part of the score to an answer that contains the right one.
     """
     source = state.data_source or ""
     if not source.startswith(SOURCE_PREFIX):
@@ -204,16 +194,12 @@ def check_safe(name: str) -> None:
 
 @lru_cache(maxsize=256)
 def _verifier(name: str, config: bytes) -> Any:
-    """Build the task's data set, whose config some verifiers read, once for each source."""
+    """Build the task's data set, whose config some verifiers read."""
     check_safe(name)
     dataset_class, config_class = task_datasets()[name]
     return dataset_class(config=config_class(**orjson.loads(config)))
 
 
 def parity(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-    """Return 1.0 where the token ids of the response add up to an odd number, else 0.0.
-
-    It tests the machinery: models with random weights solve nothing, and equal rewards teach
-    nothing.
-    """
+    """Return 1.0 for token ids with an odd sum, else 0.0: a test for models with random weights."""
     return float(int(state.response_ids.sum()) % 2)

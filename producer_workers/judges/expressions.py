@@ -62,7 +62,7 @@ class Truth:
 
     @classmethod
     def of(cls, text: str) -> Truth:
-        """Read a ground truth, of which only the answer counts if it is a whole solution."""
+        """Read a ground truth; of a whole solution, only the answer counts."""
         marked = next((span.text for span in spans(text) if span.is_marked), None)
         text = (marked or text).strip()
         words = _words(text)
@@ -70,7 +70,6 @@ class Truth:
         return cls(text, whole_number(text), words if is_words else None)
 
     def fits(self, span: Span) -> bool:
-        """Return whether a part of a response can be an answer of the kind of this truth."""
         if self.words is not None:
             return span.is_marked or self._is_words(span.text)
         if self.number is not None:
@@ -84,7 +83,7 @@ class Truth:
     def compare(self, span: Span) -> tuple[bool, bool]:
         """Return whether an answer could be read, and whether it is right.
 
-        Raises ValueError where the ground truth holds no mathematics.
+        Raises ValueError if the ground truth holds no mathematics.
         """
         if self.words is not None:
             return True, self._is_words(span.text)

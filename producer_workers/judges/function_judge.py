@@ -1,9 +1,8 @@
 """Judge with one Python function, the user's or a built-in one.
 
-It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
-of numbers with "score", beside which it may return token columns (`TOKEN_COLUMNS`). One that sees
-whole groups, to rank them for example, is called as `function(states=[...])` and returns one reward
-for each rollout, in order.
+`function(response=..., ground_truth=..., state=...)` returns a number, or a dict of numbers with
+"score" and perhaps token columns (`TOKEN_COLUMNS`). `function(states=[...])` gets whole groups, and
+returns one reward for each rollout, in order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class _Group:
         self._call = call
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """See `GroupJudge`."""
         answers = await self._call(states)
         return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
 

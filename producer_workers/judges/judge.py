@@ -15,15 +15,7 @@ from producer_workers.user_code.rollout_border import TOKEN_COLUMNS
 
 
 class Judge(Protocol):
-    """Scores rollouts. Messages call it by its `name`.
-
-    Usage:
-        class Longest:
-            name = "longest"
-
-            async def judge(self, state):
-                return {"score": float(len(state.response_ids))}
-    """
+    """Scores rollouts. Messages call it by its `name`."""
 
     name: str
 
@@ -50,20 +42,14 @@ AnyJudge = Judge | GroupJudge
 
 
 async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-    """Return the rewards of some rollouts of a group, from a judge of either kind.
-
-    Raises JudgeError.
-    """
+    """Return the rewards of rollouts of a group, from a judge of either kind. Raises JudgeError."""
     if isinstance(judge, GroupJudge):
         return await judge.judge_group(states)
     return list(await asyncio.gather(*(judge.judge(state) for state in states)))
 
 
 def rollout_fields(state: RolloutState) -> dict[str, Any]:
-    """Return what a judge by HTTP or rq gets of a rollout: all but its logprobs and weights.
-
-    It is plain JSON where the data set is.
-    """
+    """Return a rollout for a judge by HTTP or rq, as JSON without its logprobs and weights."""
     mask = state.response_mask
     return {
         "index": state.index,
@@ -87,7 +73,7 @@ def rollout_of(fields: dict[str, Any]) -> RolloutState:
 
 
 def take_columns(name: str, state: RolloutState, answer: Mapping[str, Any]) -> dict[str, float]:
-    """Give a rollout the token columns of a checked answer of judge `name`; return its reward.
+    """Give a rollout the token columns of a judge's checked answer; return its reward.
 
     Raises JudgeError for a column that has another length than the response.
     """

@@ -36,9 +36,9 @@ from producer_workers.user_code.sandbox import check_sandbox
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
-    """Make a judge of this process from a built-in name, a service's URL, or "module:function".
+    """Make a judge from a built-in name, a service's URL, or "module:function". Raises ConfigError.
 
-    A function with a parameter `states` gets whole groups. Raises ConfigError.
+    A function with a parameter `states` gets whole groups.
     """
     judging = judging or JudgingSection()
     if is_url(spec):
@@ -47,10 +47,7 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
 
 
 def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
-    """Make a judge as a rollout worker calls it: in processes, unless it is marked inline.
-
-    Raises ConfigError.
-    """
+    """Make a judge of a rollout worker: in processes, unless marked inline. Raises ConfigError."""
     if is_url(spec):
         return HttpJudge(spec, judging)
     function = _function(spec, judging)
@@ -116,10 +113,7 @@ Weighted = Sequence[tuple[AnyJudge, float]]
 
 
 class ComposedJudge:
-    """Judges by `branches`, from pattern to judges with weights.
-
-    It sees whole groups, since one of its judges may need them.
-    """
+    """Judges groups by `branches`, from pattern to judges with weights."""
 
     name = "composed"
 
@@ -127,11 +121,10 @@ class ComposedJudge:
         self._branches = branches
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """Return the reward of one rollout."""
         return (await self.judge_group([state]))[0]
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """See `GroupJudge`. All rollouts of a group have one data source."""
+        """Judge a group, whose rollouts share one data source."""
         judges = self._judges_of(states[0].data_source)
         columns = await asyncio.gather(*(judge_all(judge, states) for judge, _ in judges))
         weights = [weight for _, weight in judges]
@@ -158,7 +151,6 @@ class ComposedSingleJudge:
 
 
 def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
-    """Combine many judges into one."""
     composed = ComposedJudge(branches)
     sees_group = any(
         isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges

@@ -4,8 +4,8 @@
        │           └── time limit passed ─┐     └── failed ──┐
        └── in no list ────────────────────┴──▶ another try ◀─┘   (a job of its own; then JudgeError)
 
-A result may never come: the state of a job shows that its worker or work-horse was killed, or that
-the server lost it. So a judge may run twice for one rollout; its first awaited answer counts.
+Workers, work-horses and the server may lose a job, so a judge may run twice for one rollout; its
+first awaited answer counts.
 """
 
 from __future__ import annotations
@@ -37,20 +37,16 @@ T = TypeVar("T")
 
 log = logging.getLogger("rolloutmq.judge")
 
-POLL_S = 1
-"""Longest time between two checks of a job; a result wakes its waiter at once."""
+POLL_S = 1  # longest time between two checks of a job; a result wakes its waiter at once
 
-GRACE_S = 5.0
-"""How long a job may be between two states before it counts as lost."""
+GRACE_S = 5.0  # how long a job may be between two states before it counts as lost
 
-RESULT_S = 120
-"""How long a result is kept to be read."""
+RESULT_S = 120  # how long a result is kept to be read
 
-FAILURE_S = 86_400
-"""How long a failed job is kept to be inspected."""
+FAILURE_S = 86_400  # how long a failed job is kept to be inspected
 
+# Most rollouts that one task of one worker waits for; others wait before they are queued.
 _THREADS = 256
-"""Most rollouts that one task of one worker waits for; more wait before they are queued."""
 
 
 class _RqAsking:
@@ -68,10 +64,7 @@ class _RqAsking:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """Return the checked rewards. Raises JudgeError after the last try.
-
-        Cancelling it withdraws a job that still waits.
-        """
+        """Return the checked rewards. Cancelling withdraws a waiting job. Raises JudgeError."""
         stop = threading.Event()
         fields = [rollout_fields(state) for state in states]
         waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, fields, stop)
@@ -132,7 +125,7 @@ class _RqAsking:
         raise JudgeError(f"judge {self.name!r}: cancelled")
 
     def _state(self, job: Job) -> str:
-        """Return "waiting" in the queue, or rq's status; "" where Redis does not know the job."""
+        """Return "waiting" in the queue, rq's status, or "" for a job that Redis does not know."""
         if self._queue.get_job_position(job.id) is not None:
             return "waiting"
         status = self._store.bulk.hget(job.key, "status")
@@ -155,10 +148,7 @@ class _RqAsking:
 
 
 class RqJudge(_RqAsking):
-    """Judges single rollouts: one job for each."""
-
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """See `Judge`."""
         return (await self._rewards([state]))[0]
 
 
@@ -166,5 +156,4 @@ class RqGroupJudge(_RqAsking):
     """Judges groups: one job for each group, which has the limits of one rollout."""
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """See `GroupJudge`."""
         return await self._rewards(states)

@@ -1,9 +1,8 @@
-"""Run rq workers that judge, with a forked work-horse for each job.
+"""Run rq workers that judge, with a forked work-horse for each job, so that a judge harms only it.
 
-So a judge can harm only its own process. The queue of a run carries plain JSON, never pickle: a job
-that is not JSON is never decoded, fails, and stays in the failed registry. A worker runs the judges
-of its own config; a job in Redis that names another one fails. `rq info rmq-judge:RUN`
-shows the queue; its FailedJobRegistry holds what failed, with the traceback.
+The queue of a run carries plain JSON, never pickle; a job that is not JSON, or names a judge that
+is not in the worker's config, fails. `rq info rmq-judge:RUN` shows the queue; its FailedJobRegistry
+holds the tracebacks.
 """
 
 from __future__ import annotations
@@ -46,28 +45,22 @@ from producer_workers.user_code.function_server import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
 
+# The path of `score`, stored in every job: it is part of the wire format.
 FUNCTION = "producer_workers.judges.rq_worker.score"
-"""The path of `score`, stored in every job: it is part of the wire format."""
 
-WORKER_TTL_S = 60
-"""How long a worker that died is still listed; a live one reports more often."""
+WORKER_TTL_S = 60  # how long a worker that died is still listed; a live one reports more often
 
-CLEAN_S = 60
-"""Seconds between two searches of rq for jobs whose worker died."""
+CLEAN_S = 60  # seconds between two searches of rq for jobs whose worker died
 
 POLL_S = 0.2
 RESTART_S = 1.0
 _CPU_GRACE_S = 1
 
-LOST_SERVER = 3
-"""Exit code of a worker whose server went away; its successor waits for the server."""
+LOST_SERVER = 3  # exit code of a worker whose server went away; its successor waits for the server
 
 
 def judge_url(configured: str | None, servers: Servers) -> str:
-    """Return [judges] redis_url, else the URL of the run's server.
-
-    Raises ConfigError where that is a cluster: rq's keys have many slots.
-    """
+    """Return [judges] redis_url, else the run's server. Raises ConfigError for a cluster."""
     if configured:
         return configured
     if servers.is_cluster:
@@ -88,10 +81,7 @@ class JudgeQueue(Queue):
 
 
 def open_queue(connection: Any, run: str, **options: Any) -> JudgeQueue:
-    """Open the judge queue of a run.
-
-    Nothing may open this queue otherwise, since rq's default serializer is pickle.
-    """
+    """Open the judge queue of a run; opened otherwise, rq would use pickle."""
     name = Keys(run).judge_queue
     return JudgeQueue(name, connection=connection, serializer=JSONSerializer, **options)
 
@@ -99,12 +89,7 @@ def open_queue(connection: Any, run: str, **options: Any) -> JudgeQueue:
 def score(
     judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
 ) -> list[dict[str, Any]]:
-    """Return what `judge` gives one rollout, or a group, in a process with limits.
-
-    Rewards, with token columns where it gives some.
-
-    Raises JudgeError.
-    """
+    """Return what `judge` gives one rollout, or a group, within limits. Raises JudgeError."""
     chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges.get(judge, BUBBLEWRAP)))
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     states = [rollout_of(fields) for fields in rollouts]
@@ -113,10 +98,7 @@ def score(
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:
-    """Set limits of the kernel, which also end a loop in C.
-
-    rq's own time limit is a signal that Python must get to handle.
-    """
+    """Set kernel limits, which also end a loop in C; rq's own limit is a signal to Python."""
     limit_memory(memory_mb)
     used = resource.getrusage(resource.RUSAGE_SELF)
     lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
@@ -125,8 +107,7 @@ def _limit(timeout_s: float, memory_mb: int) -> None:
 class JudgeJob(Job):
     """A job that may only call `score`, with a judge that this worker knows."""
 
-    judges: ClassVar[Mapping[str, str]] = {}
-    """the sandbox of each, for those that need one"""
+    judges: ClassVar[Mapping[str, str]] = {}  # the sandbox of each judge that needs one
 
     @classmethod
     def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
@@ -137,10 +118,7 @@ class JudgeJob(Job):
             raise NoSuchJobError(f"the job {id!r:.80} is not of this run") from error
 
     def perform(self) -> Any:
-        """Judge, and return the rewards.
-
-        Raises JudgeError for any other function, DeserializationError for anything but JSON.
-        """
+        """Judge, and return the rewards. Raises JudgeError, DeserializationError."""
         if self.func_name != FUNCTION or not self.args or self.args[0] not in self.judges:
             raise JudgeError(
                 f"this worker does not run {self.func_name!r} {self.args[:1]!r:.80}",
@@ -160,14 +138,14 @@ class JudgeWorker(Worker):
         return WORKERS_BY_QUEUE_KEY % self.queues[0].name
 
     def _set_ip_address(self, connection: Any) -> None:
-        """Do not look for the address: rq would list all clients of the server."""
+        """Skip the address: rq would list all clients of the server."""
         self.ip_address = "unknown"
 
     def check_for_suspension(self, burst: bool) -> None:
         """Do nothing: `rq suspend` is for all applications of a server."""
 
     def run_maintenance_tasks(self) -> None:
-        """Clean the queue as rq does, but for what all applications share."""
+        """Clean the queue as rq does, except for shared keys."""
         for queue in self.queues:
             if queue.acquire_maintenance_lock():
                 clean_registries(queue, self._exc_handlers)
@@ -186,7 +164,7 @@ class JudgeWorker(Worker):
 class JudgePool:
     """Runs rq workers as processes and restarts them when they die.
 
-    `judges` are those they may run, each with its sandbox.
+    `judges`: those they may run, each with its sandbox.
     """
 
     def __init__(self, url: str, run: str, judges: Mapping[str, str], workers: int) -> None:

@@ -1,8 +1,7 @@
 """Watch the judges of one worker: time each call, contain its errors, end it in a pause.
 
-A call ends in one of three ways: with a reward; with a JudgeError that names the judge, for
-anything else that it did; with JudgeInterrupted, once an abort pause has lasted `grace_s` seconds.
-A rollout that was interrupted keeps its tokens and is judged when its group is claimed again.
+A call ends with a reward, a JudgeError that names the judge, or JudgeInterrupted after `grace_s`
+seconds of an abort pause; that rollout keeps its tokens and is judged at the next claim.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from producer_workers.user_code.user_function import outcome_of
 
 T = TypeVar("T")
 
+# Returns what a call returns, as `WatchedJudges.run` does.
 Run = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Returns what a call returns, as `WatchedJudges.run` does."""
 
 
 @runtime_checkable
@@ -69,7 +68,6 @@ class WatchedJudges:
         return _WatchedJudge(judge, run)
 
     def close_at_end(self, judge: Closes) -> None:
-        """Close `judge` when the worker ends."""
         self._closed_at_end.append(judge)
 
     async def _timed(self, what: str, grace_s: float, call: Callable[[], Awaitable[T]]) -> T:
@@ -98,10 +96,7 @@ class WatchedJudges:
         return result
 
     def pause(self, epoch: int) -> None:
-        """End the calls that have had their grace since the pause of `epoch` was first carried out.
-
-        A worker repeats this until none of its groups is left.
-        """
+        """End calls whose grace in the pause of `epoch` is over. Called repeatedly."""
         now_s = time.monotonic()
         if epoch != self._epoch:
             self._epoch = epoch
@@ -117,7 +112,6 @@ class WatchedJudges:
             call.interrupt()
 
     def close(self) -> None:
-        """End what the judges hold, their processes for example."""
         for judge in self._closed_at_end:
             judge.close()
 
@@ -153,10 +147,9 @@ class _WatchedGroupJudge:
 
 
 class JudgeTimes:
-    """Counts the answers of one worker's judges by the time they took, failures too.
+    """Counts the answers of one worker's judges by their times, on the event loop.
 
-    `asked` counts answers, failures included; `failed` the failures; `seconds` is the sum of their
-    times. Measured on the event loop, read by the heartbeat's thread.
+    `asked` includes `failed`; `seconds` is the sum. The heartbeat's thread reads them.
     """
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:

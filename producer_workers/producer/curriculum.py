@@ -5,10 +5,8 @@
         solved = math.raw_rewards_sum / max(1, math.raw_rewards_count)
         return {"math": 1.0, "olympiad": 0.0 if solved < 0.7 else 2.0}
 
-The active producer calls it after each train step, with all counts so far
-(buffer/control/progress.py). Its weights are checked, versioned and reported like those of
-`rolloutmq set`, and hold from the first step on for which nothing was started. A function that
-fails changes nothing: the weights stay, and log, events, `status` and `doctor` show the reason.
+The producer calls it after each train step with all counts (buffer/control/progress.py). Its
+weights hold from the first step on for which no group has started. If it fails, the weights stay.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from buffer.wire.own_copy import own_copy
 
 log = logging.getLogger("rolloutmq.producer")
 
+# Weights of some or all training tasks; None or {} leaves all as they are.
 WeightFunction = Callable[[ProduceProgress], Mapping[str, float] | None]
-"""Weights of some or all training tasks; None or an empty mapping leaves all as they are."""
 
 
 class Curriculum:
@@ -39,10 +37,7 @@ class Curriculum:
         self._step = 0
 
     def follow(self, progress: ProduceProgress, producer: str) -> None:
-        """Set the weights for a new train step, if one was taken since the last call.
-
-        Raises Fenced if the nonce `producer` is not the active producer's any more.
-        """
+        """Set the weights for a new train step. Raises Fenced if `producer` is not active."""
         step = progress.next_consumer_step - 1
         if step <= self._step:
             return

@@ -1,8 +1,6 @@
 """The producer of a run: it decides which groups are generated next (I3, I7).
 
-It keeps nothing that Redis does not hold: one is active at a time, and killing it at any moment
-costs nothing. Each round it expires what is too old, takes back what dead workers held, asks every
-task's strategy and starts what that wants, within the room that the scripts compute for themselves.
+One is active at a time. All its state is in Redis, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -32,20 +30,16 @@ from producer_workers.producer.task_producer import TaskProducer
 
 log = logging.getLogger("rolloutmq.producer")
 
+# A round runs at least this often, since leases run out and wake-ups can be lost; more often with
+# short leases: half a lease between two sweeps would count as an outage, in which no lease ends.
 ROUND_S = 1.0
-"""A round runs at least this often: leases run out, and wake-ups can be lost. More often if leases
-are short: half a lease between two sweeps would count as an outage, in which no lease runs out.
-"""
 
 NO_STOP = TaskStop()
 
 
 @dataclass(frozen=True, slots=True)
 class ProducedBatch:
-    """The outcome of `produce_batch`.
-
-    `made`: counts of each task during the call. `leftovers`: the pools' sizes now.
-    """
+    """The outcome of `produce_batch`. `made`: counts of the call. `leftovers`: the pools' sizes."""
 
     status: ProduceBatchStatus
     made: Mapping[str, TaskProgress]
@@ -54,12 +48,9 @@ class ProducedBatch:
 
 
 class Producer:
-    """The producer of a run, active while it is `opened`.
+    """The producer of a run (the reference's AgentLoopManager), active while it is `opened`.
 
     `samplers`, `strategies`: by task. `slice_size`: new prompts in one enqueue.
-
-    The reference's AgentLoopManager. `produce_loop(stop)` is a process of its own; in a loop of
-    your own, call `produce_batch(step)` within `opened()`.
     """
 
     def __init__(
@@ -91,10 +82,9 @@ class Producer:
 
     @contextmanager
     def opened(self, *, take_over: bool = False) -> Iterator[None]:
-        """Be the producer of the run during the block.
+        """Be the producer of the run during the block; a thread sends heartbeats.
 
-        A thread sends heartbeats, since a data set may take long for a row. Raises RoleHeld while
-        another one is alive, LostRun, ConfigError for another `origin`.
+        Raises RoleHeld while another producer is alive, LostRun, ConfigError for another `origin`.
         """
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
         if self._origin:
@@ -112,10 +102,7 @@ class Producer:
         self.role.close()
 
     def produce_loop(self, stop: threading.Event, *, take_over: bool = False) -> None:
-        """Produce until `stop` is set or the run is finished, through outages of the server.
-
-        Raises RoleHeld, Fenced, LostRun.
-        """
+        """Produce until `stop` or the end of the run. Raises RoleHeld, Fenced, LostRun."""
         self._run.store.patience = lambda: not stop.is_set()
         with self.opened(take_over=take_over):
             while not stop.is_set():
@@ -125,10 +112,7 @@ class Producer:
                 self._round_or_wait(state)
 
     def stand_by(self, stop: threading.Event) -> None:
-        """Produce as soon as no other producer does; again a standby if another one is faster.
-
-        Raises what `produce_loop` raises, but for RoleHeld.
-        """
+        """Produce once no other producer does. Raises Fenced, LostRun."""
         self._run.store.patience = lambda: not stop.is_set()
         while self.role.wait_until_vacant(stop):
             try:
@@ -142,10 +126,8 @@ class Producer:
     ) -> ProducedBatch:
         """Produce until the batch of train step `step` is ready for the trainer to take.
 
-        Returns early, with the status that names the reason, if the run is paused or finished or
-        its weights are too old for that step. What is produced is what the strategies want; workers
-        continue with what was started. Raises TimeoutError after `deadline_s` or once `stop` is
-        set, TaskStopped for a task that cannot continue, Fenced.
+        Returns early if the run is paused or finished or its weights are too old; the status says
+        which. Raises TimeoutError after `deadline_s` or `stop`, TaskStopped, Fenced.
         """
         began = time.monotonic()
         before = self._run.read_progress()
@@ -166,7 +148,7 @@ class Producer:
         return batch_status(self.role.renew(), step, self._run.limits)
 
     def _is_ready(self, step: int) -> bool:
-        """Return whether the batch can be taken, without tasks that have enough for it."""
+        """Return whether the batch can be taken, leaving out tasks that have enough for it."""
         shares = self._run.limits.mix().shares(step).items()
         counts = {
             task: n for task, n in shares if not self._halts.get(task, NO_STOP).is_enough_for(step)
@@ -183,7 +165,7 @@ class Producer:
     def _round_or_wait(self, state: ControlState) -> None:
         """Produce one round; if it started nothing, draw ahead, then wait for a wake-up.
 
-        Every result wakes it up, so the sweep runs once per `round_s` only, after the round.
+        Every result wakes it up, so the sweep runs only once per `round_s`, after the round.
         """
         round_s = min(ROUND_S, self._run.limits.lease_ms / 4000)
         started = self.round(state, sweep=False)
@@ -231,10 +213,7 @@ class Producer:
             log.warning("%s: the run holds %s", change, self._memory)
 
     def _produce(self, context: ProduceContext) -> int:
-        """Start the groups that the strategy of a task wants, and return their number.
-
-        A task that cannot continue stops alone, with its reason (I11).
-        """
+        """Start the groups that a task wants. A task that cannot continue stops alone (I11)."""
         task = context.task
         lane = self._run.limits.tasks[task].lane
         if lane not in context.state.lanes or self._is_stopped(context):

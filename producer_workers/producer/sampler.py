@@ -1,8 +1,4 @@
-"""Draws of a task: draw n is a pure function of n, so that the only state is the cursor (I3).
-
-A sampler keeps nothing between draws. In every process and after every crash, draw n has the same
-prompt, the same gid and the same seeds.
-"""
+"""Draws of a task: draw n is a pure function of n, so that the only state is the cursor (I3)."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
 
+# The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
-"""What a sampler adds to `extra`: where the prompt comes from."""
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED}
 
 
@@ -42,13 +38,11 @@ class TooLong:
 
 @dataclass(eq=False)
 class Sampler:
-    """Makes the groups of one task. Threads may share it: nothing in it changes.
+    """Makes the groups of one task. Threads may share it.
 
-    `tools`: JSON schemas for the chat template of every prompt that has none of its own. `images`:
-    for a data set whose rows may have images; each draw writes them into the run's folder, and
-    drawn again, writes the same. `system_prompt`: of conversations that have none of their own.
-    `sources`: patterns of data sources that have a judge; a row of another one is refused, before
-    anything is generated that nothing could judge.
+    `tools`, `system_prompt`: for prompts that have none of their own. `images`: each draw writes
+    the images of its row into the run's folder. `sources`: patterns of data sources that have a
+    judge; rows of other sources are refused.
     """
 
     task: str
@@ -66,18 +60,13 @@ class Sampler:
     sources: Sequence[str] = ()
 
     def gid(self, draw: int) -> str:
-        """Return the group id of a draw."""
         return group_id(self.task, draw)
 
     def place(self, draw: int) -> RowPlace:
-        """Return the epoch and row of a draw."""
         return place_of(draw, len(self.dataset), self.seed, shuffle=self.shuffle)
 
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
-        """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ..., or that it is too long.
-
-        Raises DatasetError if the row cannot be read or made into a prompt.
-        """
+        """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
         place = self.place(draw)
         problem = self._read(draw, place)
         self._check_source(problem.data_source or "", place)
@@ -103,7 +92,7 @@ class Sampler:
         ]
 
     def encode(self, draw: int, states: list[RolloutState]) -> bytes:
-        """Return the payload of a draw's rollouts; raises DatasetError where it cannot be read."""
+        """Return the payload of a draw's rollouts. Raises DatasetError."""
         try:
             return group_bytes.encode_checked(RolloutGroup(self.gid(draw), self.task, states))
         except WireError as error:

@@ -1,10 +1,9 @@
 """How far production of a task runs ahead of the trainer (the reference's strategies).
 
-A target is absolute and cumulative: it follows from the newest weights M, the run's limits and what
-was consumed. What was consumed, is ready or is running counts against it, in the script that starts
-groups, so that a crash, a second producer or a lost reply cannot overshoot. What is filtered or
-fails for good does not count, and is replaced. The limits are the run's own object: a change by
-`rolloutmq set` holds from the next round on.
+A target is absolute and cumulative: it follows from the newest weights M, the run's limits and the
+groups consumed. The script that starts groups counts consumed, ready and running ones against it,
+so a crash, a second producer or a lost reply cannot overshoot. Filtered or failed groups do not
+count. A change of limits by `rolloutmq set` holds from the next round on.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from buffer.wire.staleness import last_step_for
 
 @dataclass(frozen=True, slots=True)
 class ProduceContext:
-    """What a strategy sees of its task in one round; `train_step` is the one that is taken next.
+    """The state of a task in one round, perhaps old: the scripts that start groups count again.
 
-    It may be old by the time it is used. Strategies only say what they want; the scripts that start
-    groups count again.
+    `train_step`: the one that is taken next.
     """
 
     task: str
@@ -36,22 +34,15 @@ class ProduceContext:
     train_step: int
     progress: TaskProgress
     leftovers: Leftovers
-    awaited: int
-    """groups that the trainer waits for to complete a batch that it has taken"""
+    awaited: int  # groups missing from a batch that the trainer has taken
 
     @property
     def available(self) -> int:
-        """Return how many groups were consumed or are ready, since the run began.
-
-        Absolute: a batch that is taken meanwhile does not lower it, so nothing is made twice.
-        """
+        """Return how many groups were consumed or are ready, since the run began."""
         return self.progress.consumed + self.leftovers.completed
 
     def room(self, target: int | None) -> int:
-        """Return about how many groups may be started, and so how many prompts to draw.
-
-        `target`: None for the one that the trainer set.
-        """
+        """Return about how many groups may be started; `target` None: the trainer's own."""
         begun = self.leftovers.waiting + self.progress.running - self.leftovers.expiring
         return (self.progress.target if target is None else target) - self.available - begun
 
@@ -63,10 +54,9 @@ class ProduceContext:
 
     @property
     def shortfall(self) -> int:
-        """Return by how many groups the batches so far were smaller than planned.
+        """Return how many groups the batches so far lack; negative if they were larger.
 
-        It is negative if they were larger, and never made up for. What the trainer waits for is
-        still to come.
+        It is never made up for. Groups that the trainer waits for are still to come.
         """
         planned = self.limits.mix().groups_until(self.task, self.train_step - 1)
         return planned - self.progress.consumed - self.awaited
@@ -75,7 +65,6 @@ class ProduceContext:
 def contexts(
     limits: RunLimits, state: ControlState, progress: ProduceProgress
 ) -> Mapping[str, ProduceContext]:
-    """Return the context of each task in `progress`."""
     step = progress.next_consumer_step
     return {
         task: ProduceContext(
@@ -93,12 +82,12 @@ def contexts(
 
 @dataclass(frozen=True, slots=True)
 class ProducePlan:
-    """What a strategy wants to be started.
+    """The groups that a strategy wants to start.
 
-    target: groups of the task that may have been started or consumed, in all; None for the target
-    that the trainer set. pools: (status, least size), in order: pools whose groups are reissued
-    before new prompts are drawn. tail_step: last train step of the tail batch that expired groups
-    begin; None if they begin none. is_enough: start nothing; the next batch has the ready groups.
+    target: groups started or consumed, in all; None for the trainer's target. pools: (status, least
+    size) of pools to reissue before drawing new prompts, in order. tail_step: last train step of
+    the tail batch that expired groups begin, or None. is_enough: start nothing; the next batch has
+    the ready groups.
     """
 
     target: int | None
@@ -108,32 +97,26 @@ class ProducePlan:
 
 
 class ProduceStrategy(Protocol):
-    """Is asked in every round about one task; its answer depends on nothing but the context."""
+    """Plans one task in every round, from nothing but the context."""
 
-    def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now."""
-        ...
+    def plan(self, context: ProduceContext) -> ProducePlan: ...
 
 
 ShouldContinue = Callable[..., bool]
-"""A user's function of whether production of a task continues (`should_continue_fn`).
+"""A user's function that stops production for the next train step (`should_continue_fn`).
 
     def at_least_half(completed, wanted, *, progress):
         return completed < wanted // 2 and progress.filtered < 10 * wanted
 
-`completed`: groups that are ready. `wanted`: groups that should be, for all steps that the strategy
-produces for at this moment. `progress`: the task's counts since the run began
-(buffer/control/progress.py). Called in every round of the producer. Once it returns False, nothing
-more is started for the next train step: its batch is made of the ready groups.
+Called in every round. `completed`: ready groups. `wanted`: groups for all steps that the strategy
+produces for now. `progress`: the task's counts since the run began (buffer/control/progress.py).
+Once it returns False, the next batch is made of the ready groups.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SyncProduceStrategy:
-    """Produces exactly the batches that the newest weights serve: T <= M + sync_weights_interval.
-
-    Expired groups are not retried.
-    """
+    """Produces the batches that M serves, T <= M + sync_weights_interval; drops expired groups."""
 
     task: str
     limits: RunLimits
@@ -145,7 +128,6 @@ class SyncProduceStrategy:
         return self.limits.mix().groups_until(self.task, min(last, self.limits.steps))
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now."""
         target = self.target(context.state.weights.version) - context.shortfall
         # only what was interrupted too often is among the expired: others are dropped
         has_tail = self.limits.tail_tries(self.task)
@@ -156,13 +138,12 @@ class SyncProduceStrategy:
 
 @dataclass(frozen=True, slots=True)
 class AsyncProduceStrategy:
-    """Produces every step that weights M may still serve, T <= M + stale_threshold, and more.
+    """Produces every step that weights M may still serve, T <= M + stale_threshold, and a surplus.
 
-    The surplus is a share of one batch, not of what is missing: with 4 a batch and
-    `over_sample_threshold` 1.0 there are 4 more than the target. A tail batch has none: once
-    `tail_batch_trigger_size` expired groups wait, only what is missing is started, expired groups
-    first. It begins with the first of them that is reissued, in the same script, and lasts until
-    its groups are made: across rounds, producers, and changes of the settings.
+    The surplus is a share of one batch: 4 a batch with `over_sample_threshold` 1.0 give 4 more. A
+    tail batch begins when `tail_batch_trigger_size` expired groups wait, has no surplus, takes
+    expired groups first, and lasts until its groups are made, across rounds, producers and changes
+    of the settings.
     """
 
     task: str
@@ -175,7 +156,6 @@ class AsyncProduceStrategy:
         return self.limits.mix().groups_until(self.task, last) + self._surplus(last)
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now."""
         trigger = self.limits.of(self.task).tail_batch_trigger_size
         last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
@@ -191,7 +171,7 @@ class AsyncProduceStrategy:
         return ProducePlan(target, pools, last if begins else None, is_enough)
 
     def _is_in_tail_batch(self, context: ProduceContext, last: int) -> bool:
-        """Return whether the newest tail batch is not made, or is all that the weights serve."""
+        """Return whether the newest tail batch is unfinished, or is all that the weights serve."""
         tail_step = context.progress.tail_step
         wanted = self.limits.mix().groups_until(self.task, tail_step) - context.shortfall
         return tail_step >= last or context.available < wanted
@@ -211,7 +191,6 @@ class EvaluationStrategy:
     """Produces as many groups as the trainer asked for (`BatchLedger.set_target`)."""
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        """Return what to start now: first the groups that were begun before."""
         return ProducePlan(None, (("expired", 1), ("aborted", 1)))
 
 
@@ -230,7 +209,6 @@ def _is_enough(
 def strategies_of(
     limits: RunLimits, should_continue: Mapping[str, ShouldContinue | None] | None = None
 ) -> dict[str, ProduceStrategy]:
-    """Return the strategy of each task; `should_continue`: the functions of tasks that have one."""
     functions = should_continue or {}
     return {task: _strategy_of(task, limits, functions.get(task)) for task in limits.tasks}
 

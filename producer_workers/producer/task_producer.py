@@ -1,7 +1,4 @@
-"""Starts the groups of one task: interrupted and expired ones first, then new prompts.
-
-Groups only change stage, in scripts that count the room for themselves (I3, I12).
-"""
+"""Starts the groups of one task: interrupted and expired ones first, then new prompts (I3, I12)."""
 
 from __future__ import annotations
 
@@ -22,18 +19,15 @@ from producer_workers.producer.strategy import ProduceContext, ProducePlan
 
 log = logging.getLogger("rolloutmq.producer")
 
-Prompt = tuple[str, int, bytes]
-"""Gid, rollouts, INIT payload."""
+Prompt = tuple[str, int, bytes]  # gid, rollouts, INIT payload
 
-DRAW_S = 1.0
-"""Groups of a slow data set start after this time, with the prompts that are drawn until then."""
+DRAW_S = 1.0  # groups of a slow data set start after this time, with the prompts drawn until then
 
-PREPARED = 16
-"""Prompts that are drawn ahead between two polls of the control state."""
+PREPARED = 16  # prompts drawn ahead between two polls of the control state
 
 
 class TaskProducer:
-    """The sampler of a task together with its pools (the reference's SamplerWithReplayBuffer).
+    """A task's sampler and pools (the reference's SamplerWithReplayBuffer).
 
     `slice_size`: new prompts in one enqueue, at most.
     """
@@ -54,8 +48,7 @@ class TaskProducer:
     ) -> int:
         """Start as many groups as the plan's target has room for, and return how many.
 
-        `nonce`: of the producer. Raises Fenced, StoreFull, and DatasetError for a row that cannot
-        be used.
+        `nonce`: of the producer. Raises Fenced, StoreFull, and DatasetError for an unusable row.
         """
         started = 0
         for status, at_least in plan.pools:
@@ -75,7 +68,7 @@ class TaskProducer:
         return started + self._start_new(nonce, plan.target, room, context.progress, memory)
 
     def _raise_if_short(self) -> None:
-        """Raise ConfigError for an evaluation that too many groups failed of to be completed."""
+        """Raise ConfigError for an evaluation in which too many groups failed."""
         totals = self._run.account.totals()
         (task,) = [task for task in totals.tasks if task.task == self.task]
         begun = task.waiting + task.running + task.completed + task.aborted + task.expired
@@ -116,7 +109,7 @@ class TaskProducer:
         return done.count
 
     def _prompts(self, cursor: int, room: int) -> list[Prompt]:
-        """Return the next prompts, `room` of them or as many as are drawn within DRAW_S."""
+        """Return the next prompts: `room` of them, or those drawn within DRAW_S."""
         until_s = time.monotonic() + DRAW_S
         prompts = [self._prompt(cursor)]
         while len(prompts) < room and time.monotonic() < until_s:
@@ -151,11 +144,7 @@ class TaskProducer:
         return b""
 
     def prepare(self) -> bool:
-        """Draw some of the next prompts while none may be started; return whether more are missing.
-
-        With new weights, starting them must be fast. A draw depends on its number alone, so drawing
-        it early changes nothing.
-        """
+        """Draw some prompts early, for new weights; return whether more are missing."""
         if self._cursor is None or len(self._ahead) >= self._slice_size:
             return False
         wanted = range(self._cursor, self._cursor + self._slice_size)

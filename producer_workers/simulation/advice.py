@@ -1,8 +1,4 @@
-"""Choose one of several simulated settings, and explain why.
-
-Invariant: staleness is a price, not a goal: the least of it that is as fast, within `NEAR`, as the
-fastest.
-"""
+"""Choose the simulated setting with the least staleness that is nearly the fastest (`NEAR`)."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ from dataclasses import dataclass
 
 from producer_workers.simulation.setting import Outcome, Setting
 
-NEAR = 0.03
-"""A throughput this close to the best is as good: draws and real fleets vary more."""
+NEAR = 0.03  # a throughput this close to the best is as good: draws and real fleets vary more
 
-BUSY = 0.05
-"""The side that idles less than this is what limits the run."""
+BUSY = 0.05  # the side that idles less than this limits the run
 
 Simulated = tuple[Setting, Outcome]
 
@@ -24,7 +18,7 @@ Simulated = tuple[Setting, Outcome]
 class Advice:
     """The advice: `chosen` is an index of the candidates, `reasons` are sentences.
 
-    `workers_wanted` is how many workers would keep the trainer busy.
+    `workers_wanted`: how many workers would keep the trainer busy.
     """
 
     chosen: int
@@ -49,12 +43,10 @@ def advise(candidates: Sequence[Simulated]) -> Advice:
 
 
 def name_of(setting: Setting) -> str:
-    """Return the name of a setting, for a line of a table."""
     return f"max_staleness {setting.max_staleness}, {setting.interruption}"
 
 
 def as_config(setting: Setting) -> str:
-    """Return the lines of a run's config that make this setting."""
     partial = setting.interruption == "partial"
     return "\n".join(
         (

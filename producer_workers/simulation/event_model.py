@@ -4,9 +4,8 @@
                                                ▲            └── interrupted ──┐    └── too old:
                                                └──────────────────────────────┘        wasted
 
-Every rule is the pipeline's own (targets, lanes, order of the pool, expiry, interruptions), with
-two differences: only tokens, train steps and loading weights take time; and a waiting group goes to
-the worker with the most free slots. Pure: the same setting and lengths give the same outcome.
+The rules are the pipeline's own, but only tokens, train steps and loading weights take time, and a
+waiting group goes to the worker with the most free slots. Pure: equal inputs give equal outcomes.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from producer_workers.simulation.setting import Outcome, Setting
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group: `left` are the tokens that each rollout has yet to make.
+    """A group. `left`: tokens that each rollout has yet to make.
 
-    `versions` are the weights under which each rollout was begun; None for one without tokens.
-    `made` counts all tokens that were sampled for it, repeated ones included.
+    `versions`: the weights under which each rollout began, or None. `made`: all sampled tokens,
+    repeated ones included.
     """
 
     lengths: list[int]
@@ -44,7 +43,6 @@ class _Group:
         self.versions = [None] * len(self.lengths)
 
     def has_begun(self) -> bool:
-        """Return whether any rollout has tokens."""
         return any(version is not None for version in self.versions)
 
     def version(self) -> int:
@@ -72,7 +70,6 @@ class _Sequence(NamedTuple):
 
 
 def simulate(setting: Setting, lengths: Lengths, steps: int) -> Outcome:
-    """Run until train step `steps` is done."""
     model = _Model(setting, lengths)
     while model.trained < steps:
         model.advance()
@@ -106,15 +103,12 @@ class _Engines:
         self.queues = [deque() for _ in range(workers)]
 
     def has_room(self) -> bool:
-        """Return whether any worker may hold another group."""
         return self._free > 0
 
     def is_empty(self) -> bool:
-        """Return whether no worker holds a group."""
         return self._free == self.setting.workers * self.setting.concurrency
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock, with the present sequences running."""
         self.busy_s += len(self.running) * seconds
         self.held_s += (self.setting.workers * self.setting.concurrency - self._free) * seconds
         self.clock_s += seconds
@@ -156,7 +150,7 @@ class _Engines:
         return None if group.unfinished else group
 
     def end(self, is_expiring: Callable[[_Group], bool], version: int) -> list[_Group]:
-        """Take groups out of their workers, whose slots are free then. Return them."""
+        """Take groups out of their workers, and return them."""
         left: list[_Sequence] = []
         ended: dict[_Group, int] = {}
         for sequence in self.running:
@@ -178,7 +172,6 @@ class _Engines:
         return list(ended)
 
     def _count_tokens(self, sequence: _Sequence) -> None:
-        """Add what a sequence has made so far to its group."""
         group, index = sequence.group, sequence.member
         made = self.setting.tokens(self.clock_s - sequence.started_s)
         tokens = min(made, group.left[index] - 1)
@@ -320,7 +313,6 @@ class _Model:
         self._wake_s = self._now_s + self._setting.sync_s
 
     def outcome(self) -> Outcome:
-        """Return the figures of the run so far."""
         setting = self._setting
         return Outcome(
             seconds=self._now_s,

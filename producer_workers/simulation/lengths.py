@@ -1,8 +1,4 @@
-"""Supply the response lengths of each draw, from a distribution or from an earlier run.
-
-Invariant: the lengths of draw n depend on nothing but (seed, n), so every setting gets the same
-work.
-"""
+"""Supply response lengths, a pure function of (seed, n): all settings get the same work."""
 
 from __future__ import annotations
 
@@ -16,15 +12,12 @@ import orjson
 from buffer.errors import DatasetError
 from producer_workers.config.distributions import Distribution
 
-Lengths = Callable[[int], list[int]]
-"""Returns the tokens of each rollout of draw n, at least 1."""
+Lengths = Callable[[int], list[int]]  # returns the tokens of each rollout of draw n, at least 1
 
 
 def drawn_lengths(
     distribution: Distribution, group_size: int, *, longest: int, seed: int = 0
 ) -> Lengths:
-    """Draw lengths from a distribution, none over `longest`."""
-
     @cache  # settings are compared on the same draws
     def lengths(draw: int) -> list[int]:
         rng = np.random.default_rng([seed, draw])
@@ -50,10 +43,9 @@ def trace_lengths(path: Path, token_s: float, group_size: int, *, seed: int = 0)
 
 
 def read_trace(path: Path, token_s: float) -> list[int]:
-    """Read the tokens of each line of a JSONL file.
+    """Read the tokens of each line of a JSONL file: 812, {"tokens": 812}, or {"seconds": 9.5}.
 
-    A line is a number, {"tokens": 812}, or {"seconds": 9.5} of one response; seconds become tokens
-    at `token_s`. Raises DatasetError naming the line.
+    Seconds become tokens at `token_s`. Raises DatasetError naming the line.
     """
     try:
         lines = path.read_bytes().splitlines()

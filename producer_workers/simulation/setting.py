@@ -1,7 +1,7 @@
-"""Define what is simulated (a fleet, a trainer, and their coupling), and the figures that result.
+"""Define a simulated fleet and trainer, and the figures that result, as in a run's config.
 
-Invariant: a setting that validates can be simulated. Names and meanings are those of a run's
-config. The benchmark of the real pipeline fills in the same `Outcome`.
+Invariant: a setting that validates can be simulated. The benchmark of the real pipeline fills in
+the same `Outcome`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from buffer.wire.staleness import last_step_for, stale_threshold
 
+# The effect of a weight update on running groups: [policy] pause_mode, or "partial" for abort with
+# [strategy] enable_partial_rollout.
 Interruption = Literal["keep", "drain", "abort", "partial"]
-"""What a weight update does to running groups.
-
-It is [policy] pause_mode, and "partial" for abort with [strategy] enable_partial_rollout.
-"""
 
 
 class Setting(BaseModel):
@@ -29,22 +27,15 @@ class Setting(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: int = Field(ge=1)
-    sequences: int = Field(ge=1)
-    """in one engine at once; more wait in its queue"""
-    concurrency: int = Field(ge=1)
-    """groups that a worker holds at once"""
-    group_size: int = Field(ge=1)
-    """rollouts of a prompt"""
-    batch_size: int = Field(ge=1)
-    """groups of a train step"""
-    token_s: float = Field(gt=0)
-    """between two tokens of one sequence"""
+    sequences: int = Field(ge=1)  # in one engine at once; more wait in its queue
+    concurrency: int = Field(ge=1)  # groups that a worker holds at once
+    group_size: int = Field(ge=1)  # rollouts of a prompt
+    batch_size: int = Field(ge=1)  # groups of a train step
+    token_s: float = Field(gt=0)  # between two tokens of one sequence
+    # until the first token of a request, again after every interruption
     first_token_s: float = Field(0.0, ge=0)
-    """until the first token of a request, again after every interruption"""
-    step_s: float = Field(ge=0)
-    """of a train step"""
-    sync_s: float = Field(0.0, ge=0)
-    """of loading new weights, in which nothing is generated or trained"""
+    step_s: float = Field(ge=0)  # of a train step
+    sync_s: float = Field(0.0, ge=0)  # of loading new weights; no generation or training meanwhile
     sync_weights_interval: int = Field(1, ge=1)
     max_staleness: int = Field(0, ge=0)
     over_sample_threshold: float = Field(0.0, ge=0)
@@ -56,19 +47,14 @@ class Setting(BaseModel):
         return stale_threshold(self.max_staleness, self.sync_weights_interval)
 
     def target(self, version: int) -> int:
-        """Return how many groups may have been started, in all, while `version` is the newest.
-
-        See `AsyncProduceStrategy.target`.
-        """
+        """Return how many groups may have started, see `AsyncProduceStrategy.target`."""
         ahead = ceil(self.over_sample_threshold * self.batch_size)
         return self.batch_size * last_step_for(version, self.stale_threshold) + ahead
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds that a sequence takes for that many tokens."""
         return self.first_token_s + self.token_s * (tokens - 1)
 
     def tokens(self, seconds: float) -> int:
-        """Return the tokens that a sequence has made after that many seconds."""
         if seconds < self.first_token_s:
             return 0
         return int((seconds - self.first_token_s) / self.token_s) + 1
@@ -77,10 +63,9 @@ class Setting(BaseModel):
 def candidates(
     fleet: Setting, staleness: Sequence[int], interruptions: Sequence[str]
 ) -> list[Setting]:
-    """Return `fleet` with every staleness and interruption.
+    """Return `fleet` with every staleness and interruption. Raises ValueError.
 
-    Nothing runs when fully on-policy weights are updated, so that setting occurs once, unless more
-    is started than the batch. Raises ValueError.
+    On-policy settings without a surplus run nothing during an update, so they occur once.
     """
     settings = []
     for age, interruption in product(sorted(set(staleness)), dict.fromkeys(interruptions)):
@@ -95,11 +80,10 @@ def candidates(
 class Outcome:
     """The figures of `steps` train steps, from the first draw to the end of the last step.
 
-    - busy_s: seconds in which sequences generated, over all sequences; capacity_s: seconds there
-      were.
+    - busy_s, capacity_s: seconds in which sequences generated, or could have, over all sequences.
     - held: share of the groups that workers may hold at once that they did hold.
-    - trained_tokens: generated and trained; wasted_tokens: generated for groups that expired, or
-      again after an interruption. What is unfinished at the end is neither.
+    - wasted_tokens: generated for groups that expired, or again after an interruption. Unfinished
+      groups count neither as trained nor as wasted.
     - staleness: groups by their age in train steps when they were taken.
     """
 
@@ -116,7 +100,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return trained tokens per second, the purpose of the run."""
+        """Return trained tokens per second."""
         return self.trained_tokens / self.seconds
 
     @property
@@ -145,7 +129,6 @@ class Outcome:
         return sum(age * count for age, count in self.staleness.items()) / max(1, groups)
 
     def summary(self) -> dict[str, float]:
-        """Return the figures that settings are compared by."""
         return {
             "step_s": self.seconds / self.steps,
             "tokens_per_s": self.tokens_per_s,

@@ -1,7 +1,7 @@
 """Define what crosses between a caller and a user's function of one kind, in a process or not.
 
-A module of a kind has one `Border` as a constant, which both sides name as "module:NAME". Its
-module is imported in every process of that kind, so it must import little.
+Both sides name a `Border` as "module:NAME". Every process of that kind imports the module, so it
+must import little.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from producer_workers.user_code.user_frames import user_frames
 class Border:
     """A kind of function whose arguments are values of the types in `arguments`.
 
-    Subclasses change one step or another of a call:
+    Subclasses change steps of a call:
 
         write ──▶ read ──▶ call ──▶ check ──▶ result
         caller    └──── its process ────┘     caller
@@ -44,7 +44,6 @@ class Border:
         return self._encoder.encode(arguments)
 
     def read(self, data: bytes) -> tuple[Any, ...]:
-        """Return the arguments that `write` wrote."""
         arguments: tuple[Any, ...] = self._decoder.decode(data)
         return arguments
 
@@ -61,23 +60,22 @@ class Border:
         return plain
 
     def told(self, error: BaseException) -> str:
-        """Return an error in the words that a model gets, where a model made the call."""
+        """Return an error in words for the model that made the call."""
         return describe(error)
 
 
 def load_border(spec: str) -> Border:
-    """Return the border at "module:NAME"."""
     border = load_object(spec, kind="border")
     if not isinstance(border, Border):
         raise UserCodeError(f"{spec} is not a Border")
     return border
 
 
+# How a process makes calls: one after the other; many in its event loop; many in threads.
 Mode = Literal["plain", "coroutines", "threads"]
-"""How a process makes calls: one after the other; many in its event loop; many in threads."""
 
+# Calls that one process makes at once.
 ROOM: dict[Mode, int] = {"plain": 1, "coroutines": 64, "threads": 16}
-"""Calls that one process makes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +83,14 @@ class Failure:
     """Why a call has no result. It crosses from the process of a function to its caller."""
 
     said: str
-    told: str
-    """what a model gets to read of it"""
+    told: str  # the text for a model
     hint: str = ""
-    frames: str = ""
-    """where it was raised in the user's code, the innermost last, one a line"""
-    is_own: bool = False
-    """whether `said` is of this project, and names the function"""
+    frames: str = ""  # places in the user's code, the innermost last, one a line
+    is_own: bool = False  # whether `said` is of this project, and names the function
     is_out_of_memory: bool = False
 
     @classmethod
     def of(cls, error: BaseException, border: Border) -> Failure:
-        """Return why a call that raised `error` has no result."""
         frames = "\n".join(user_frames(error))
         if isinstance(error, RolloutMQError):
             return cls(error.message, border.told(error), error.hint, frames, is_own=True)
@@ -108,12 +102,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How one function is called, and what errors say of it.
+    """How one function is called, and how errors name it.
 
-    `what`: kind and name. `limit_s`: of each call. `memory_mb`: address space of a process, 0 for
-    no limit. `limit_key`, `memory_key`: the settings of these. `repeats`: a call is made again,
-    alone, where its process ended, perhaps for another call's fault. `grace_s`: time in which a
-    call that is not wanted any more must end, where its process makes others, too.
+    `what`: kind and name. `limit_s`: of each call. `memory_mb`: address space of a process, or 0.
+    `limit_key`, `memory_key`: their settings. `repeats`: a call whose process ended is repeated
+    alone. `grace_s`: time in which an unwanted call must end if its process makes others.
     """
 
     what: str
@@ -126,14 +119,11 @@ class Rules:
     mode: Mode = "plain"
     repeats: bool = True
     grace_s: float = 1.0
-    start_s: float = 300.0
-    """time in which a process must have imported the function"""
+    start_s: float = 300.0  # time in which a process must have imported the function
     error: type[UserCodeError] = UserCodeError
-    hint: str = ""
-    """what to do about an exception, where nothing better is known"""
+    hint: str = ""  # what to do about an exception, where nothing better is known
 
     def failed(self, failure: Failure) -> UserCodeError:
-        """Return the error of a call that failed."""
         said = failure.said if failure.is_own else f"{self.what} raised {failure.said}"
         hint = failure.hint if failure.is_own else failure.hint or self.hint
         if failure.is_out_of_memory and self.memory_key:
@@ -141,7 +131,6 @@ class Rules:
         return self.error(said, hint=hint, told=failure.told, frames=failure.frames)
 
     def over_limit(self) -> UserCodeError:
-        """Return the error of a call that took too long."""
         return self.error(
             f"{self.what} exceeded its limit of {self.limit_s:g} s",
             hint=f"raise {self.limit_key}, or make it faster"
@@ -165,17 +154,15 @@ _MARK = "rolloutmq_runs_inline"
 
 
 def runs_inline(function: F) -> F:
-    """Mark a function of yours that answers in milliseconds and never hangs.
+    """Mark a function of yours that answers in milliseconds and never hangs: it needs no process.
 
-    It may be a judge, a filter of groups, a tool, a factory of environments, an agent, a record
-    function or a factory of data sets, an order, a curriculum or a should_continue_fn. It is called
-    in a thread of the process that needs it, or in its event loop if it is a coroutine function,
-    which must not block.
+    It may be a judge, filter, tool, environment factory, agent, record function, data set factory,
+    order, curriculum or should_continue_fn. It runs in a thread, or in the event loop if it is a
+    coroutine function, which must not block.
     """
     setattr(function, _MARK, True)
     return function
 
 
 def is_marked_inline(function: Callable[..., Any]) -> bool:
-    """Return whether a function has the mark of `runs_inline`."""
     return bool(getattr(function, _MARK, False))

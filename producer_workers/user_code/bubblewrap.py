@@ -1,8 +1,8 @@
 """Build the command that runs a program with nothing but an interpreter around it, by bubblewrap.
 
-The program sees its interpreter with its packages and the system's libraries, read-only, and a /tmp
-of its own of limited size. It has no network, no environment, no /proc, no devices but null, zero,
-random and urandom, no capabilities, and namespaces of its own. See `syscall_filter` for the rest.
+The program sees its interpreter, packages and system libraries, read-only, and a limited /tmp. It
+has namespaces of its own, no network, environment, /proc or capabilities, and no devices but null,
+zero, random and urandom. See `syscall_filter` for the rest.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _binds() -> tuple[str, ...]:
 
 
 class Machine(NamedTuple):
-    """What a filter must know of a processor: audit number, calls to refuse, `clone`."""
+    """A processor's audit number, calls to refuse, and `clone`."""
 
     audit: int
     refused: tuple[int, ...]
@@ -139,11 +139,11 @@ _AARCH64 = (
 # The same numbers everywhere: io_uring_setup, open_tree to fspick, mount_setattr, memfd_secret.
 _NEWER = (425, 428, 429, 430, 431, 432, 433, 442, 447)
 
+# By `platform.machine()`.
 MACHINES = {
     "x86_64": Machine(0xC000003E, _X86_64 + _NEWER, clone=56),
     "aarch64": Machine(0xC00000B7, _AARCH64 + _NEWER, clone=220),
 }
-"""The processors that a filter is known for, by `platform.machine()`."""
 
 _CLONE3 = 435
 _CLONE_THREAD = 0x10000

@@ -1,10 +1,8 @@
-"""Call the functions of a user that decide something for a producer or a submit.
+"""Call the functions of a user that decide something for a producer or a submit, from threads.
 
-    order                [policy] order             Finished ──▶ score
-    should_continue_fn   [strategy]                 completed, wanted, progress ──▶ bool
-    curriculum           [plan]                     ProduceProgress ──▶ weights by task
-
-They are called from threads, and answer within `LIMIT_S`.
+order                [policy] order             Finished ──▶ score
+should_continue_fn   [strategy]                 completed, wanted, progress ──▶ bool
+curriculum           [plan]                     ProduceProgress ──▶ weights by task
 """
 
 from __future__ import annotations
@@ -18,22 +16,17 @@ from buffer.model.order_policy import Finished, OrderFunction
 from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import BlockingCall, call_of
 
-LIMIT_S = 30.0
-"""Time for one decision: groups are not submitted, or not started, before it is made."""
+LIMIT_S = 30.0  # time for one decision: groups are not submitted, or not started, before it is made
 
 MEMORY_MB = 4096
 
 
 class OrderBorder(Border):
-    """Its argument is a group; its result is a score."""
-
     def check(self, name: str, result: Any, *arguments: Any) -> float:
         return float(result)
 
 
 class ContinueBorder(Border):
-    """Its arguments are two counts and the progress of a task; its result is yes or no."""
-
     def call(self, function: Any, *arguments: Any) -> Any:
         completed, wanted, progress = arguments
         return function(completed, wanted, progress=progress)
@@ -43,8 +36,6 @@ class ContinueBorder(Border):
 
 
 class CurriculumBorder(Border):
-    """Its argument is the progress of a run; its result is weights of some tasks, or None."""
-
     def check(self, name: str, result: Any, *arguments: Any) -> dict[str, float]:
         if not isinstance(result or {}, Mapping):
             raise UserCodeError(
@@ -64,12 +55,10 @@ def order_call(spec: str, function: OrderFunction | None) -> OrderFunction | Non
 
 
 def curriculum_call(spec: str, function: Callable[..., Any]) -> BlockingCall:
-    """Return what calls a curriculum of a user."""
     return _decision("curriculum", spec, function, "CURRICULUM")
 
 
 def continue_call(spec: str, function: Callable[..., Any]) -> Callable[..., bool]:
-    """Return what calls a `should_continue_fn` of a user."""
     call = _decision("should_continue_fn", spec, function, "CONTINUE")
 
     def should_continue(completed: int, wanted: int, *, progress: TaskProgress) -> bool:

@@ -1,8 +1,7 @@
 """Run a user's function for the process that started this one (process_function.py).
 
-A frame is a header, call number and length, and that many bytes. The caller sends arguments, as
-the border of the kind writes them, or an empty frame that cancels its call. The answer is a
-`CallAnswer`; the first one, number 0, is the end of the start.
+A frame is a call number, a length, and that many bytes: the arguments, or nothing to cancel the
+call. The answer is a `CallAnswer`; number 0 ends the start.
 """
 
 from __future__ import annotations
@@ -29,16 +28,12 @@ from producer_workers.user_code.border import Border, Failure, Mode, load_border
 from producer_workers.user_code.user_function import CallOutcome, attempt, contain_exits, outcome_of
 
 HEADER = struct.Struct("<QQ")
-READY = 0
-"""The number of the answer that ends the start; calls count from 1."""
+READY = 0  # the number of the answer that ends the start; calls count from 1
 
-LONGEST_ANSWER = 1 << 28
-"""Bytes of an answer that are sent."""
+LONGEST_ANSWER = 1 << 28  # bytes
 
 
 class Order(TypedDict):
-    """What a caller asks of such a process."""
-
     path: str
     border: str
     options: dict[str, Any]
@@ -51,7 +46,7 @@ class Order(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """The end of a call: what its border's `check` returned, or why there is nothing."""
+    """The end of a call: what its border's `check` returned, or why there is no result."""
 
     result: Any = None
     failure: Failure | None = None
@@ -178,10 +173,7 @@ def lower(limit: int, value: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, `parent`, ends in any way.
-
-    Only on Linux. Elsewhere it ends once it reads from its parent again.
-    """
+    """Have the kernel (Linux only) kill this process when `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the line above

@@ -1,8 +1,4 @@
-"""POST JSON to a service of the user's, and ask again where it may help.
-
-The request is repeated, with growing pauses, for: no connection, no answer in time, 408, 425, 429,
-5xx. Any other status is final.
-"""
+"""POST JSON to a service of the user's, again without an answer or after 408, 425, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from buffer.redis.connection.retry import Backoff
 
 log = logging.getLogger("rolloutmq.judge")
 
-LONGEST_ANSWER = 1 << 20
-"""Bytes of the longest answer that is read."""
+LONGEST_ANSWER = 1 << 20  # bytes that are read
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
@@ -36,14 +31,13 @@ def check_aiohttp(what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service that answers JSON with JSON. `what`: as errors call it."""
+    """A service that answers JSON with JSON. `what`: its name in errors."""
 
     what: str
     url: str
     timeout_s: float
     retries: int
-    hint: str
-    """what to do where it does not answer"""
+    hint: str  # what to do where it does not answer
 
     async def ask(self, question: object) -> Any:
         """Return the answer to `question`. Raises JudgeError after the last try."""

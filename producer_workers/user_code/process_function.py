@@ -25,22 +25,20 @@ from producer_workers.user_code.function_server import Order
 from producer_workers.user_code.user_function import TURNS, UserFunction
 from producer_workers.user_code.user_process import Ended, UserProcess
 
+# Calls a user's function, here or in another process. Raises the error of its rules only.
 Call = Callable[..., Awaitable[Any]]
-"""Calls a user's function, here or in another process. Raises the error of its rules only."""
 
-END_S = 5.0
-"""Time for the functions that are called from threads to end with this process."""
+END_S = 5.0  # time for the functions that are called from threads to end with this process
 
 _OPEN = weakref.WeakSet["UserFunction | ProcessFunction"]()
 
-CROWD = 8
-"""Calls in one process from which on another one is started, up to the number that is allowed."""
+CROWD = 8  # calls in one process from which on another one starts, up to the allowed number
 
 
 class ProcessFunction:
-    """Calls the function at `path`, of the kind of `border`, in processes by `rules`.
+    """Calls the function at `path`, of the kind of `border`, in processes that start when needed.
 
-    They are started when they are needed. `options`: arguments for `Border.load`.
+    `options`: arguments for `Border.load`.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class ProcessFunction:
     async def __call__(self, *arguments: Any) -> Any:
         """Return the checked result.
 
-        Raises the rules' error for anything that the function does, and after its limit; and
-        ProcessUnavailable where it cannot be called.
+        Raises the rules' error for any fault of the function, and ProcessUnavailable if it cannot
+        be called.
         """
         frame = self._write(arguments)
         async with self._turns:
@@ -80,7 +78,6 @@ class ProcessFunction:
                 process.end("its only call is over", is_fault=False)
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._processes:
             process.end("its calls are over", is_fault=False)
 
@@ -118,7 +115,7 @@ def call_of(
 ) -> UserFunction | ProcessFunction:
     """Return what calls a user's function: in processes, which import it by `path`.
 
-    Here, in up to `turns` threads, where it is declared to run inline, or has no path.
+    Without a path, or if it is declared to run inline, it is called here, in up to `turns` threads.
     """
     if path is not None and not is_marked_inline(function):
         return ProcessFunction(path, border, rules, options)
@@ -135,8 +132,6 @@ class BlockingCall:
         weakref.finalize(self, _close, call).atexit = False  # see _settle
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return the result. Raises what `call` raises."""
-
         async def ask() -> Any:
             return await self._call(*arguments)
 
@@ -149,7 +144,7 @@ def _close(call: UserFunction | ProcessFunction) -> None:
 
 @cache
 def _background_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop in a thread of its own, which lives as long as this process."""
+    """Return an event loop in a thread that lives as long as this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="user-functions", daemon=True).start()
     atexit.register(_end, loop)

@@ -1,7 +1,4 @@
-"""The borders of functions that get rollouts: judges of one, judges of a group, and filters.
-
-Groups travel in the wire format.
-"""
+"""The borders of functions that get rollouts (judges and filters), in the wire format of groups."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
 from producer_workers.user_code.border import Border
 
+# Called with one rollout, with `states`, or with the group as its argument.
 Shape = Literal["rollout", "group", "filter"]
-"""How a function is called: with one rollout, with `states`, or with the group as its argument."""
 
 
 class RolloutBorder(Border):
-    """Its argument is a list of rollouts; what no judge reads of them does not cross."""
+    """Its argument is a list of rollouts, without the fields that no judge reads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,18 +66,15 @@ BORDERS: dict[Shape, str] = {
 }
 
 
-Number = Real | np.bool_
-"""What counts as a number; a bool of numpy is none to Python."""
+Number = Real | np.bool_  # to Python, a bool of numpy is not a number
 
-LARGEST = float(np.finfo(np.float32).max)
-"""The largest score: beyond it, a float32 is infinite."""
+LARGEST = float(np.finfo(np.float32).max)  # beyond it, a float32 is infinite
 
+# Columns of a rollout that a judge may return beside its reward (`RolloutState`).
 TOKEN_COLUMNS = ("token_rewards", "teacher_logprobs", "ref_logprobs", "values")
-"""Columns of a rollout that a judge may return beside its reward (`RolloutState`)."""
 
 
 def _fits(value: Any) -> bool:
-    """Return whether `value` is finite as a float32, which is what trainers get."""
     try:
         return abs(float(value)) <= LARGEST
     except OverflowError:  # an integer beyond the range of floats
@@ -88,7 +82,7 @@ def _fits(value: Any) -> bool:
 
 
 def _is_name(key: Any) -> bool:
-    """Return whether `key` can be written as UTF-8, which one with half of a surrogate cannot."""
+    """Return whether `key` can be written as UTF-8, without half of a surrogate pair."""
     return isinstance(key, str) and not any("\ud800" <= char <= "\udfff" for char in key)
 
 
@@ -123,10 +117,7 @@ def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_answer(name: str, result: Any) -> dict[str, Any]:
-    """Return `result` of judge `name` as a reward, with the token columns in it as lists.
-
-    Raises JudgeError.
-    """
+    """Return `result` as a reward with its token columns as lists. Raises JudgeError."""
     if not isinstance(result, Mapping):
         return check_reward(name, result)
     columns = {
@@ -162,7 +153,7 @@ def _column(name: str, key: str, value: Any) -> Any:
 
 
 def check_answers(name: str, results: Any, count: int) -> list[dict[str, Any]]:
-    """Return `results` of judge `name` as answers for `count` rollouts. Raises JudgeError."""
+    """Return `results` of judge `name` for `count` rollouts. Raises JudgeError."""
     is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
     if not is_list or len(results) != count:
         raise JudgeError(

@@ -1,8 +1,8 @@
 """Run a Python program that a model wrote, in a sandbox.
 
 bubblewrap: the program sees nothing but its interpreter; see `bubblewrap` and `syscall_filter`.
-weak: a process with limits of time, memory and files, without a network where the kernel permits
-`unshare`. It reads and writes what its user may, the environments of that user's processes too.
+weak: a process with limits, without a network if the kernel permits `unshare`; it reads and writes
+what its user may, the environments of that user's processes too.
 A URL: a service runs it; see `external_sandbox`.
 """
 
@@ -38,16 +38,15 @@ log = logging.getLogger("rolloutmq.worker")
 
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
-LONGEST_OUTPUT = 64 * 1024
-"""Bytes of stdout and of stderr that are kept. A program that writes `file_mb` is ended."""
+LONGEST_OUTPUT = 64 * 1024  # bytes of stdout and of stderr that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of one program. `time_s` limits both the wall clock and the CPU time.
 
-    `memory_mb` is its address space, `file_mb` one file and what it prints, `files` those that are
-    open at once, `disk_mb` all files together (bubblewrap only, in memory).
+    `memory_mb`: address space. `file_mb`: one file, and the output. `files`: open at once.
+    `disk_mb`: all files together (bubblewrap only, in memory).
     """
 
     time_s: float = 10.0
@@ -64,8 +63,7 @@ DEFAULT_LIMITS = Limits()
 class ProgramResult:
     """How a program ended, and the first 64 KiB of its outputs.
 
-    `exit_code` is negative, or above 128, for a signal. It is None where `problem` says which limit
-    was reached.
+    `exit_code`: negative, or above 128, for a signal; None if it reached the limit in `problem`.
     """
 
     exit_code: int | None
@@ -74,7 +72,6 @@ class ProgramResult:
     problem: str = ""
 
     def describe(self) -> str:
-        """Return what it printed, and what went wrong."""
         if self.problem:
             return f"{self.stdout}error: {self.problem}"
         if self.exit_code == 0:
@@ -85,13 +82,10 @@ class ProgramResult:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """How a program is started, beside its limits."""
-
     command: Sequence[str]
     folder: str = "/"
     environment: dict[str, str] = field(default_factory=dict)
-    files: Sequence[int] = ()
-    """descriptors that bubblewrap reads and closes"""
+    files: Sequence[int] = ()  # descriptors that bubblewrap reads and closes
 
 
 def check_sandbox(sandbox: str) -> None:
@@ -129,9 +123,8 @@ def isolation() -> tuple[str, ...]:
 def run_program(
     program: str, stdin: str = "", limits: Limits = DEFAULT_LIMITS, sandbox: str = BUBBLEWRAP
 ) -> ProgramResult:
-    """Run a program, and keep nothing of it.
+    """Run a program; blocks for little more than `limits.time_s`, or longer for a slow service.
 
-    Blocks for little more than `limits.time_s`, and longer for a service that does not answer.
     Raises SandboxUnavailable, and JudgeError where a service fails.
     """
     if is_url(sandbox):
@@ -210,7 +203,7 @@ def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
 def _read(
     process: subprocess.Popen[bytes], outputs: list[bytearray], deadline: float, most: int
 ) -> str:
-    """Keep the beginning of each output; return which limit was reached, "" for none."""
+    """Keep the beginning of each output; return which limit was reached, or ""."""
     sizes = [0, 0]
     with selectors.DefaultSelector() as open_streams:
         for number, stream in enumerate((process.stdout, process.stderr)):
@@ -235,11 +228,9 @@ def _read(
     return ""
 
 
-RETRIES = 3
-"""Further attempts where a service does not answer."""
+RETRIES = 3  # further attempts where a service does not answer
 
-WAIT_S = 30.0
-"""Time that a service has beside that of the program: for its queue."""
+WAIT_S = 30.0  # for the queue of a service, beside the time of the program
 
 
 class _Result(BaseModel):

@@ -15,11 +15,10 @@ _MOST = 8
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """Return the places in a user's code where `error` was raised, the innermost last.
+    """Return the places ("file:line in function") in a user's code, the innermost last.
 
-    Each is "file:line in function". A user's code may be installed as a library: without any other,
-    places in libraries are returned. There are none where code of this project raised the error
-    and called no code of a user.
+    Without any, return places in libraries, which a user's code may be, unless code of this project
+    raised the error and called no code of a user.
     """
     found = traceback.extract_tb(error.__traceback__)
     others = [each for each in found if not each.filename.startswith(_OURS)]

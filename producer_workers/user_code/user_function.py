@@ -1,9 +1,8 @@
 """Call a user's function in this process: it may raise anything, or never return.
 
-A coroutine function runs in the event loop. Any other runs in a thread, since it would hold up
-every generation of the worker in the loop. A thread cannot be ended: one that exceeds its limit is
-abandoned, and another takes its turn, up to `MOST_ABANDONED` of them. So only functions that are
-declared to run inline are called here, and those that have no name to import them by.
+A coroutine function runs in the event loop, any other in a thread. A thread cannot be ended: one
+over its limit is abandoned, up to `MOST_ABANDONED`. So only inline functions, and those without an
+import path, are called here.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
 from producer_workers.user_code.border import Border, Failure, Rules
 
-TURNS = 4
-"""Calls of one function that run in threads at once, where nothing else is said."""
+TURNS = 4  # calls of one function that run in threads at once, by default
 
+# Threads of one function over its limit that still run; with more, it is not called.
 MOST_ABANDONED = 64
-"""Threads of one function that exceeded its limit and still run; with more, it is not called."""
 
+# The last calls in threads: name, begin and end by time.monotonic.
 LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
-"""The last calls in threads of this process: name, begin and end, in seconds of time.monotonic."""
 
 
 class CallOutcome(NamedTuple):
@@ -41,7 +39,6 @@ class CallOutcome(NamedTuple):
 
 
 def attempt(what: str, call: Callable[[], Any]) -> CallOutcome:
-    """Return how the call of `what` ended."""
     began_s = time.monotonic()
     try:
         return CallOutcome(call())
@@ -85,7 +82,6 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
 
 
 async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> CallOutcome:
-    """Return how the coroutine of `what` ended."""
     try:
         return CallOutcome(await call())
     except BaseException as error:  # also SystemExit, which would end the event loop
@@ -105,11 +101,7 @@ class UserFunction:
         self._idle: list[_Caller] = []
 
     async def __call__(self, *arguments: Any) -> Any:
-        """Return its result.
-
-        Raises the rules' error for anything that it does, and ProcessUnavailable once too many of
-        its calls hang.
-        """
+        """Return its result. Raises the rules' error; ProcessUnavailable if too many calls hang."""
         own = map(readers_copy, arguments)
         call = partial(self._border.call, self._function, *own)
         if self._rules.mode == "coroutines":
@@ -179,8 +171,8 @@ class UserFunction:
         return work.result()
 
 
+# These end an event loop. A worker handles a real Ctrl-C as a signal.
 _ENDS = (SystemExit, KeyboardInterrupt)
-"""What ends an event loop. A real Ctrl-C is a signal, which a worker handles otherwise."""
 
 
 class UserExit(RolloutMQError):
@@ -188,7 +180,7 @@ class UserExit(RolloutMQError):
 
 
 class Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises UserExit where `inner` raises what would end more than itself."""
+    """A coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -219,7 +211,7 @@ class Contained(Coroutine[Any, Any, Any]):
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Contain both in every task that `loop` starts from now on."""
+    """Contain `_ENDS` in every task that `loop` starts from now on."""
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
 

@@ -1,8 +1,7 @@
 """One process that makes calls of a user's function, until it ends or is ended.
 
-Processes are started by exec, never by fork, so they share no engine and no device with their
-parent. What crosses is msgpack over a socket pair, never pickle. The kernel kills the processes
-with their parent.
+It starts by exec, never by fork, so it shares no engine and no device with its parent, and dies
+with it. msgpack crosses over a socket pair, never pickle.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from producer_workers.user_code.function_server import HEADER, READY, CallAnswer
 
 log = logging.getLogger("rolloutmq.worker")
 
+# Processes that were ended for what a call did, by kind and name of their function.
 REPLACED = Counter[str]()
-"""Processes that were ended for what a call did, by kind and name of their function."""
 
 _BOOT = """
 import json, sys
@@ -40,14 +39,11 @@ main(order)
 
 
 class Ended(Exception):
-    """A process ended with calls under way. Its text: how, for people."""
+    """A process ended with calls under way. Its text says how."""
 
 
 class UserProcess:
-    """One process, which makes several calls at once if it `is_shared`.
-
-    It is started by the first call, and ends with `end`, or by itself.
-    """
+    """One process, started by its first call; it makes several calls at once if it `is_shared`."""
 
     def __init__(self, order: Order, border: Border, rules: Rules, *, is_shared: bool) -> None:
         self.is_ended = False
@@ -66,17 +62,13 @@ class UserProcess:
 
     @property
     def room(self) -> int:
-        """Return how many calls more it may make now."""
         if self.is_ended or self._is_leaving:
             return 0
         most = ROOM[self._rules.mode] if self._is_shared else 1
         return most - self._calls - len(self._unwanted)
 
     async def ask(self, frame: bytes) -> Any:
-        """Return the result of one call.
-
-        Raises the rules' error, ProcessUnavailable, and Ended if the process ends.
-        """
+        """Return the result of one call. Raises the rules' error, ProcessUnavailable, or Ended."""
         self._calls += 1
         try:
             self._started = self._started or asyncio.create_task(self._start())
@@ -123,7 +115,7 @@ class UserProcess:
             loop.call_later(self._rules.grace_s, self._end_unwanted, number)
 
     def _end_unwanted(self, number: int) -> None:
-        """End the process of a call that goes on though it is not wanted: threads, once idle."""
+        """End the process of an unwanted call that goes on; a process of threads, once idle."""
         if number not in self._unwanted or self.is_ended:
             return
         if self._rules.mode == "coroutines":

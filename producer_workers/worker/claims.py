@@ -1,14 +1,8 @@
 """What a worker claims, and when.
 
-It claims the next group as soon as a member of another is sampled: judging and submitting need no
-room in the engine. Groups that wait for their judge are bounded by task: a task whose judge is too
-slow is not claimed any more, the others are.
-
-With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
-increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
-queues in the engine, then add one group at a time; when requests queue, or the KV cache runs short,
-subtract the groups that queue. A group that waits in one engine could have run in another, and
-grows old.
+Groups that wait for their judge need no room in the engine, but are bounded by task. `concurrency =
+"auto"` finds the limit by additive increase and multiplicative decrease (as TCP): double it while
+nothing queues in the engine, then add one at a time; subtract the groups that queue.
 """
 
 from __future__ import annotations
@@ -35,20 +29,16 @@ from producer_workers.worker.inbox import Inbox, PartFailed, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
-KV_SHORT = 0.95
-"""Share of the KV cache from which an engine begins to evict requests."""
+KV_SHORT = 0.95  # share of the KV cache from which an engine begins to evict requests
 
-START = 8
-"""Groups that a worker begins with."""
+START = 8  # groups that a worker begins with
 
+# Polls in a row that must find a queue: new requests wait for a moment in every engine.
 QUEUED_POLLS = 2
-"""Polls in a row that must find a queue: new requests wait for a moment in every engine."""
 
-FREE_FAILURES = 16
-"""Failures in a row that cause no pause between claims."""
+FREE_FAILURES = 16  # failures in a row without a pause
 
-LONGEST_S = 30.0
-"""The longest pause between claims; it takes some 20 more failures to grow to this."""
+LONGEST_S = 30.0  # the longest pause between claims, after some 20 more failures
 
 REFUSALS = {
     "FULL": "the run holds as many payload bytes as it may",
@@ -84,11 +74,7 @@ class AdaptiveConcurrency:
 
 
 class FailureBackoff:
-    """Pauses the claims of a worker whose every try fails.
-
-    Its code or its machine may be broken while others work: without a pause, it would use up the
-    tries of all groups. A single success ends the pauses.
-    """
+    """Pauses the claims of a worker whose tries all fail, to save the tries of the groups."""
 
     def __init__(self) -> None:
         self._in_row = 0
@@ -101,22 +87,20 @@ class FailureBackoff:
             self._until_s = now_s + min(LONGEST_S, 1.2 ** min(over, 100))
 
     def succeeded(self) -> None:
-        """Count a try that gave a result."""
         self._in_row = 0
         self._until_s = 0.0
 
     def must_pause(self, now_s: float) -> bool:
-        """Return whether nothing is claimed now."""
         return now_s < self._until_s
 
 
+# The held groups, each with the share of its members that may need the engine, 0..1.
 Shares = Mapping[Job, float]
-"""The groups that are held, each with the share of its members that may need the engine, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vacancy:
-    """Room for `limit` groups of what `serves` names, beside those that are `sampled` now."""
+    """Room for `limit` groups of the tasks in `serves`, beside those that are `sampled` now."""
 
     limit: int
     serves: Serves
@@ -139,12 +123,11 @@ class Claims:
         self.failures = FailureBackoff()
 
     def limit(self) -> int:
-        """Return how many groups may be sampled at once."""
         wanted = self._run.limits.concurrency or self._concurrency
         return self._adaptive.limit if wanted == "auto" else wanted
 
     def vacancy(self, shares: Shares) -> Vacancy | None:
-        """Return the room for another claim; None where no group may be claimed now."""
+        """Return the room for another claim, or None."""
         if self.failures.must_pause(time.monotonic()):
             self._problem.report("every try of this worker fails, so it pauses between claims")
             return None
@@ -194,10 +177,7 @@ class Claims:
 
 
 class WakeUp:
-    """Waits on a thread for a wake-up of the workers, and posts JOBS_MAY_WAIT after it.
-
-    A wake-up is for one worker: one that has no vacancy must not wait for it.
-    """
+    """Waits on a thread for a wake-up, which only a worker with a vacancy may take."""
 
     def __init__(self, run: Run, inbox: Inbox) -> None:
         self._run = run
@@ -207,12 +187,11 @@ class WakeUp:
         self.is_awaited = False
 
     def wait(self, timeout_s: float) -> None:
-        """Begin to wait; post JOBS_MAY_WAIT at the wake-up, or after `timeout_s` without one."""
+        """Post JOBS_MAY_WAIT at the wake-up, or after `timeout_s`."""
         self.is_awaited = True
         self._task = asyncio.create_task(self._wait(timeout_s))
 
     def cancel(self) -> None:
-        """End the wait."""
         if self._task:
             self._task.cancel()
 

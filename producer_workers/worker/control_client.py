@@ -1,7 +1,6 @@
-"""The worker's side of the control state: its view of it, and the connection that keeps it current.
+"""The worker's view of the control state, and the connection that keeps it current (I10).
 
-While the connection is down, heartbeats bring the state and carry the receipts: the same, later
-(I10).
+While the connection is down, heartbeats bring the state and carry the receipts.
 """
 
 from __future__ import annotations
@@ -28,19 +27,15 @@ from producer_workers.worker.inbox import (
 
 log = logging.getLogger("rolloutmq.worker")
 
-RECONNECT_S = 1.0
-"""Time between two attempts to open a control line."""
+RECONNECT_S = 1.0  # time between two attempts to open a control line
 
 
 class ControlView:
-    """The control state as a worker knows it, and the epoch that it has acknowledged.
+    """The control state as a worker knows it. `ack`: the epoch that it carried out.
 
-    `state`, `epoch`, `mode`: of the newest state; None, 0 and None before the first. `ack`: the
-    epoch that was carried out. `receipt`: the epoch that the server knows as carried out.
-
-    Answers of the server are always right, even if a server that rolled back counts from an older
-    epoch. Hints are not: they are taken only if they are newer. Each `receive_` method returns
-    whether the worker has something to do because of it.
+    `receipt`: the epoch that the server knows as carried out. Answers always hold, even of a server
+    that rolled back; hints only if they are newer. Each `receive_` method returns whether there is
+    work to do.
     """
 
     def __init__(self) -> None:
@@ -50,15 +45,13 @@ class ControlView:
 
     @property
     def is_carried_out(self) -> bool:
-        """Return whether the worker is where the newest state wants it."""
         return self.state is not None and self.ack == self.epoch
 
     def receive_hint(self, state: ControlState) -> bool:
-        """Adopt a hint that is newer than the known state."""
         return self.state is not None and state.epoch > self.epoch and self._adopt(state)
 
     def receive_answer(self, state: ControlState, known_epoch: int) -> bool:
-        """Adopt an answer of the server. `known_epoch`: `epoch` when the question was sent."""
+        """Adopt an answer. `known_epoch`: `epoch` when the worker asked."""
         # an answer to a question from before a hint is older than the hint
         return (known_epoch == self.epoch or state.epoch > self.epoch) and self._adopt(state)
 
@@ -85,8 +78,7 @@ class ControlView:
 class ControlClient:
     """Keeps the control line of one registration open: hints come in, receipts go out.
 
-    It lives on the worker's event loop and never blocks it: from a hint to the receipt, no thread
-    is involved.
+    It lives on the worker's event loop and needs no thread.
     """
 
     _run: Run

@@ -1,7 +1,6 @@
-"""A worker outlives its engine: another one is started, later each time, and a limited number.
+"""Starts another engine when a worker's engine dies, later each time, and a limited number.
 
-Between two engines the worker is deregistered: its groups were handed back, so other workers have
-them, and no pause waits for a receipt.
+Between two engines the worker is deregistered, so that no pause waits for its receipt.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from producer_workers.engines.base import Engine, EngineDeadError
 
 log = logging.getLogger("rolloutmq.worker")
 
-BACKOFF = Backoff(1.0, 60.0, jitter=0.0)
-"""Pauses before an engine is started again."""
+BACKOFF = Backoff(1.0, 60.0, jitter=0.0)  # pauses before an engine is started again
 
-STEADY_S = 600.0
-"""After an engine that lived this long, restarts are counted anew: its death has another cause."""
+STEADY_S = 600.0  # an engine that lived this long died of another cause: count restarts anew
 
 
 async def serve(
@@ -31,9 +28,8 @@ async def serve(
 ) -> None:
     """Call `work(engine, restarts)`, again with a new engine after each EngineDeadError.
 
-    Returns when `work` does. Raises what `work` raises otherwise, what the first `start` raises,
-    and EngineDeadError after `most` restarts. A restart that fails counts as one: a server that an
-    engine talks to may need longer than the first wait.
+    Raises what the first `start` raises, and EngineDeadError after `most` restarts. A restart that
+    fails counts as one: a server that an engine talks to may need longer than the first wait.
     """
     engine = await start()
     restarts = 0

@@ -1,11 +1,8 @@
 """What a worker does with one group, from its claim to its submit or release.
 
-Invariant: a group ends in exactly one call to the server, a submit or a release. While the server
-is unreachable that call is repeated: a result that was paid for is not lost to an outage.
-
-An engine that dies uses up a try of everything that it was sampling, since one of these groups may
-have killed it. Which one is found by the last try, which is made alone: a prompt that kills engines
-becomes a dead letter, and no group beside it does.
+Invariant: a group ends in exactly one call to the server, a submit or a release, repeated while the
+server is unreachable. An engine that dies costs each group that it was sampling a try; last tries
+run alone, so only the prompt that kills engines becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -48,19 +45,18 @@ from producer_workers.worker.task_runner import TaskRunner, restart_too_old, res
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
+# Smaller routed experts stay in their column: a file costs more than it saves.
 INLINE_BYTES = 64 << 10
-"""Routed experts of at most this size stay in their column: a file costs more than it saves."""
 
+# Statuses of a sampled rollout whose judge has not answered yet.
 UNJUDGED = (Status.INIT, Status.ABORTED)
-"""Statuses of a sampled rollout whose judge has not answered yet."""
 
 
 class GroupRunner:
-    """Runs the groups of one worker: generate, judge, submit.
+    """Generates, judges and submits the groups of one worker.
 
-    `tokens`, `done` and `failed` count generated tokens, completed groups and failed groups.
-    `submitting`: jobs whose last call is under way. The server may have ended their leases because
-    that call arrived. `expiring`: jobs to release as expired when they are aborted or cancelled.
+    `submitting`: jobs whose last call is under way; the server may have ended their leases because
+    that call arrived. `expiring`: jobs to release as expired once they are aborted or cancelled.
     """
 
     def __init__(
@@ -86,10 +82,7 @@ class GroupRunner:
     # -- figures of groups that agent loops work on ----------------------------
 
     def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
-        """Return the share of each group's members that may still need the engine.
-
-        It is 1 until the group's payload is read.
-        """
+        """Return the share of members that may need the engine; 1 until the payload is read."""
         return {job: _figure(_open_share, self._members.get(job, ()), 1.0) for job in jobs}
 
     def judging(self) -> int:
@@ -115,8 +108,8 @@ class GroupRunner:
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
 
-        Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted:
-        any other failure is the group's own, and is released.
+        Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted.
+        Any other failure only releases the group.
         """
         known_tokens = 0
         group: RolloutGroup | None = None
@@ -158,17 +151,14 @@ class GroupRunner:
             self._engine.forget(job.gid)
 
     async def close(self) -> None:
-        """Close the agent loops. What one raises is logged: the worker leaves."""
+        """Close the agent loops; log what they raise."""
         closing = map(TaskRunner.close, self._runners.values())
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if error is not None:
                 log.warning("an agent loop could not be closed: %s", describe(error))
 
     async def hand_back(self, job: Job) -> None:
-        """Release a group whose work was cancelled because the worker leaves.
-
-        If that fails, its lease runs out.
-        """
+        """Release a group that a leaving worker cancelled. If that fails, its lease runs out."""
         try:
             await asyncio.to_thread(
                 self._run.jobs.release, self._worker, job, "handback", "the worker left"
@@ -177,10 +167,9 @@ class GroupRunner:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
     async def _begin(self, job: Job) -> RolloutGroup:
-        """Return the group as it was claimed, without the responses that start again.
+        """Return the claimed group without the responses that start again.
 
-        It is only its prompt if its tokens are not readable: they may be garbage, or lost with a
-        node of a cluster.
+        If its tokens cannot be read (a cluster may lose a node), return only its prompt.
         """
         try:
             group = await self._insist(self._run.buffer.read, job.payload)
@@ -199,7 +188,7 @@ class GroupRunner:
         return group.continued(states)
 
     async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
-        """Return the group sampled and judged, with the time that this took in all."""
+        """Return the group sampled and judged, with the total time."""
         runner = self._runners[job.task]
         max_tries = self._run.limits.max_tries
         # if every try were the last one, every group would be alone
@@ -232,7 +221,7 @@ class GroupRunner:
         return result
 
     async def _drawn(self, job: Job) -> list[RolloutState]:
-        """Return the rollouts of a begun group as they were drawn; none where that is lost."""
+        """Return the rollouts of a begun group as they were drawn; [] if they are lost."""
         try:
             return (await self._insist(self._run.buffer.read, job.prompt)).states
         except (PayloadMissing, WireError) as error:
@@ -247,7 +236,6 @@ class GroupRunner:
         return was_sampled and (not is_last or job.gid in self._engine.alone)
 
     async def _finish(self, job: Job, group: RolloutGroup, known_tokens: int) -> None:
-        """Submit or release a group that the agent loop has returned."""
         status = group.status
         filtered = False
         if status is Status.COMPLETED:
@@ -275,7 +263,6 @@ class GroupRunner:
         return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
-        """Release a group that can serve no train step any more."""
         self.submitting.add(job)
         members = self._members.get(job, ())
         count = partial(self._engine.ended_early, job.gid, known_tokens)
@@ -294,7 +281,7 @@ class GroupRunner:
             log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
-        """Return the answer of `call`, repeated while the server is unreachable."""
+        """Repeat `call` while the server is unreachable."""
         while True:
             try:
                 answer = await asyncio.to_thread(call, *args)
@@ -314,10 +301,7 @@ def _is_cancellation(error: BaseException) -> bool:
 def _figure(
     compute: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], fallback: T
 ) -> T:
-    """Return `compute(members)`, or `fallback` where a user's loop has put rubbish into them.
-
-    The group fails for that rubbish when the loop returns (`LoopInput.accept`).
-    """
+    """Return `compute(members)`, or `fallback` if a user's loop has put rubbish into them."""
     try:
         return compute(members)
     except Exception:  # any field of a member may be anything
@@ -325,14 +309,12 @@ def _figure(
 
 
 def _open_share(members: Sequence[RolloutState]) -> float:
-    """Return the share of the members that may still need the engine."""
     if not members:
         return 1.0
     return (len(members) - sum(map(has_ended, members))) / len(members)
 
 
 def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
-    """Return whether all members are sampled, and some are without their judge's answer."""
     if not all(map(has_ended, members)):
         return False
     return any(each.status in UNJUDGED for each in members)
@@ -341,11 +323,7 @@ def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
 def _oldest_weights(
     began: PolicyVersion | None, states: Iterable[RolloutState]
 ) -> PolicyVersion | None:
-    """Return the oldest weights in the tokens of a group; None if it has none.
-
-    The first tokens of a rollout are its oldest: weights of a lineage that was abandoned come
-    before those of the fork.
-    """
+    """Return the oldest weights in the tokens of a group, an abandoned lineage before its fork."""
     oldest: PolicyVersion | None = None
     for state in states:
         for span in state.spans[:1]:
@@ -359,10 +337,9 @@ def _oldest_weights(
 def put_experts_into_files(
     states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
 ) -> None:
-    """Move the routed experts of completed rollouts into the run's media folder.
+    """Move the routed experts of completed rollouts (megabytes each) into the run's media folder.
 
-    Of a large model they are megabytes per rollout. `token`: of the claim, so that a slow worker
-    cannot overwrite the files of a later one.
+    `token`: of the claim, so that a slow worker cannot overwrite the files of a later claim.
     """
     for position, state in enumerate(states):
         experts = state.routed_experts

@@ -1,8 +1,7 @@
-"""The worker's heartbeat: the thread that sends it, and the watch over the event loop.
+"""The worker's heartbeat, in a thread of its own, and the watch over the event loop.
 
-Each heartbeat renews the lease, carries the receipt for the last control change that was carried
-out, and brings the control state back (I2, I10). It has a thread of its own, so that a busy event
-loop cannot delay it. The control line does the last two sooner; heartbeats do them without it.
+A heartbeat renews leases, carries the receipt and brings the control state (I2, I10). The control
+line does the last two sooner.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 
-RATE_S = 1.0
-"""Shortest time over which tokens per second are measured."""
+RATE_S = 1.0  # shortest time over which tokens per second are measured
 
 
 class TokenRate:
@@ -55,12 +53,11 @@ class TokenRate:
 
 @dataclass(eq=False)
 class Heartbeat:
-    """Sends heartbeats for one registration until `stop`.
+    """Sends heartbeats for one registration until `stop`, but none while the worker `is_stuck`.
 
-    `report` is called before each one, on its thread, for its content, the jobs that are held, and
-    the oldest weights of each. Each answer is posted as a HeartbeatAnswered; a PartFailed ends
-    the thread: another process registered under this id, or the run is gone. None is sent while the
-    worker `is_stuck`.
+    `report` is called on this thread for the content, the held jobs, and the oldest weights of
+    each. Posts HeartbeatAnswered, and PartFailed before it ends: the id was registered again, or
+    the run is gone.
     """
 
     _run: Run
@@ -79,11 +76,9 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Send the first heartbeat, and the others when they are due."""
         self._thread.start()
 
     def send_now(self) -> None:
-        """Send one before it is due."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -130,10 +125,7 @@ class Heartbeat:
         self._inbox.post_from_thread(HeartbeatAnswered(beat, report))
 
     def register(self) -> ControlState:
-        """Join the run, or join it again. Return the control state.
-
-        Raises RunNotFound if the run is gone, LostRun if there is another one of its name.
-        """
+        """Join the run (again). Raises RunNotFound, and LostRun if another run has its name."""
         run_nonce, state = self._run.fleet.register(self._worker, self._nonce, self._facts)
         if run_nonce != self._run.nonce:
             message = f"the server holds another run named {self._run.name!r} now"
@@ -141,11 +133,9 @@ class Heartbeat:
         return state
 
 
-BLOCKED_S = 2.0
-"""Time without a turn of the loop that is logged."""
+BLOCKED_S = 2.0  # time without a turn of the loop that is logged
 
-STUCK_S = 600.0
-"""Time after which a loop that is still blocked counts as stuck."""
+STUCK_S = 600.0  # time after which a blocked loop counts as stuck
 
 POLL_S = 0.5
 REPEAT_S = 60.0
@@ -165,12 +155,10 @@ class LoopWatch:
         return time.monotonic() - self._awaited_s > STUCK_S
 
     def start(self) -> None:
-        """Watch the running loop, which is that of the calling thread."""
         given = (asyncio.get_running_loop(), threading.get_ident())
         threading.Thread(target=self._watch, args=given, name="loop-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer."""
         self._stopping.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:

@@ -18,14 +18,13 @@ from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
 
-CANCEL_S = 1.0
-"""Seconds that an agent loop has to return after its requests were aborted."""
+CANCEL_S = 1.0  # seconds for an agent loop to return after its requests were aborted
 
 
 class HeldGroups:
-    """The running groups of one worker; each is started once and ends once, as a GroupFinished.
+    """The running groups of one worker; each starts once and ends once, as a GroupFinished.
 
-    Only the event loop changes it; `jobs` may be called on any thread.
+    Only the event loop changes it; any thread may call `jobs`.
     """
 
     def __init__(self, inbox: Inbox) -> None:
@@ -38,11 +37,9 @@ class HeldGroups:
         return len(self._running)
 
     def jobs(self) -> list[Job]:
-        """Return the jobs that are held."""
         return list(self._running.values())
 
     def start(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` as the work on `job`."""
         task = asyncio.create_task(work, name=job.gid)
         self._running[task] = job
         task.add_done_callback(partial(self._end, job))
@@ -72,10 +69,8 @@ class HeldGroups:
 class Protection:
     """Chooses the groups that an abort does not interrupt yet.
 
-    A group that was interrupted `tail_batch_max_tries` times is finished: without that, a response
-    that takes longer than the time between two updates would start again for ever. The abort of one
-    control epoch waits for half of `pause_timeout_s`: after the whole of it, the worker would be
-    fenced and lose everything that it holds.
+    A group that was interrupted `tail_batch_max_tries` times finishes: a slow response would never
+    end. The abort waits for half of `pause_timeout_s`; after all of it, the worker would be fenced.
     """
 
     def __init__(self, limits: RunLimits) -> None:
@@ -84,10 +79,7 @@ class Protection:
         self._ends_s = 0.0
 
     def spared(self, epoch: int, jobs: Iterable[Job], now_s: float) -> set[str]:
-        """Return the gids that the abort of `epoch` must not interrupt now.
-
-        now_s: seconds of any clock that only moves forward.
-        """
+        """Return the gids that the abort of `epoch` must not interrupt at monotonic `now_s`."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._ends_s = now_s + self._limits.pause_timeout_s / 2
@@ -104,11 +96,9 @@ class Protection:
 class ExpiringGroups:
     """Ends the groups that can serve no train step any more (I8). Only the event loop calls it.
 
-    The server reports them in its reply to a heartbeat. Their requests are aborted, in a frozen
-    engine too, until their agent loops return; a loop that does not, because it waits for its judge
-    or a tool, is cancelled. Then the group is released as expired, and the script decides by its
-    tokens. If the worker dies meanwhile, the leases run out and the groups wait again: the janitor
-    takes those with tokens out of the queue, the others start from their prompt.
+    It aborts their requests, also in a frozen engine, and cancels loops that do not return; then
+    the worker releases the groups as expired. If the worker dies meanwhile, the leases run out, and
+    the janitor expires the groups that have tokens.
     """
 
     _engine: SharedEngine
@@ -120,10 +110,7 @@ class ExpiringGroups:
         return bool(self._cancel_at)
 
     def add(self, jobs: Iterable[Job], now_s: float) -> bool:
-        """End these jobs from the next `end` on. Return whether any of them is new.
-
-        now_s: seconds of any clock that only moves forward.
-        """
+        """Expire these jobs from the next `end` on. Return whether any is new."""
         new = set(jobs).intersection(self._groups.jobs()) - self._cancel_at.keys()
         new -= self._runner.submitting
         for job in new:
@@ -133,7 +120,7 @@ class ExpiringGroups:
         return bool(new)
 
     async def end(self, now_s: float) -> None:
-        """Abort what these jobs sample, and cancel those that did not return. Called repeatedly."""
+        """Abort what these jobs sample, cancel late jobs. Called repeatedly."""
         if not self._cancel_at:
             return
         held = set(self._groups.jobs())

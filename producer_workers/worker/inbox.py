@@ -1,8 +1,4 @@
-"""The inbox of a worker: everything that happens to it, in the order in which it happened.
-
-The parts of a worker (groups, heartbeat, control client, ...) post events and do not call it. Only
-the worker's own loop reads them, so every decision is in one place.
-"""
+"""The inbox of a worker: its parts post events, which only the worker's own loop reads."""
 
 from __future__ import annotations
 
@@ -20,31 +16,25 @@ from buffer.job import Job
 class Signal(Enum):
     """An event without content."""
 
-    STOP_ASKED = auto()
-    """the process shall end: finish the groups that are held, then leave"""
-    CONTROL_LINE_BROKEN = auto()
-    """hints do not arrive and receipts do not leave until a new line is open"""
-    REQUEST_FINISHED = auto()
-    """the engine ended a request, so there may be room for another group"""
-    JOBS_MAY_WAIT = auto()
-    """the wait for a wake-up of the server ended, with or without one"""
-    WEIGHTS_FETCHED = auto()
-    """the newest weights are at hand, or cannot be fetched"""
+    STOP_ASKED = auto()  # finish the groups that are held, then leave
+    CONTROL_LINE_BROKEN = auto()  # no hints or receipts until a new line is open
+    REQUEST_FINISHED = auto()  # the engine may have room for another group
+    JOBS_MAY_WAIT = auto()  # the wait for a wake-up of the server ended, with or without one
+    WEIGHTS_FETCHED = auto()  # the newest weights are at hand, or cannot be fetched
 
 
 @dataclass(frozen=True, slots=True)
 class HintReceived:
-    """The control channel published a state. It may be old, repeated or out of order."""
+    """The control channel published a state, which may be old, repeated or out of order."""
 
     state: ControlState
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptAnswered:
-    """The server answered the receipt for epoch `ack`.
+    """The server answered the receipt for epoch `ack`; `state` is None for an unknown registration.
 
-    `known_epoch`: the newest one that was known when the receipt was sent. `state` is None if the
-    server does not know this registration.
+    `known_epoch`: the newest one that the worker knew when it sent the receipt.
     """
 
     state: ControlState | None
@@ -54,18 +44,13 @@ class ReceiptAnswered:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswered:
-    """The server answered a heartbeat that carried `report`."""
-
     beat: HeartbeatReply
     report: HeartbeatReport
 
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step of the worker ended: the engine follows the control state, and jobs were claimed.
-
-    `claim` is None if there was no room or no answer. `known_epoch`: see ReceiptAnswered.
-    """
+    """A step ended; `claim` is None without room or answer. `known_epoch`: see ReceiptAnswered."""
 
     claim: Claim | None = None
     known_epoch: int = 0
@@ -81,10 +66,7 @@ class GroupFinished:
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """A part cannot continue, so the worker cannot either.
-
-    The engine died, another process registered under this id, or the run is gone.
-    """
+    """The engine died, another process registered this id, or the run is gone."""
 
     error: BaseException
 
@@ -116,7 +98,6 @@ class Inbox:
         self._events.put_nowait(event)
 
     def post_from_thread(self, event: Event) -> None:
-        """Add an event of another thread."""
         assert self._loop, "the inbox is not open"
         self._loop.call_soon_threadsafe(self.post, event)
 

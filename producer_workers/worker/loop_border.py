@@ -2,10 +2,8 @@
 
     drawn ──lend──▶ copies ──▶ agent loop ──▶ its rollouts ──accept──▶ rollouts of the worker
 
-A loop may change what belongs to a response, `extra`, and, if it makes prompts, `prompt_ids`; all
-else comes back as it was drawn. A rollout without a response is lent as it was drawn, however often
-its group was tried before. A mistake in a user's loop is reported where it is made: a response to
-another prompt, or tokens of unknown weights, would look like any other group to a trainer.
+A loop may change the response, `extra`, and, if it makes prompts, `prompt_ids`. Without the check,
+a trainer could not notice a response to another prompt or of other weights.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.wire.own_copy import own_copy, own_rollout
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 
+# The fields that no agent loop changes, beside `prompt_ids`.
 DRAWN = (
     "messages",
     "tools",
@@ -31,7 +30,6 @@ DRAWN = (
     "data_source",
     "ground_truth",
 )
-"""The fields of a rollout that no agent loop changes, beside `prompt_ids`."""
 
 _RECORDS = (GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED)
 
@@ -48,8 +46,8 @@ class LoopError(RolloutMQError):
 class LoopInput:
     """What an agent loop gets for one group: the rollouts as they were drawn, and their prompt.
 
-    `makes_prompts`: the loop may give the group a prompt of its own. It may have done so at an
-    earlier claim; only rollouts that begin are lent the drawn one then.
+    `makes_prompts`: the loop may give the group a prompt of its own, also at an earlier claim; then
+    only rollouts that begin get the drawn prompt.
     """
 
     def __init__(
@@ -59,16 +57,12 @@ class LoopInput:
         *,
         makes_prompts: bool = False,
     ) -> None:
-        """Keep the rollouts as they were claimed, and as they were drawn; nobody may change them.
-
-        A rollout that is not in `drawn` counts as drawn as it was claimed.
-        """
+        """Keep both lists; a rollout that is not in `drawn` was drawn as it was claimed."""
         self._drawn = {state.index: state for state in [*reversed(claimed), *drawn]}
         self._prompt_ids = _immutable(claimed[0].prompt_ids)
         self._makes_prompts = makes_prompts
 
     def lend(self, states: Sequence[RolloutState]) -> list[RolloutState]:
-        """Return copies of the rollouts of this group for its agent loop."""
         lent = []
         for state in states:
             prompt_ids = self._prompt_ids
@@ -79,9 +73,9 @@ class LoopInput:
         return lent
 
     def accept(self, given: Sequence[RolloutState], made: Any) -> list[RolloutState]:
-        """Return checked copies of the loop's rollouts, with the drawn fields as they were.
+        """Return checked copies of the loop's rollouts, with the drawn fields restored.
 
-        `given`: the rollouts of which it got copies. Raises LoopError.
+        `given`: the rollouts whose copies the loop got. Raises LoopError.
         """
         _check_states(given, made)
         restored = self._restore(given, made)
@@ -114,10 +108,7 @@ class LoopInput:
     def _restore(
         self, given: Sequence[RolloutState], made: Sequence[RolloutState]
     ) -> list[RolloutState]:
-        """Return copies with the drawn fields; COMPLETED rollouts are returned as they were given.
-
-        A loop that makes prompts may count other tokens of these to the prompt.
-        """
+        """Return copies with the drawn fields; COMPLETED rollouts stay as they were given."""
         kept: dict[int, list[RolloutState]] = {}
         for state in () if self._makes_prompts else given:
             if state.status is Status.COMPLETED:
@@ -132,7 +123,6 @@ class LoopInput:
         return restored
 
     def _fields(self, state: RolloutState) -> dict[str, Any]:
-        """Return the fields that a rollout has as they were drawn."""
         drawn = self._drawn[state.index]
         fields: dict[str, Any] = {}
         for name in DRAWN:
@@ -150,10 +140,7 @@ def check_weights(
     made: Sequence[RolloutState],
     sampled: Collection[PolicyVersion],
 ) -> None:
-    """Check that all tokens are stamped with weights that made them (I9).
-
-    `sampled`: the weights of everything that the engine has returned. Raises LoopError.
-    """
+    """Raise LoopError unless the stamps of all tokens are of weights in `sampled` (I9)."""
     known = set(sampled)
     for state in claimed:
         known.update(map(_weights, state.spans))
@@ -245,7 +232,6 @@ def _same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
 
 
 def _begins(state: RolloutState) -> bool:
-    """Return whether a rollout is generated from its prompt."""
     return not len(state.response_ids) and state.status is not Status.COMPLETED
 
 

@@ -1,7 +1,6 @@
 """The engine of a worker: its groups share it, and the worker pauses it.
 
-A prompt that kills engines is found this way: each group that was sampled when an engine died may
-have killed it, and loses a try; its last try is sampled alone.
+Each group that an engine sampled when it died loses a try; a last try is sampled alone.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from producer_workers.worker.inbox import Inbox, Signal
 
 @dataclass(slots=True)
 class Sampled:
-    """The tokens sampled for a group since its claim, also those that its agent loop discards.
+    """The tokens sampled for a group since its claim, including those that its agent loop discards.
 
-    `began`: the weights at its first request; the first token may be of later ones, if the request
-    waited in the engine. `oldest`: the oldest version of each lineage, of requests that ended.
+    `began`: the weights at its first request, which may wait in the engine for later ones.
+    `oldest`: the oldest version of each lineage, of requests that ended.
     """
 
     began: PolicyVersion
@@ -54,7 +53,6 @@ class Sampled:
     oldest: dict[str, int] = field(default_factory=dict)
 
     def add(self, made: Generation) -> None:
-        """Count the tokens of a request."""
         self.tokens += len(made.token_ids)
         _lower(self.oldest, made.spans)
 
@@ -62,14 +60,11 @@ class Sampled:
 class SharedEngine:
     """An engine that posts REQUEST_FINISHED after every request, also a failed one.
 
-    `untruncated_tasks`: tasks whose tokens must be sampled from the model's whole distribution,
-    also where a row of the data set or an agent asks for something else.
-
-    `alone`: gids that are sampled beside no other group. `sampled_at_death`: gids that were sampled
-    when the engine died. `sampled`: by gid, what was sampled for each group. `sampled_with`: the
-    weights of all that the engine returned. An attribute that is missing here is the engine's own.
-
-    One caller of the methods that pause; the flags may be read on any thread.
+    `untruncated_tasks`: their tokens come from the whole distribution, whatever a row or an agent
+    asks. `alone`: gids that are sampled beside no other group. `sampled_at_death`: gids sampled
+    when the engine died. `sampled`: by gid. `sampled_with`: the weights of all that the engine
+    returned. Other attributes are the engine's own. Only one caller may pause it; any thread may
+    read the flags.
     """
 
     def __init__(
@@ -95,11 +90,7 @@ class SharedEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """Sample one response, see `Engine.generate`.
-
-        It ends with "length" at the end of the engine's context, without a token where the prompt
-        fills the context.
-        """
+        """Sample one response; it ends with "length" where the context is full."""
         gid = request_id.partition("/")[0]
         self._check_params(gid, params)
         if (context := context_length(self._engine)) is not None:
@@ -173,7 +164,7 @@ class SharedEngine:
     def ended_early(
         self, gid: str, known_tokens: int, states: Sequence[RolloutState]
     ) -> EndedEarly:
-        """Return the counts of a group that is ended early.
+        """Return the counts of a group that ends early.
 
         `known_tokens`: it had when it was claimed. `states`: as its agent loop left them.
         """
@@ -186,7 +177,6 @@ class SharedEngine:
         return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
 
     def forget(self, gid: str) -> None:
-        """Drop the counts of a group that has ended."""
         self.alone.discard(gid)
         self.sampled.pop(gid, None)
 
@@ -197,13 +187,11 @@ class SharedEngine:
         return self._engine.load() if isinstance(self._engine, ReportsLoad) else None
 
     async def freeze(self) -> None:
-        """Sample nothing until `thaw`."""
         if not self.is_paused:
             await self._engine.pause("keep")
             self.is_paused = True
 
     async def thaw(self) -> None:
-        """Continue sampling."""
         if self.is_paused:
             await self._engine.resume()
             self.is_paused = False
@@ -215,7 +203,6 @@ class SharedEngine:
             self.is_asleep = True
 
     async def wake(self) -> None:
-        """Take the device's memory back."""
         if self.is_asleep:
             await self._engine.wake()
             self.is_asleep = False
@@ -234,10 +221,7 @@ class SharedEngine:
             await self.abort_groups_but(spared)
 
     async def abort_groups_but(self, spared: Collection[str]) -> bool:
-        """End all requests but those of the groups `spared`, also while nothing is sampled.
-
-        Return False where the engine cannot.
-        """
+        """Abort, also while the engine is frozen. Return False if the engine cannot."""
         if not isinstance(self._engine, AbortsGroups):
             return False
         await self._engine.abort_others(spared)
@@ -245,7 +229,6 @@ class SharedEngine:
 
 
 def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
-    """Lower the oldest version of each lineage to those of `spans`."""
     for span in spans:
         if span.length:
             oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))

@@ -1,16 +1,14 @@
 """Submits the finished groups of one worker; those that pile up meanwhile travel together.
 
-While the server is unreachable or full, results are kept, and submitted when it is back. Groups are
-checked, encoded and sent on a thread: the event loop, which feeds the engine, only waits for it.
+While the server is unreachable or full, the worker keeps results. A thread checks, encodes and
+sends them, because the event loop feeds the engine.
 
 If the worker dies
-* before a group's bytes are all sent: the server drops the incomplete command, and whole chunks
-  expire, since no script has accepted them. The lease runs out: the group is generated again;
-* behind the bytes, before the script: the same;
-* behind the script: the group is in its pool (in a cluster, the janitor removes the expiry of its
-  bytes), and nothing else waits for the answer.
-Each group of a round trip has its own bytes and script, so some may be stored, and others not. If
-the server dies, its log has the bytes of a group before the effects of its script.
+* before the script of a group runs: its bytes are dropped or expire, its lease runs out, and
+  another worker generates it again;
+* after it: the group is in its pool (in a cluster, the janitor removes the expiry of its bytes).
+Each group has its own bytes and script. If the server dies, its log has the bytes of a group before
+the effects of its script.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class _Waiting(NamedTuple):
 
 
 class Submitter:
-    """One round trip to the server at a time, with everything that waits when it begins."""
+    """Makes one round trip to the server at a time, with all results that wait when it begins."""
 
     def __init__(self, run: Run, worker: str) -> None:
         self._run = run
@@ -46,10 +44,7 @@ class Submitter:
         self._outage = LogOnce(log, "keeping finished groups until the server takes them")
 
     async def submit(self, result: Result) -> None:
-        """Submit one group, however long the server is unreachable.
-
-        Raises Fenced if its lease was lost meanwhile, WireError if it cannot be encoded.
-        """
+        """Submit one group, however long the server is unreachable. Raises Fenced, WireError."""
         waiting = _Waiting(result, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._task is None:

@@ -1,8 +1,7 @@
 """How a worker treats the groups of one task: its agent loop, members that start again, its filter.
 
-A member that has ended keeps its tokens and its reward; one that only lacks its reward is judged
-again. Only the others are generated again, and the group is as old as its oldest member that has
-tokens (I8).
+Members that have ended keep their tokens and reward, members without a reward are judged again, the
+others are generated again. A group is as old as its oldest member that has tokens (I8).
 """
 
 from __future__ import annotations
@@ -29,22 +28,18 @@ from producer_workers.worker.loop_border import LoopInput
 
 log = logging.getLogger("rolloutmq.worker")
 
+# Runs the call of that name under the limits of a judge, and returns its result.
 RunWithLimits = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Runs the call of that name under the limits of a judge, and returns its result."""
 
 SampleFilter = Callable[[Sequence[RolloutState]], bool]
 """Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
 
-A group that is turned away is counted as filtered, with its raw rewards; its payload is freed, and
-the producer starts another group in its stead.
+The producer replaces a group that is filtered out; its raw rewards count, its payload is freed.
 """
 
 
 class GroupFilter:
-    """Asks the filter `what`, of the user or built in, by `call`.
-
-    `run`: runs the call, as `WatchedJudges.run` does.
-    """
+    """Asks the filter `what` through `call`. `run`: as `WatchedJudges.run`."""
 
     def __init__(self, what: str, call: Call, run: RunWithLimits) -> None:
         self._what = what
@@ -52,10 +47,7 @@ class GroupFilter:
         self._run = run
 
     async def keeps(self, states: Sequence[RolloutState]) -> bool:
-        """Return whether a completed group is worth training on.
-
-        Raises JudgeError, and what `run` raises.
-        """
+        """Return whether to train a completed group. Raises JudgeError, and what `run` raises."""
         return bool(await self._run(self._what, partial(self._call, states)))
 
 
@@ -63,8 +55,7 @@ class GroupFilter:
 class TaskRunner:
     """How a worker treats the groups of one task.
 
-    `is_valid_sample`: None accepts every completed group. `group_time_limit_s`: None for no limit.
-    `on_failed_member`: see `generate_each`.
+    `is_valid_sample`: None accepts every completed group. `on_failed_member`: see `generate_each`.
     """
 
     agent_loop: AgentLoop
@@ -75,7 +66,6 @@ class TaskRunner:
 
     @property
     def makes_prompts(self) -> bool:
-        """Whether the loop may give a group another prompt."""
         return getattr(self.agent_loop, "makes_prompts", False)
 
     async def generate(
@@ -83,8 +73,7 @@ class TaskRunner:
     ) -> list[RolloutState]:
         """Run the agent loop on one group, see `AgentLoop.generate_group`.
 
-        In `states` are the copies that the loop works on until it ends. Raises GroupTimeout when
-        the time is up; its requests are aborted then.
+        `states` holds the loop's copies until it ends. Raises GroupTimeout after aborting requests.
         """
         given = list(states)
         states[:] = source.lend(given)
@@ -105,9 +94,8 @@ class TaskRunner:
     ) -> list[RolloutState]:
         """Run the agent loop, and again for members that failed, up to `tries` times in all.
 
-        Their siblings keep what they have. A group in which all failed is returned at once. After
-        the last try, the group is returned as it is, or without the failed members if the task
-        trains such groups and at least 2 are left. Raises what `generate` raises.
+        Stops at once if all members failed. After the last try, drops the failed members if the
+        task trains such groups and at least 2 are left. Raises what `generate` raises.
         """
         while True:
             made = await self.generate(states, engine, gid, source)
@@ -134,18 +122,17 @@ class TaskRunner:
                 return made
 
     async def is_valid(self, group: RolloutGroup) -> bool:
-        """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
         return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
 
     async def close(self) -> None:
-        """Close the agent loop, where it has a `close`: it may keep processes of tools."""
+        """Close the agent loop, which may hold processes of tools."""
         close = getattr(self.agent_loop, "close", None)
         if inspect.iscoroutinefunction(close):
             await close()
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to raise for several: the engine's death before all others."""
+    """Return the error to raise for several: first the engine's death."""
     found: BaseException = errors.subgroup(EngineDeadError) or errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
@@ -153,10 +140,7 @@ def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:
-    """Return the members of a claimed group, those that are too old without their response.
-
-    A session with a segment that is too old starts again as a whole, as one member.
-    """
+    """Return the members; those that are too old start again, sessions as a whole."""
     return restart(
         states,
         {s.index for s in states if s.status is Status.EXPIRED or limit.is_too_old(s)},
@@ -164,7 +148,7 @@ def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[Rol
 
 
 def restart(states: Sequence[RolloutState], indexes: Collection[int]) -> list[RolloutState]:
-    """Return the members, those of `indexes` without their response: one for each of them."""
+    """Return the members, with one fresh rollout in place of the response of each of `indexes`."""
     firsts = {state.index: state for state in reversed(states)}
     for index in indexes:
         firsts[index].reset_response()
@@ -184,19 +168,14 @@ def is_interrupted(state: RolloutState) -> bool:
 
 
 def interrupt(state: RolloutState) -> None:
-    """Mark a rollout as one that a pause ended."""
     state.status = Status.ABORTED
     state.finish_reason = "abort"
 
 
 def not_all_equal(states: Sequence[RolloutState]) -> bool:
-    """Return whether the scores differ: equal ones have no advantage, and so no gradient.
-
-    Source: Yu et al. 2025, DAPO, section 3.2.
-    """
+    """Return whether the scores differ: equal ones give no gradient (Yu et al. 2025, DAPO, 3.2)."""
     return len({state.reward["score"] for state in states if state.reward}) > 1
 
 
 def load_sample_filter(spec: str) -> SampleFilter:
-    """Return the built-in filter of that name, or the function at "module:function"."""
     return load_function(spec, kind="sample filter", built_in=FILTERS)

@@ -1,12 +1,10 @@
 """New weights on their way into the engine, which samples with the old ones meanwhile.
 
-A trainer announces weights before it pauses the run to publish them, so that the pause holds the
-switch only. They are fetched, verified and, where the engine can, read into a second buffer, one
-version at a time: a worker that misses versions meanwhile continues with the newest.
+A trainer announces weights before the pause, so that the pause only holds the switch. The worker
+fetches and verifies one version at a time, and continues with the newest.
 
-Invariant: weights that are torn, foreign or refused leave the engine exactly as it was, with the
-old weights and neither more nor less paused (I9). They are tried again, less and less often, until
-they load or newer ones are published.
+Invariant: weights that are torn, foreign or refused leave the engine exactly as it was (I9). The
+worker tries them again, ever less often, until they load or the trainer publishes newer ones.
 
     the fetch        the version that is wanted    then
     is under way     the same                      wait for its end
@@ -40,22 +38,22 @@ from producer_workers.worker.inbox import Inbox, Signal
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
+# Pauses before refused weights are tried again: each attempt reads the whole folder.
 BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
-"""Pauses before refused weights are tried again: each attempt reads the whole folder."""
 
 
 class _Fetched(NamedTuple):
-    """Where weights are: in a folder that was verified, or with the trainer, if `announced`."""
+    """Where weights are: in a verified folder, or with the trainer, if `announced`."""
 
     folder: Path
     announced: Announcement | None
 
 
 class WeightUpdates:
-    """Keeps the engine on the newest weights. One caller at a time.
+    """Keeps the engine on the newest weights. One caller at a time; posts WEIGHTS_FETCHED.
 
-    `refusal`: the weights that could not be loaded, and why; "" once newer ones are loaded; any
-    thread may read it. Each end of a fetch is posted as WEIGHTS_FETCHED.
+    `refusal`: the weights that could not be loaded, and why; "" once newer ones load. Any thread
+    may read it.
     """
 
     def __init__(self, run: Run, engine: Engine, inbox: Inbox) -> None:
@@ -74,14 +72,10 @@ class WeightUpdates:
         return open_receiver(self._run.store, self._run.keys)
 
     def are_newest(self, state: ControlState) -> bool:
-        """Return whether the engine runs the newest weights."""
         return state.weights == self._engine.version()
 
     async def update(self, state: ControlState) -> bool:
-        """Load the newest weights, once they are at hand. Return whether the engine has them.
-
-        They are fetched in the background, while the engine samples, unless it is frozen.
-        """
+        """Load the newest weights once they are fetched. Return whether the engine has them."""
         if self.are_newest(state):
             return True
         if self._refused and state.announced:
@@ -108,7 +102,7 @@ class WeightUpdates:
         return True
 
     def prepare(self, state: ControlState) -> bool:
-        """Fetch the weights that are announced. Return whether that has ended, well or not."""
+        """Fetch the announced weights. Return whether the fetch ended, well or not."""
         announced = state.announced
         if announced is None or announced.weights == self._engine.version():
             return True
@@ -123,17 +117,14 @@ class WeightUpdates:
             return True
 
     async def close(self) -> None:
-        """Wait for the end of a fetch, and delete downloaded weights. No more will be loaded."""
+        """Wait for the end of a fetch, and delete downloaded weights."""
         if self._fetch:
             await asyncio.gather(self._fetch, return_exceptions=True)
         if "_receiver" in self.__dict__:
             await asyncio.to_thread(self._receiver.close)
 
     def _has(self, wanted: LocatedWeights) -> bool:
-        """Return whether these weights are there; begin to fetch them if need be.
-
-        Raises the error that ended the fetch: WeightsError, EngineDeadError.
-        """
+        """Return whether these weights are there; else begin a fetch. Raises its error."""
         if self._fetch is None:
             self._begin(wanted)
         elif self._fetch.done():
@@ -149,7 +140,7 @@ class WeightUpdates:
         return False
 
     def _begin(self, wanted: LocatedWeights, *, may_receive: bool = True) -> None:
-        """Begin to fetch weights; not `may_receive`: from their folder."""
+        """Begin to fetch weights, from their folder unless `may_receive`."""
         self._wanted = wanted
         self._fetch = asyncio.create_task(self._get(wanted, may_receive), name="next-weights")
         self._fetch.add_done_callback(lambda _: self._inbox.post(Signal.WEIGHTS_FETCHED))
@@ -169,7 +160,7 @@ class WeightUpdates:
         return _Fetched(folder, None)
 
     async def _load(self, fetched: _Fetched, state: ControlState) -> bool:
-        """Load from the trainer's memory, or from the folder. False: the folder is fetched next."""
+        """Load from the trainer's memory, or from the folder. False: fetch the folder next."""
         engine = self._engine
         if fetched.announced is None:
             await engine.load_weights(fetched.folder, state.weights)
@@ -187,7 +178,7 @@ class WeightUpdates:
         return time.monotonic() >= self._retry_at
 
     def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
-        """Log a refusal, once for every version, and plan the next try."""
+        """Log a refusal once for every version, and plan the next try."""
         self.refusal = f"{weights} {error}"
         if self._refused != weights:
             self._refused = weights

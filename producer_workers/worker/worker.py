@@ -71,24 +71,19 @@ from producer_workers.worker.weight_updates import WeightUpdates
 
 log = logging.getLogger("rolloutmq.worker")
 
-IDLE_S = 1.0
-"""An idle worker takes a step at least this often, with or without a wake-up."""
+IDLE_S = 1.0  # an idle worker takes a step at least this often
 
-ABORT_S = 0.05
-"""Time between two aborts of the same groups, repeated until none is left."""
+ABORT_S = 0.05  # time between two aborts of the same groups
 
-HAND_BACK_S = 5.0
-"""How long a leaving worker waits for aborted groups before it hands them back as they were."""
+HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before it hands them back
 
 
 class Worker:
-    """One worker of a run.
+    """One worker of a run. Start the engine, then await `run()`, which ends after `stop()`.
 
-    `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
-    at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
-    `untruncated_tasks`: see `SharedEngine`.
-
-    Start the engine, then await `run()`: it ends after `stop()`, or with the run.
+    `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
+    `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
+    `SharedEngine`.
     """
 
     def __init__(
@@ -144,10 +139,10 @@ class Worker:
         self._inbox.post(Signal.STOP_ASKED)
 
     async def run(self) -> None:
-        """Work until `stop`, or until the run is finished.
+        """Work until `stop` or the end of the run; keep results while the server is unreachable.
 
-        While the server is unreachable, results are kept. Raises EngineDeadError, GroupChanged,
-        Fenced if another process has this id now, LostRun and RunNotFound if the run is gone.
+        Raises EngineDeadError, GroupChanged, LostRun, RunNotFound, and Fenced if another process
+        registered this id.
         """
         contain_exits(asyncio.get_running_loop())
         self._loop_watch.start()
@@ -277,10 +272,9 @@ class Worker:
     # -- steps ---------------------------------------------------------------
 
     async def _take_step(self) -> None:
-        """Bring engine and groups to where the control state wants them, then claim.
+        """Bring engine and groups to what the control state wants, send the receipt, then claim.
 
-        One after the other: no receipt is sent while a claim is under way, whose groups it would
-        not know.
+        One after the other: a receipt would not know the groups of a claim that is under way.
         """
         finished = StepFinished()
         try:
@@ -312,7 +306,7 @@ class Worker:
             self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
-        """Carry out the mode. Return whether that is done, and may be acknowledged."""
+        """Carry out the mode. Return whether the worker may acknowledge it."""
         engine = self._engine
         if state.mode is Mode.KEEP:
             await engine.freeze()
@@ -340,7 +334,6 @@ class Worker:
         return True
 
     def _vacancy(self) -> Vacancy | None:
-        """Return the room for another claim; None where no group may be claimed now."""
         state = self._control.state
         if state is None or not state.lanes or self._is_stopping or self._engine.is_paused:
             return None
@@ -392,7 +385,6 @@ class Worker:
             await self._handle_events(HAND_BACK_S, lambda: self._groups)
 
     async def _hand_back(self) -> None:
-        """Release, unharmed, the groups that did not end."""
         if isinstance(self._failure, EngineDeadError):
             # groups that die with their engine release themselves; judged ones keep their tokens
             self._judges.interrupt()
