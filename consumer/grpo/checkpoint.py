@@ -28,17 +28,16 @@ POSITION = "trainer.json"
 
 
 class CheckpointFolder:
-    """Manage all checkpoints of a run."""
+    """All checkpoints of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step, whether or not it exists."""
         return self.folder / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, oldest first."""
+        """Return the steps of complete checkpoints, oldest first."""
         return [step for step in self._folders() if (self.path(step) / POSITION).exists()]
 
     def read(self, step: int) -> Position:
@@ -57,11 +56,11 @@ class CheckpointFolder:
         return position
 
     def newest_whole(self) -> Position | None:
-        """Return the newest position whose files are whole, passing over those after it.
+        """Return the newest whole position; None: no checkpoint.
 
-        None where there is no checkpoint. Raises ModelError where none is whole.
+        Raises ModelError if none is whole.
         """
-        # it needs safetensors, which those who only look at a run need not have
+        # it needs safetensors, which a process that only looks at a run need not have
         from consumer.grpo.model_state.state_files import check_state
 
         problems = []
@@ -97,10 +96,9 @@ class CheckpointFolder:
         return folder
 
     def complete(self, position: Position, folder: Path) -> Path:
-        """Make the checkpoint in a folder of `begin` visible, as a whole; return its new path.
+        """Make the checkpoint in a folder of `begin` durable and visible; return its new path.
 
-        It is on disk by then. One of the same step (of a lineage that ended) is replaced. Raises
-        RolloutMQError where the disk is full.
+        Replaces one of the same step. Raises RolloutMQError where the disk is full.
         """
         path = self.path(position.step)
         data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
@@ -130,10 +128,9 @@ class CheckpointFolder:
         return sorted({*self.steps(), step})[-keep:][0]
 
     def clear(self, after: int) -> None:
-        """Delete the checkpoints that no trainer will continue from.
+        """Delete what no trainer will continue from: steps after `after`, and unfinished folders.
 
-        These are the steps after `after`, which are not whole or which a replaced trainer wrote
-        late, and the remains of one that was killed while it wrote or deleted.
+        A trainer that was replaced, or killed while it wrote or deleted, leaves them.
         """
         for step in self._folders():
             if step > after:
@@ -142,7 +139,6 @@ class CheckpointFolder:
             shutil.rmtree(remains)
 
     def _folders(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or not, oldest first."""
         names = (path.name for path in self.folder.glob("step-*"))
         return sorted(
             int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name)

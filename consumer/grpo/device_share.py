@@ -1,7 +1,7 @@
 """A device shared by trainer and engines (colocated flow): how the trainer sleeps and wakes.
 
-    engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
-    trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
+engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
+trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
 
 The side that sleeps keeps its weights in host memory, so the device never holds both.
 """
@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]
-"""Modules and their optimizer, as `Learner.on_device` returns them."""
+Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]  # as `Learner.on_device` returns them
 
 
 class DeviceShare:
-    """Move the weights, gradients and optimizer state of `parts` to `device` and away from it."""
+    """Moves the weights, gradients and optimizer state of `parts` to `device` and away from it."""
 
     def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
         self._device = device
@@ -35,7 +34,6 @@ class DeviceShare:
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Move everything back to the device, bit for bit."""
         self._move(self._device)
         self.is_asleep = False
 

@@ -2,12 +2,8 @@
 
 [evaluation] flow    the trainer             training jobs of the workers
 foreground           waits for the result    continue, behind those of the evaluation
-exclusive            waits for the result    are paused: after the new weights are published, before
-                                             the run continues
-background           continues               continue, behind those of the evaluation; the result
-                                             comes some steps later
-
-Workers generate the rollouts of all three on the `eval` lane; `Evaluator` computes their metrics.
+exclusive            waits for the result    are paused after the weights are published
+background           continues               continue, behind those of the evaluation
 """
 
 from __future__ import annotations
@@ -30,17 +26,15 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 
 log = logging.getLogger("rolloutmq.trainer")
 
-FULL_SCORE = 1.0 - 1e-6
-"""Verifiers may give partial credit: only a full score counts as right."""
+FULL_SCORE = 1.0 - 1e-6  # verifiers may give partial credit
 
 Metric = Callable[[Sequence[RolloutGroup]], dict[str, float]]
 
 
 class Evaluator:
-    """Compute accuracy, mean score and pass@k, in total and by data source where there are several.
+    """Computes accuracy, mean score and pass@k, in total and by data source if there are several.
 
-    `metric`: a function of the groups that returns further metrics; their names get the prefix
-    `eval/`.
+    `metric`: a function of the groups that returns further metrics, prefixed `eval/`.
     """
 
     def __init__(self, metric: Metric | None = None) -> None:
@@ -94,11 +88,10 @@ def _probability(right: NDArray[np.bool_], k: int) -> float:
 
 
 class EvaluationPlan:
-    """Run the evaluations of one trainer.
+    """Runs the evaluations of one trainer.
 
-    `known`: the evaluation tasks of the run. `start`: the step of the checkpoint that the trainer
-    started from; evaluations of that step which the log contains are not repeated. `free_memory`:
-    called while an evaluation waits for memory that only a checkpoint frees.
+    `known`: the run's evaluation tasks. `start`: the checkpoint's step, whose logged evaluations
+    are not repeated. `free_memory`: called while one waits for memory that only a checkpoint frees.
     """
 
     def __init__(
@@ -125,11 +118,9 @@ class EvaluationPlan:
 
     @property
     def is_exclusive(self) -> bool:
-        """Return whether training jobs are paused during an evaluation."""
         return self._config.evaluation.flow == "exclusive"
 
     def tasks(self, step: int, last: int) -> list[str]:
-        """Return the held-out tasks that the weights of `step` are to be evaluated on now."""
         every = self._config.evaluation.every_steps
         is_due = step in (0, last) or (every is not None and step % every == 0)
         if not is_due:
@@ -138,10 +129,7 @@ class EvaluationPlan:
         return [name for name in self._held_out if (name, step) not in done]
 
     def measure(self, step: int, last: int) -> None:
-        """Evaluate the newest weights, those of `step`, where this is due.
-
-        Waits for the result, or starts the evaluation in the background.
-        """
+        """Evaluate the weights of `step` if due: now, or in the background."""
         in_background = self._config.evaluation.flow == "background" and step != last
         for task in self.tasks(step, last):
             count = self._config.evaluation_size(task)
@@ -157,7 +145,6 @@ class EvaluationPlan:
             self._record(step, task, groups)
 
     def poll(self) -> None:
-        """Record the background evaluations that have become ready."""
         for step, pending in list(self._pending):
             groups = pending.poll()
             if groups is not None:
@@ -165,7 +152,6 @@ class EvaluationPlan:
                 self._record(step, pending.task, groups)
 
     def finish(self) -> None:
-        """Wait for all background evaluations and record them."""
         for _, pending in list(self._pending):
             self._finish(pending.task)
 
@@ -191,5 +177,4 @@ class EvaluationPlan:
 
 
 def log_wait_reason(reason: NotReady) -> None:
-    """Log why a batch is not ready."""
     log.debug("%s", reason)

@@ -25,8 +25,8 @@ def export_model(
 ) -> None:
     """Write the weights of the checkpoint of `step`, of a run that started from `model_dir`.
 
-    With [learner.lora] the folder is an adapter as PEFT writes it. Needs host memory for the whole
-    model. Raises ModelError where there is no such checkpoint, or `folder` exists.
+    With [learner.lora], writes PEFT's adapter. Needs host memory for the whole model. Raises
+    ModelError where there is no such checkpoint, or `folder` exists.
     """
     checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
     steps = checkpoints.steps()

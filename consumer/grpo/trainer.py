@@ -1,8 +1,8 @@
 """The reference trainer: asynchronous GRPO on one rank or many, restartable at any line.
 
-Per step: take the batch, train, copy the new weights, which are published beside the next step,
-write a checkpoint where one is due and commit it. The position is in the checkpoint; Redis delivers
-again what follows it (I5, I6). With several ranks (`trainer_rank.py`), rank 0 runs this code.
+Per step: take the batch, train, copy the weights (published beside the next step), write a
+checkpoint where due and commit it. The checkpoint holds the position; Redis delivers again what
+follows it (I5, I6). Rank 0 runs this code; the others call `TrainerRank.follow`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ log = logging.getLogger("rolloutmq.trainer")
 
 
 class Trainer:
-    """Train the run of `config` from its newest checkpoint to its last step.
-
-    With several `ranks`, this is rank 0; the others call `TrainerRank.follow`.
-    """
+    """Trains the run of `config` from its newest checkpoint to its last step; rank 0 of `ranks`."""
 
     def __init__(
         self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
@@ -58,28 +55,26 @@ class Trainer:
         self.rank = TrainerRank(run, config, model_dir, ranks)
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
+        # the checkpoint in progress, and its hidden folder
         self._begun: tuple[Position, Path] | None = None
-        """the checkpoint that is being written: its position, and its hidden folder"""
         self._kept_settings = KeptSettings(folder, run.nonce)
         self._weights = open_sender(config, run)
         self._log = StepWriter(folder)
         self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
         self.shows_progress = False
-        """draw a progress bar on the terminal"""
         # what rank 0 reads ahead of the take would be mostly the shares of others
         ahead = PREFETCH_BYTES if ranks.size == 1 else 0
         self.consumer = RolloutConsumer(run, prefetch_bytes=ahead, reader=self.rank.reader)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
-        self._newest_weights = 0
-        """the step of the newest weights that are published, or begun"""
+        self._newest_weights = 0  # step of the newest weights that are published or begun
         self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step or `consumer.stop`; return whether the last step is done.
 
         `take_over`: also while another trainer holds the role. `regenerate`: also where the server
-        lost the run, or freed batches that follow the newest checkpoint. Raises RoleHeld, LostRun,
+        lost the run, or freed batches after the newest checkpoint. Raises RoleHeld, LostRun,
         Fenced, and what the learner raises.
         """
         try:
@@ -129,7 +124,7 @@ class Trainer:
         self.consumer.stop()
 
     def _resume(self) -> None:
-        """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
+        """Load the checkpoint's state, and complete what an earlier trainer had begun."""
         position = self._position
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
@@ -140,7 +135,6 @@ class Trainer:
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
     def _open_writers(self) -> list[MetricWriter]:
-        """Open the destinations of metrics and samples."""
         config = self._config
         first = self._position.step + 1
         writers = open_writers(config, first)
@@ -156,8 +150,6 @@ class Trainer:
             return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
         log.info("resuming", extra={"step": position.step})
         return position
-
-    # -- one step ------------------------------------------------------------------------
 
     def _train(self) -> None:
         while self._position.step < self._run.limits.steps:
@@ -198,12 +190,12 @@ class Trainer:
             self._evaluate()
 
     def _refresh_settings(self) -> None:
-        """Adopt what was set, and keep it in the run's folder, in case the server loses it."""
+        """Adopt changed settings; keep them in the run's folder, as the server may lose them."""
         self._run.refresh_limits()
         self._kept_settings.keep(self._run.settings)
 
     def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
-        """Choose the groups whose texts are logged; with several ranks, some are read again."""
+        """Choose the groups whose texts are logged; with several ranks, read some of them again."""
         count = self._config.samples.groups_per_step
         scores = dict(zip(columns.gids, columns.means, strict=True))
         chosen = choose(scores, count, self._config.run.seed, batch.step)
@@ -212,7 +204,7 @@ class Trainer:
         return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
 
     def _take(self, step: int, timing: Timing) -> Batch:
-        """Take the batch of a step. Where the newest weights are too old for it, publish first."""
+        """Take the batch of a step. If the newest weights are too old for it, publish first."""
         counts = self._run.limits.mix().shares(step)
         if self._is_too_old(self._publisher.published, step):
             self._await_publication()
@@ -237,25 +229,20 @@ class Trainer:
         return step == self._run.limits.steps
 
     def _is_sync_due(self, step: int) -> bool:
-        """Return whether weights are published after this step.
-
-        True at the configured interval, after the last step, and where the newest weights are too
-        old for the next step.
-        """
+        """Return whether to publish: at the interval, at the end, or for too old weights."""
         is_interval = step % self._config.policy.sync_weights_interval == 0
         is_expired = self._is_too_old(self._newest_weights, step + 1)
         return is_interval or is_expired or self._is_last(step)
 
     def _is_too_old(self, version: int, step: int) -> bool:
-        """Return whether groups of these weights are too old for the step."""
         return staleness(step, version) >= self._run.limits.horizon_of(step)
 
     @contextmanager
     def _devices(self, timing: Timing) -> Iterator[None]:
-        """Give the devices to the learner: where they are shared, the run is paused meanwhile.
+        """Give the devices to the learner; if they are shared, pause the run meanwhile.
 
-        A trainer that dies in this context leaves the run paused; the next one first publishes its
-        weights, and then continues the run.
+        A trainer that dies in here leaves the run paused; the next one publishes, then continues
+        it.
         """
         if not self._is_colocated:
             yield
@@ -272,7 +259,6 @@ class Trainer:
     def _step_metrics(
         self, manifest: Manifest, batch: BatchColumns, timing: Timing
     ) -> dict[str, float]:
-        """Return the metrics of a step except those of the ranks."""
         before = self._progress
         self._progress = self._run.read_progress()
         produced = production_metrics(before, self._progress)
@@ -286,14 +272,11 @@ class Trainer:
             **self.consumer.pauses.metrics(),
         }
 
-    # -- weights and evaluation ----------------------------------------------------------
-
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
-        """Copy the weights, and begin to publish the copy beside what follows.
+        """Copy the weights, and publish the copy in the background.
 
-        It is waited for where the run is paused for it, or exclusive evaluations are due. After
-        `consumer.stop` nothing is published or evaluated: the step in progress still ends, so that
-        it is logged. The next trainer publishes first.
+        Waits for it if the run is paused for it or exclusive evaluations are due. After
+        `consumer.stop` publishes nothing: the next trainer publishes first.
         """
         started = time.monotonic()
         step = self._position.step
@@ -308,13 +291,11 @@ class Trainer:
         timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
 
     def _await_publication(self) -> None:
-        """Wait until the newest weights are published."""
         while not self._publisher.is_done(wait_s=1.0):
             self.rank.meet()
         self._publisher.finish()
 
     def _publish_now(self, step: int, save: Save, timing: Timing, *, is_paused: bool) -> None:
-        """Publish, and evaluate in the same pause where evaluations are exclusive."""
         pause = None if is_paused else self._config.policy.pause_mode
         with published(self.consumer, self._weights, step, save, pause=pause) as times:
             timing.pause = timing.pause if is_paused else times.pause_s
@@ -329,20 +310,15 @@ class Trainer:
         return self._evaluations.is_exclusive and bool(self._evaluations.tasks(step, last))
 
     def _evaluate(self) -> None:
-        """Evaluate the newest weights, where this is due and was not done in the pause."""
+        """Evaluate the newest weights where due, unless the pause did."""
         step = self._position.step
         last = self._run.limits.steps
         if self._evaluations.tasks(step, last):
             self._await_publication()
             self._evaluations.measure(step, last)
 
-    # -- checkpoints ---------------------------------------------------------------------
-
     def _checkpoint(self) -> None:
-        """Begin a checkpoint of the newest step, once the one before is committed.
-
-        Training continues while threads write it.
-        """
+        """Commit the last checkpoint, then begin one of the newest step, which threads write."""
         step = self._position.step
         if step in (0, self._newest_step()):
             return
@@ -357,10 +333,7 @@ class Trainer:
         self.rank.begin_state(str(self._begun[1]))
 
     def _commit(self) -> None:
-        """Wait for the checkpoint that was begun, make it visible, then commit it.
-
-        In the other order a crash would lose batches (I6).
-        """
+        """Make the checkpoint visible, then commit it: otherwise a crash loses batches (I6)."""
         if self._begun is None:
             return
         position, folder = self._begun
@@ -378,10 +351,7 @@ class Trainer:
             self._commit()
 
     def _free_memory(self) -> None:
-        """Free batches that only a checkpoint frees (I12).
-
-        Write a checkpoint; where there is nothing new to write, keep only the newest.
-        """
+        """Free batches that only a checkpoint frees (I12): write one, or keep only the newest."""
         message = "memory is full of batches that are not committed: writing a checkpoint now"
         log.warning(message, extra={"step": self._position.step})
         newest = self._checkpoints.steps()[-1:]

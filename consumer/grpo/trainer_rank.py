@@ -1,17 +1,10 @@
 """What every rank of the trainer does on the order of rank 0: load, train, save.
 
-    rank 0      Trainer           decides, holds the role, talks to Redis, and gives orders
-    every rank  TrainerRank       executes an order with the same arguments, in the same order
+rank 0      Trainer           decides, holds the role, talks to Redis, and gives orders
+every rank  TrainerRank       executes an order with the same arguments, in the same order
 
-    order             on every rank
-    load(step)        loads the model, its optimizer, and the state of a checkpoint
-    fit(step)         trains on its share of the batch, with the gradients of all ranks
-    snapshot()        copies its part of the weights; a thread writes it into a folder of rank 0
-    begin_state(...)  copies its part of a checkpoint; a thread writes it into a folder of rank 0
-    sleep(), wake()   frees its device for engines, uses it again
-
-What rank 0 makes visible (a checkpoint, published weights, a commit) follows the exchange that ends
-an order (`rank_orders.py`), so that it is complete.
+Each order ends with an exchange of all ranks (`rank_orders.py`), after which rank 0 makes its
+result visible: a checkpoint, published weights, a commit. So it is complete.
 """
 
 from __future__ import annotations
@@ -40,8 +33,6 @@ from consumer.handle.shares import ShareReader, check_unchanged
 
 
 class TrainerRank:
-    """Represents one rank of the trainer."""
-
     def __init__(
         self, run: Run, config: TrainingConfig, model_dir: Path, ranks: Ranks = ALONE
     ) -> None:
@@ -63,11 +54,9 @@ class TrainerRank:
         finally:
             self.parts.close()
 
-    # -- orders --------------------------------------------------------------------------
-
     @on_all_ranks
     def load(self, step: int) -> None:
-        """Load the model, and the state of the checkpoint of `step` (0: there is none)."""
+        """Load the model, and the state of the checkpoint of `step` (0: none)."""
         config = self._config
         learner = Learner(
             self._model_dir,
@@ -94,8 +83,8 @@ class TrainerRank:
     ) -> tuple[dict[str, float], BatchColumns]:
         """Train one step: rank 0 on `groups`, the others on their shares of the same batch.
 
-        Returns the metrics of the learner and the filter, and the columns of the whole batch.
-        Raises GroupChanged on all ranks where a group is not what the server sent any more.
+        Returns the metrics of learner and filter, and the columns of the whole batch. Raises
+        GroupChanged on all ranks if a group is not what the server sent.
         """
         own = self.reader.share(step) if groups is None else groups
         try:
@@ -116,10 +105,9 @@ class TrainerRank:
 
     @on_all_ranks
     def snapshot(self) -> Save:
-        """Copy the weights, as workers load them, to host memory.
+        """Copy the weights, as workers load them, to host memory until the next snapshot.
 
-        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread, until
-        the next snapshot.
+        Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread.
         """
         self.parts.begin(self._controller.learner.snapshot(to_publish=True))
         return self._write_parts
@@ -152,17 +140,14 @@ class TrainerRank:
 
     @on_all_ranks
     def sleep(self) -> None:
-        """Free the device for the engines."""
         self.share.sleep()
 
     @on_all_ranks
     def wake(self) -> None:
-        """Take the device back."""
         self.share.wake()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let all ranks use their devices for the duration of the context."""
         self.wake()
         try:
             yield

@@ -4,12 +4,9 @@
         await consumer.open(position=position)
         batch = await consumer.take_batch(step, {"math": 16}, deadline_s=600)
 
-Every method runs that of `RolloutConsumer` in a thread, so that the event loop never blocks.
-Several may run at a time, such as a commit while a batch is awaited.
-
-A cancelled call loses nothing: the wait ends within a second; a batch that was taken meanwhile is
-recorded under its step, and taking that step again returns it (I5). All other calls are harmless
-when repeated (I13).
+Each method runs in a thread; several may run at a time. A cancelled call loses nothing: a batch
+that was taken is recorded under its step, and taking it again returns it (I5); other calls are
+harmless when repeated (I13).
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 8
-"""Calls that run at a time; further calls wait until one ends."""
+THREADS = 8  # calls that run at a time; others wait
 
 
 def _awaited(
@@ -43,7 +39,7 @@ def _awaited(
 
 
 class AsyncRolloutConsumer:
-    """Represents the trainer of a run in one event loop; `blocking` is its `RolloutConsumer`."""
+    """The trainer of a run in one event loop; `blocking` is its `RolloutConsumer`."""
 
     def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
         self.blocking = RolloutConsumer(run, prefetch_bytes=prefetch_bytes)
@@ -69,11 +65,9 @@ class AsyncRolloutConsumer:
     events = _awaited(RolloutConsumer.events)
 
     def stop(self) -> None:
-        """Make every waiting call raise Stopped. For signal handlers."""
         self.blocking.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of `RolloutConsumer.metrics`."""
         return self.blocking.metrics()
 
     async def close(self) -> None:

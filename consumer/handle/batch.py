@@ -15,21 +15,16 @@ from buffer.model.manifest import Manifest
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch_table import BatchTable
 
-_BATCHES = 4
-"""The newest ones: a trainer may keep groups for good, to show them for example."""
+_BATCHES = 4  # only the newest: a trainer may keep groups for good, for example to show them
 
 
 class DeliveredGroups:
-    """The groups of the newest batches that the trainer still holds.
-
-    A group that it has dropped is done with, and is not compared any more.
-    """
+    """Groups of the newest batches, as long as the trainer holds them."""
 
     def __init__(self) -> None:
         self._batches: deque[list[ref[RolloutGroup]]] = deque(maxlen=_BATCHES)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Remember the groups of a batch."""
         self._batches.append([ref(group) for group in groups])
 
     def clear(self) -> None:
@@ -44,30 +39,25 @@ class DeliveredGroups:
 
 
 class Stopped(Exception):
-    """`stop` was called, the run is finished, or the awaiting coroutine was cancelled.
-
-    Not an error: nothing was taken.
-    """
+    """`stop` was called, the run is finished, or the caller cancelled; nothing was taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Contains what one train step consumes.
+    """What one train step consumes.
 
-    `status` EXPIRED_BATCH: the newest weights can serve no later step, so train this batch, then
-    publish.
+    `status` EXPIRED_BATCH: the newest weights are too old for the next step; train, then publish.
     """
 
     step: int
     groups: list[RolloutGroup]
     manifest: Manifest
-    waited_s: float
-    """seconds for which the trainer was blocked while it waited for this batch"""
+    waited_s: float  # the trainer waited for this batch
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
 
     @property
     def table(self) -> BatchTable:
-        """Return the columns of all groups one after another, made at each access."""
+        """Return the columns of all groups, joined at each access."""
         return BatchTable.of(self.groups)
 
 

@@ -1,8 +1,4 @@
-"""All rollouts of a batch as one table: the columns of its groups one after another, and offsets.
-
-Trainers compute with these columns; no step between the wire and the device makes an object for a
-rollout or a token.
-"""
+"""All rollouts of a batch as one table: its groups' columns one after another, and offsets."""
 
 from __future__ import annotations
 
@@ -27,38 +23,23 @@ COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
 class BatchTable:
     """The S rollouts of some groups, with P prompt tokens and R response tokens in total.
 
-    Rollout n has the prompt tokens from `prompt_starts[n]` on, and the response tokens from
-    `starts[n]` on. Rollouts of a group share their prompt. Columns of tokens are joined at their
-    first use, so the groups must not change until then; `columns` returns them where they lie.
-
-    Usage:
-
-        table = batch.table
-        first = table.response_ids[table.starts]    # of every rollout that has tokens
+    Rollout n has prompt tokens from `prompt_starts[n]` on (shared by its group), and response
+    tokens from `starts[n]` on. Columns are joined at their first use: do not change the groups
+    before.
     """
 
     groups: Sequence[RolloutGroup]
-    group: Ints
-    """int64[S]: position in `groups`"""
-    prompt_starts: Ints
-    """int64[S]"""
-    prompt_lengths: Ints
-    """int64[S]"""
-    starts: Ints
-    """int64[S]"""
-    lengths: Ints
-    """int64[S]"""
-    group_starts: Ints
-    """int64[S]: the first response token in the columns of the rollout's own group"""
-    _columns: dict[str, list[NDArray[Any]]]
-    """`COLUMNS` of each group"""
+    group: Ints  # int64[S]: position in `groups`
+    prompt_starts: Ints  # int64[S]
+    prompt_lengths: Ints  # int64[S]
+    starts: Ints  # int64[S]
+    lengths: Ints  # int64[S]
+    group_starts: Ints  # int64[S]: first response token in its own group's columns
+    _columns: dict[str, list[NDArray[Any]]]  # `COLUMNS` of each group
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> BatchTable:
-        """Return the table of these groups, in their order.
-
-        Raises WireError where the columns of a group disagree.
-        """
+        """Return the table of these groups. Raises WireError where a group's columns disagree."""
         rollouts = np.array([len(group) for group in groups], np.int64)
         columns = {name: [getattr(group, name) for group in groups] for name in COLUMNS}
         prompt_lengths = _sizes(columns["prompt_ids"])
@@ -84,7 +65,7 @@ class BatchTable:
 
     @property
     def totals(self) -> Ints:
-        """Return the number of tokens of prompt and response of each rollout, int64[S]."""
+        """Return the tokens of prompt and response of each rollout, int64[S]."""
         return self.prompt_lengths + self.lengths
 
     @cached_property
@@ -111,42 +92,36 @@ class BatchTable:
         """Return `reward["score"]` of each rollout, float32[S]; nan without one."""
         return _joined([group.scores for group in self.groups], np.float32)
 
-    # -- columns of tokens -----------------------------------------------------------------------
-
     @cached_property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """Return the token ids of all prompts, int32[P]."""
+        """Token ids of all prompts, int32[P]."""
         return _joined(self.columns("prompt_ids"), np.int32)
 
     @cached_property
     def response_ids(self) -> NDArray[np.int32]:
-        """Return the token ids of all responses, int32[R]."""
+        """Token ids of all responses, int32[R]."""
         return _joined(self.columns("response_ids"), np.int32)
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32]:
-        """Return the log-probabilities of all response tokens, float32[R]."""
+        """Of all response tokens, float32[R]."""
         return _joined(self.columns("logprobs"), np.float32)
 
     @cached_property
     def mask(self) -> NDArray[np.uint8]:
-        """Return 1 where a token is trained, uint8[R]."""
+        """1 where a token is trained, uint8[R]."""
         return _joined(self.columns("mask"), np.uint8)
 
     @cached_property
     def optional(self) -> dict[str, NDArray[np.float32]]:
-        """Return the columns of `RolloutGroup.optional_columns` that any group has, by name.
-
-        float32[R] each; nan for the tokens of a rollout without.
-        """
+        """The optional columns that any group has, float32[R] each; nan: no value."""
         return {name: _joined(self.columns(name), np.float32) for name in self.optional_names()}
 
     def optional_names(self) -> list[str]:
-        """Return the names of the optional columns that any group has, sorted."""
         return sorted({name for group in self.groups for name in group.optional_columns()})
 
     def columns(self, name: str) -> list[NDArray[Any]]:
-        """Return a column of each group, where it lies: one of `COLUMNS`, or an optional one."""
+        """Return a column of each group, not joined: one of `COLUMNS`, or an optional one."""
         if name in COLUMNS:
             return self._columns[name]
         given = [group.optional_columns().get(name) for group in self.groups]
@@ -156,7 +131,7 @@ class BatchTable:
         ]
 
     def parts(self, columns: Sequence[NDArray[Any]], chosen: Ints) -> list[NDArray[Any]]:
-        """Return the part of each chosen rollout in a column of response tokens of its group."""
+        """Return each chosen rollout's part of its group's column of response tokens."""
         starts = self.group_starts[chosen]
         ends = starts + self.lengths[chosen]
         places = zip(self.group[chosen].tolist(), starts.tolist(), ends.tolist(), strict=True)

@@ -1,10 +1,8 @@
 """Payloads of the next batch, read while the current one trains.
 
-Nothing is taken early: a batch that is taken before the newest weights are published is one step
-older than necessary. The prefetcher only peeks at the groups that a take would return now, and
-reads their bytes. The taken batch uses those that it contains; other groups, or other tokens of the
-same groups, are read as without it. Bytes never change under a token, so a batch is the same with
-and without prefetching (I5).
+The prefetcher peeks at the groups that a take would return now, and takes nothing: a batch that is
+taken before the newest weights are published is one step too old. Bytes never change under a token,
+so a batch is the same with and without prefetching (I5).
 """
 
 from __future__ import annotations
@@ -20,11 +18,9 @@ from buffer.wire.group import RolloutGroup
 
 log = logging.getLogger("rolloutmq.consumer")
 
-POLL_S = 0.2
-"""Seconds between two peeks at the ready groups."""
+POLL_S = 0.2  # seconds between two peeks
 
-READ_SIZE = 16
-"""Groups in one read: a take waits for no more than these."""
+READ_SIZE = 16  # groups in one read, for which a take may have to wait
 
 
 class Prefetcher:
@@ -39,19 +35,15 @@ class Prefetcher:
         self._counts: Mapping[str, int] = {}
         self._is_active = threading.Event()
         self._thread: threading.Thread | None = None
-        self.used = 0
-        """groups read ahead that a batch contained"""
+        self.used = 0  # groups read ahead that a batch contained
         self.read = 0
-        """groups read ahead"""
 
     @property
     def held_bytes(self) -> int:
-        """Return the payload bytes that were read ahead and are not used yet."""
         with self._lock:
             return sum(ref.size for ref in self._held)
 
     def begin(self, counts: Mapping[str, int]) -> None:
-        """Read ahead for a batch with these counts, until `end`."""
         if not self._budget:
             return
         # `close` may be called from another thread: nothing starts after it
@@ -71,7 +63,6 @@ class Prefetcher:
         self._is_active.clear()
 
     def pop(self, refs: list[PayloadRef]) -> dict[PayloadRef, RolloutGroup]:
-        """Return the groups of a batch that were read ahead, and forget all others."""
         with self._lock:
             held = self._held
             self._held = {}
@@ -80,7 +71,6 @@ class Prefetcher:
         return found
 
     def close(self) -> None:
-        """End the thread."""
         with self._lock:
             self._closed.set()
             self._is_active.set()
@@ -93,7 +83,7 @@ class Prefetcher:
             try:
                 self._read_ready()
             except RolloutMQError as error:
-                # a group may have left the pool meanwhile; errors that matter meet the take as well
+                # a group may have left the pool; the take reports errors that matter
                 log.debug("not prefetched: %s", error)
             self._closed.wait(POLL_S)
 

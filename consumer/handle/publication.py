@@ -1,27 +1,22 @@
 """Publishing weights: written or sent, announced, published in a pause, and pruned.
 
-    thread        owns                                     until
-    trainer's     the weights                              a snapshot of them is taken
-    publication   the snapshot, the sender, the            the workers continue; then the trainer
-                  unfinished folder, the pause             may take the next snapshot
+thread        owns                                     until
+trainer's     the weights                              a snapshot of them is taken
+publication   the snapshot, the sender, the            the workers continue; then the trainer
+              unfinished folder, the pause             may take the next snapshot
 
-Workers fetch a version once it is announced, while they sample with the one before. The pause, in
-which it is published, begins when all have it, or as soon as the trainer waits for the publication.
+Workers fetch an announced version while they sample with the one before. The pause begins when all
+have it, or as soon as the trainer waits. A step that ends before the last version is published
+waits for it: staleness counts published versions, so none is skipped.
 
-One version at a time: a step that ends before the last version is published waits for it. None is
-skipped, since the staleness of every group counts published versions.
-
-    the trainer dies                       what stays, until the next trainer publishes
-      before the announcement              unfinished files, deleted at the next start
-      before the publication               workers sample on; the announcement, deleted then
-      after it, in the pause               the version is published, the run paused
-    a rank dies                            as the trainer: all ranks end
-    a worker dies                          nothing: it is not waited for (receipts.py)
-    a worker cannot fetch the version      nothing: it is not waited for, and says so (outlook.py)
-    the server is away                     the publication waits for it, training does not
-
-One script announces and publishes (publish_weights.lua): no worker knows of a version before it is
-whole, and none loads it before it is published.
+the trainer dies                       what stays, until the next trainer publishes
+  before the announcement              unfinished files, deleted at the next start
+  before the publication               workers sample on; the announcement, deleted then
+  after it, in the pause               the version is published, the run paused
+a rank dies                            as the trainer: all ranks end
+a worker dies                          nothing: it is not waited for (receipts.py)
+a worker cannot fetch the version      nothing: it is not waited for, and says so (outlook.py)
+the server is away                     the publication waits for it, training does not
 """
 
 from __future__ import annotations
@@ -53,7 +48,6 @@ class PublicationTimes(NamedTuple):
 
 
 def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
-    """Open the transport of [policy] weights_transport."""
     policy = config.policy
     return transfer.open_sender(
         policy.weights_transport,
@@ -72,33 +66,29 @@ def publish(
 ) -> PublicationTimes:
     """Publish the weights after train step `step`, whose files `save` writes into a folder.
 
-    Workers are paused while they switch; old versions are deleted. Raises Stopped after
-    `consumer.stop`: then nothing is published, and the next trainer publishes its own.
+    Pauses the workers while they switch, and deletes old versions. Raises Stopped, and publishes
+    nothing, after `consumer.stop`.
     """
     with published(consumer, sender, step, save, pause=pause) as times:
         return times
 
 
 class Publisher:
-    """Publishes versions beside the trainer's steps, one after the other."""
-
     def __init__(self, consumer: RolloutConsumer, sender: WeightsSender, pause: PauseMode) -> None:
         self._consumer = consumer
         self._sender = sender
         self._pause: PauseMode = pause
-        self.published = 0
-        """the step of the newest weights that workers may know"""
+        self.published = 0  # step of the newest weights that workers may know
         self._thread = ThreadPoolExecutor(1, "publication")
         self._is_urgent = threading.Event()
         self._pending: Future[None] | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Return whether a version may still be unpublished."""
         return self._pending is not None
 
     def begin(self, step: int, save: Save) -> None:
-        """Publish the weights after train step `step`, once the version before is published."""
+        """Publish the weights after step `step`, once the version before is published."""
         self.finish()
         self._is_urgent.clear()
         self._pending = self._thread.submit(self._publish, step, save)
@@ -114,23 +104,19 @@ class Publisher:
         self.published = step
 
     def is_done(self, wait_s: float) -> bool:
-        """Return whether nothing is in progress; wait up to `wait_s` seconds for that.
+        """Wait up to `wait_s` seconds; return whether nothing is in progress.
 
-        From now on the version in progress is published without a wait for workers to fetch it.
+        From now on, the publication does not wait for workers to fetch the version.
         """
         self._is_urgent.set()
         return self._pending is None or bool(wait([self._pending], wait_s).done)
 
     def check(self) -> None:
-        """Raise what ended the publication, if it failed; see `finish`."""
         if self._pending and self._pending.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the version that was begun is published, and the run continues.
-
-        Raises PublicationFailed, Fenced, Stopped.
-        """
+        """Wait for the version in progress. Raises PublicationFailed, Fenced, Stopped."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -164,10 +150,7 @@ def published(
     *,
     pause: PauseMode | None,
 ) -> Iterator[PublicationTimes]:
-    """Publish as `publish` does; the pause lasts until the end of the block.
-
-    `pause` is None if the caller has paused the run already.
-    """
+    """Publish, paused until the end of the block; `pause` None: the caller has paused."""
     started = time.monotonic()
     weights = sender.write(PolicyVersion(consumer.lineage, step), save)  # before the pause
     write_s = time.monotonic() - started

@@ -1,13 +1,13 @@
 """The protocol of the ranks: rank 0 decides, and all ranks execute its orders.
 
-    rank 0                                    every other rank
-    lead(act)                                 follow()
-      a method marked `on_all_ranks` ───────▶   executes it with the same arguments
-      the value or the error of `act` ──────▶   returns or raises it
+rank 0                                    every other rank
+lead(act)                                 follow()
+  a method marked `on_all_ranks` ───────▶   executes it with the same arguments
+the value or the error of `act` ──────▶   returns or raises it
 
-Each order ends with an exchange. A rank that dies or fails breaks it for all others (RankLost, or
-an error of torch in the middle of the order), so no rank continues alone. A signal on any rank is
-noticed by rank 0 at the end of the next order.
+Each order ends with an exchange, so no rank continues alone: one that dies or fails breaks it for
+all others (RankLost, or an error of torch). Rank 0 notices a signal on any rank after the next
+order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ T = TypeVar("T")
 
 SHARED_ERRORS: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointNow, Fenced, GroupChanged, Stopped, TimeoutError)
-}
-"""Errors of rank 0 that every rank raises as they are, since the caller can act on them."""
+}  # the caller can act on these errors of rank 0, so every rank raises them unchanged
 
 
 class Follower(Protocol):
-    """Has methods marked `on_all_ranks`."""
-
     orders: RankOrders
 
 
@@ -59,14 +56,12 @@ class RankOrders:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        # Set by a signal on any rank; rank 0 learns of it after an order.
         self.stopped = threading.Event()
-        """set by a signal handler of any rank; rank 0 learns of it at the end of an order"""
-        self.is_in_order = False
-        """True during an order, and for good after one that failed"""
+        self.is_in_order = False  # True during an order, and for good after one that failed
         self._followers: dict[str, Follower] = {}
 
     def add(self, follower: Follower) -> None:
-        """Let rank 0 call the methods of `follower`, one of its class on each rank."""
         self._followers[type(follower).__name__] = follower
 
     def execute(self, order: Sequence[Any], act: Callable[[], T]) -> T:
@@ -86,10 +81,7 @@ class RankOrders:
         return result
 
     def follow(self) -> Any:
-        """Execute the orders of rank 0 until its call of `lead` ends; return or raise its result.
-
-        Raises RankLost if rank 0 is gone.
-        """
+        """Execute rank 0's orders; return or raise the result of its `lead`. Raises RankLost."""
         while True:
             message = self.ranks.share()
             if "value" in message:

@@ -18,17 +18,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from buffer.errors import ConfigError, RankLost
 
+# Ranks wait for rank 0, which waits for groups; a death is noticed at once.
 WAIT = timedelta(days=30)
-"""How long ranks wait for rank 0, which waits for groups. A rank that dies is noticed at once."""
 
 
 def join() -> Ranks:
-    """Join the ranks that torchrun, or `rolloutmq run`, started; return ALONE for a single one.
+    """Join the ranks that torchrun or `rolloutmq run` started; return ALONE for a single one.
 
-    A default process group that exists is used: exchanges get a gloo group of their own.
-    All attempts of `--max-restarts` share torchrun's store, where a rank may find the address of
-    one that is dead (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first).
-    Therefore each attempt gets keys of its own.
+    Exchanges get a gloo group beside a default process group that exists. Each attempt of
+    `--max-restarts` gets keys of its own: in the shared store, ranks may find the address of a dead
+    one (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first).
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -41,11 +40,10 @@ def join() -> Ranks:
 
 
 def select_device(name: str, ranks: Ranks) -> str:
-    """Return the device of this rank for [trainer] device, and make it the current one of CUDA.
+    """Return the device of this rank for [trainer] device, and make it CUDA's current one.
 
-    Of several GPUs a rank uses the one with its LOCAL_RANK. Call it before anything uses CUDA: the
-    memory of a context on another rank's GPU is never returned. Raises ConfigError where this rank
-    would share a GPU.
+    A rank uses the GPU with its LOCAL_RANK. Call it before anything uses CUDA: a context on another
+    GPU never returns its memory. Raises ConfigError if this rank would share a GPU.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return "cpu"
@@ -95,7 +93,6 @@ class Ranks:
             return orjson.loads(self._store.get(name)) if self._store.check([name]) else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over the ranks."""
         if self._group is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -104,7 +101,6 @@ class Ranks:
         return [float(value) for value in total]
 
     def max(self, value: int) -> int:
-        """Return the largest value of all ranks."""
         return max(int(found) for found in self.gather(value))
 
     def share(self, value: Any = None) -> Any:
@@ -159,9 +155,9 @@ ALONE = Ranks()
 def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
     """Return for each rank the positions in `weights` that it gets, in ascending order.
 
-    The heaviest come first, each for the rank with the least so far (Graham 1969: at most 4/3 of
-    the optimum). The result is the same on every machine: ties go to the earlier position and the
-    lower rank.
+    The heaviest go first, each to the rank with the least (Graham 1969: at most 4/3 of the
+    optimum). Ties go to the earlier position and the lower rank, so every machine gets the same
+    result.
     """
     if ranks == 1:
         return [list(range(len(weights)))]

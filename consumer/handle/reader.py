@@ -13,20 +13,17 @@ from buffer.model.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 
-LOWEST_LOGPROB = -50.0
-"""A sampler in float32 draws no token below about -25; workers use -9999 or so for "none"."""
+LOWEST_LOGPROB = -50.0  # float32 samplers stay above about -25; workers use -9999 or so for "none"
 
-HIGHEST_LOGPROB = 0.01
-"""Above 0 by no more than rounding: probabilities in place of logprobs are found out."""
+HIGHEST_LOGPROB = 0.01  # 0 plus rounding: finds probabilities in place of logprobs
 
 
 def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """Raise WireError where a group cannot be trained, with the first wrong token.
 
-    An id without an embedding ends the process, and a logprob that no sampler can have produced
-    gives a gradient that drowns all others.
-    `vocabulary`: the number of token ids of the model; None: ids are not compared with it. Logprobs
-    are checked of trained tokens only (mask 1).
+    An id without an embedding ends the process; an impossible logprob gives a gradient that drowns
+    all others. `vocabulary`: number of token ids; None: ids are not compared with it. Only logprobs
+    of trained tokens (mask 1) are checked.
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
@@ -49,7 +46,6 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
 
 
 def _name_id(group: RolloutGroup, largest: int) -> None:
-    """Raise the error of the first id that is negative or too large."""
     for name, ids in (("prompt_ids", group.prompt_ids), ("response_ids", group.response_ids)):
         # as unsigned numbers, negative ids are beyond any vocabulary
         wrong = ids.view(np.uint32) > largest
@@ -62,20 +58,15 @@ def _name_id(group: RolloutGroup, largest: int) -> None:
             )
 
 
-Known = Mapping[PayloadRef, RolloutGroup]
-"""Groups that were read ahead."""
+Known = Mapping[PayloadRef, RolloutGroup]  # groups that were read ahead
 
 NOTHING: Known = {}
 
-Problems = dict[str, str]
-"""Why groups cannot be used, by gid."""
+Problems = dict[str, str]  # why groups cannot be used, by gid
 
 
 class GroupReader(Protocol):
-    """Reads the groups of a batch that this process trains."""
-
-    vocabulary: int | None
-    """number of the model's token ids; None: ids are not compared with it"""
+    vocabulary: int | None  # token ids of the model; None: ids are not compared with it
 
     def read(
         self, manifest: Manifest, known: Known = NOTHING
@@ -84,10 +75,7 @@ class GroupReader(Protocol):
 
 
 class BatchReader:
-    """Reads all groups of a batch.
-
-    `trains`: finds the groups, too, that cannot be trained (`check_content`).
-    """
+    """Reads all groups of a batch; `trains`: also finds untrainable ones (`check_content`)."""
 
     def __init__(self, run: Run, *, trains: bool = True) -> None:
         self._buffer = run.buffer
@@ -97,7 +85,7 @@ class BatchReader:
     def read(
         self, manifest: Manifest, known: Known = NOTHING
     ) -> tuple[list[RolloutGroup], Problems]:
-        """Return the groups, of which those in `known` are not read, or why some are unusable."""
+        """Return the groups, or why some are unusable; those in `known` are not read."""
         if not manifest.entries:
             return [], {}
         try:
@@ -106,7 +94,7 @@ class BatchReader:
             problems = _collect(manifest.entries, lambda entry: self._buffer.read(entry.payload))
             if problems:
                 return [], problems
-            # it was a group that was read ahead
+            # it was read ahead
             groups = self._buffer.load(manifest)
         checked = groups if self._trains else []
         return groups, _collect(checked, lambda group: check_content(group, self.vocabulary))

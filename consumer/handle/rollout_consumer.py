@@ -13,13 +13,9 @@
             consumer.publish_weights(step, path, checksum)
     consumer.close()
 
-Between any two of these lines the process may die. `open` with the position of a checkpoint
-delivers the steps after it again, byte for byte (I5, I6), and restores on a server that lost data
-what was trained (`open(step)` cannot).
-
-`take_batch`, `commit`, and every announcement of weights first compare the delivered groups that
-the trainer still holds with what the server sent. They raise GroupChanged where these differ: then
-neither the weights nor the step may be used.
+The process may die between any two lines: `open` with a checkpoint's position delivers the later
+steps again, byte for byte (I5, I6). `take_batch`, `commit` and announcements of weights raise
+GroupChanged where a group differs from what the server sent: then use neither weights nor step.
 """
 
 from __future__ import annotations
@@ -51,11 +47,9 @@ from consumer.handle.wait_rules import status_of_taken
 
 PauseMode = Literal["abort", "drain", "keep"]
 
-PREFETCH_BYTES = 64 * 2**20
-"""Default for the payloads that are read ahead."""
+PREFETCH_BYTES = 64 * 2**20  # payloads that are read ahead
 
 FETCH_POLL_S = 0.1
-"""Time between two looks at which workers have fetched announced weights."""
 
 __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
@@ -63,14 +57,13 @@ __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 class RolloutConsumer:
     """Represents the trainer of a run.
 
-    One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
-    payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
-    which is already open; without it, call `open`. `reader`: reads the groups of a batch; default:
-    all of them.
+    One thread opens and closes it; every thread may call the other methods. `prefetch_bytes`:
+    payloads to read ahead while a batch is trained; 0: none. `nonce`: of a trainer that is already
+    open; otherwise call `open`. `reader`: reads a batch's groups; default: all of them.
     """
 
+    # wait this long while no producer is alive; None: forever
     producer_timeout_s: float | None = 120.0
-    """how long to wait for a batch while no producer is alive; None: forever"""
 
     def __init__(
         self,
@@ -100,17 +93,15 @@ class RolloutConsumer:
 
     @property
     def nonce(self) -> str:
-        """Identifies this trainer to the scripts."""
         return self.role.nonce
 
     @property
     def delivered(self) -> DeliveredGroups:
-        """The groups that are compared with what the server sent."""
         return self._taker.delivered
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of the model's token ids. Set it, and groups with others are quarantined."""
+        """The number of the model's token ids. Once set, other ids are quarantined."""
         return self._reader.vocabulary
 
     @vocabulary.setter
@@ -128,12 +119,12 @@ class RolloutConsumer:
     ) -> Opening:
         """Become the trainer from a checkpoint of `step` (0: the start), with a new lineage.
 
-        `position`, of that checkpoint, replaces `step` and `run_nonce`, and restores what a server
-        lost. `regenerate` also accepts a server that lost everything, or has freed what comes after
-        the checkpoint; that is then generated again. It needs the `position` unless `step` is 0
-        (ConfigError). Raises RoleHeld if another trainer is alive
-        (unless `take_over`, which fences it), LostRun if the server does not hold the run or holds
-        it as a new one, LedgerError if `step` is not between the freed and the taken steps.
+        A checkpoint's `position` replaces `step` and `run_nonce`, and restores what a server lost.
+        `regenerate` accepts a server that lost everything or freed what follows the checkpoint, and
+        generates it again; it needs `position` unless `step` is 0 (ConfigError). Raises RoleHeld if
+        another trainer is alive (unless `take_over`, which fences it), LostRun if the server does
+        not hold the run or holds it as a new one, LedgerError if `step` is not between the freed
+        and the taken steps.
         """
         opening = self._run.trainers.open(
             self.nonce,
@@ -160,7 +151,7 @@ class RolloutConsumer:
     def check_role(self) -> None:
         """Raise Fenced if another trainer was opened.
 
-        Call it before writing files that the other trainer would read.
+        Call it before writing files that it reads.
         """
         self.role.renew()
 
@@ -170,7 +161,6 @@ class RolloutConsumer:
 
     @property
     def stopping(self) -> bool:
-        """Return whether `stop` was called."""
         return self._stop.is_set()
 
     def take_batch(
@@ -183,24 +173,19 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> Batch:
-        """Wait for the groups of train step `step`, `counts` of each task, and return them.
+        """Wait for `counts` groups of each task for train step `step`, and return them.
 
-        A step that was taken before is returned as it was; where all counts are 0, the batch is
-        empty and the step is not taken. A group that cannot be read or trained
-        (`consumer.handle.reader`) is quarantined, and another one awaited in its slot
-        (I11). A task that `should_continue_fn` ended supplies what is ready; without `strict`,
-        every task does.
+        A step that was taken before is returned unchanged; if all counts are 0, the batch is empty
+        and the step is not taken. A group that cannot be read or trained (`consumer.handle.reader`)
+        is quarantined and replaced (I11). A task that `should_continue_fn` ended supplies what is
+        ready; without `strict`, every task does. `waiting` is called about once a second with a
+        `WaitReason`. `checkpoint` is called when memory is full of batches that only a checkpoint
+        frees: it must write one and commit, or keep only the one of the step before.
 
-        `waiting` is called about once a second with the reason (a `WaitReason`). `checkpoint` is
-        called when memory is full of batches that only a checkpoint frees: it must write one and
-        commit or, if there is one of the step before, keep no older one.
-
-        Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`; Fenced if
-        another trainer was opened; GroupChanged if a group that it holds is not what was sent;
-        CheckpointNow if memory is full and there is no `checkpoint`; ExpiredBatch, NoBatch,
-        ProducerGone, WeightsRefused if waiting is useless (see `consumer.handle.wait_rules`; that
-        workers refuse the weights is logged at once); TaskStopped if nothing more is produced of a
-        task that is short.
+        Raises TimeoutError after `deadline_s`; Stopped after `stop`; Fenced if another trainer was
+        opened; GroupChanged if a group differs from what was sent; CheckpointNow if memory is full
+        and there is no `checkpoint`; TaskStopped if a task that is short produces nothing more; and
+        ExpiredBatch, NoBatch, ProducerGone, WeightsRefused as in `consumer.handle.wait_rules`.
         """
         self.delivered.check()
         # before the take: groups that left the pool would be forgotten as unwanted
@@ -230,20 +215,18 @@ class RolloutConsumer:
             self._check()
 
     def commit(self, step: int, *, keep: int) -> None:
-        """Record that the checkpoint of `step` is durable and `keep` is the oldest kept one.
+        """Record that the checkpoint of `step` is durable, and free batches up to `keep`.
 
-        Batches up to `keep` are freed. Raises GroupChanged.
+        `keep`: the oldest checkpoint that is kept. Raises GroupChanged.
         """
         self.delivered.check()
         self._run.ledger.commit(self.nonce, step, keep)
 
-    # -- control -------------------------------------------------------------------------
-
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
-        """Pause the run for this block, and yield the seconds until the last receipt.
+        """Pause the run for this block; yield the seconds until the last receipt.
 
-        Raises Stopped, and lets the run continue, if `stop` is called during the wait.
+        Raises Stopped.
         """
         try:
             seconds = self.pause(mode)
@@ -258,8 +241,8 @@ class RolloutConsumer:
     def pause(self, mode: PauseMode, *, lanes: str = "") -> float:
         """Pause the run, and return the seconds until the last live worker's receipt.
 
-        A worker that is silent for `pause_timeout_s` is fenced. `lanes` stay open: "eval" lets
-        evaluations run meanwhile (not in keep mode, which freezes engines).
+        A worker that is silent for `pause_timeout_s` is fenced. `lanes` stay open: "eval" allows
+        evaluations (not in keep mode, which freezes engines).
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
@@ -277,11 +260,10 @@ class RolloutConsumer:
         self._run.control.set_mode("trainer", Mode.FINISH, nonce=self.nonce)
 
     def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
-        """Announce the weights after train step `version` as the newest.
+        """Announce the weights after train step `version` as the newest: workers load them next.
 
-        Workers load them before they claim again. `path` and `checksum` are what a sender's `write`
-        returned (`FolderSender`; `publish` calls both). Raises ModelError, and announces nothing,
-        unless weights with this checksum are there, as far as file names, sizes and headers show;
+        `path` and `checksum`: from a sender's `write` (`FolderSender`). Raises ModelError, and
+        announces nothing, unless these weights are there, by file names, sizes and headers;
         GroupChanged.
         """
         return self._publish_weights("newest", version, path, checksum).weights
@@ -289,15 +271,14 @@ class RolloutConsumer:
     def announce_weights(self, version: int, path: str, checksum: str) -> ControlState:
         """Let the workers fetch weights ahead of `publish_weights`; return the control state.
 
-        Until then they sample and claim with the newest; afterwards they need only switch. Raises
-        as `publish_weights`.
+        Until then they sample and claim with the newest ones. Raises as `publish_weights`.
         """
         return self._publish_weights("next", version, path, checksum)
 
     def wait_until_fetched(self, announced: ControlState, unless: threading.Event) -> None:
-        """Wait until every live worker has fetched the weights of `announce_weights`, or failed to.
+        """Wait until every live worker has fetched the announced weights, or failed to.
 
-        It ends early once `unless` is set, after `stop`, and after the run's `pause_timeout_s`.
+        Ends early once `unless` is set, after `stop`, and after the run's `pause_timeout_s`.
         """
         until = time.monotonic() + self._run.limits.pause_timeout_s
         while time.monotonic() < until and not self._stop.is_set():
@@ -321,8 +302,6 @@ class RolloutConsumer:
         control = self._run.control
         return control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
 
-    # -- evaluation ----------------------------------------------------------------------
-
     def evaluate(
         self,
         task: str,
@@ -333,18 +312,14 @@ class RolloutConsumer:
     ) -> list[RolloutGroup]:
         """Wait for `count` groups of an evaluation task, generated with the newest weights.
 
-        They have a ledger of their own and move no training counter. Groups that an interrupted
-        evaluation left are used if they are of these weights, else discarded. `waiting` and
-        `checkpoint` as in `take_batch`.
+        Groups that an interrupted evaluation left are used if they are of these weights, else
+        discarded. `waiting` and `checkpoint` as in `take_batch`.
         """
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return self.begin_evaluation(task, count).finish(options, allows_newer=False)
 
     def begin_evaluation(self, task: str, count: int) -> EvaluationRound:
-        """Begin an evaluation in the background.
-
-        Call its `poll` between your steps, and finish it before the next one of that task.
-        """
+        """Begin an evaluation to `poll` between steps; finish it before the task's next one."""
         return EvaluationRound(self._run, self.nonce, self._taker, task, count)
 
     def finish_evaluation(
@@ -354,25 +329,18 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> list[RolloutGroup]:
-        """Wait for a background evaluation; `waiting` and `checkpoint` as in `take_batch`."""
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return pending.finish(options, allows_newer=True)
 
-    # -- metrics and events --------------------------------------------------------------
-
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
-        """Report the metrics of train step `step`, or of an evaluation of `task` after it.
+        """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        `rolloutmq metrics` and the alerts show them. Names are those of the reference trainer
-        (`buffer.model.trainer_report.REPORTED`); others are left out. Raises Fenced.
+        Raises Fenced. Metrics that are not in `buffer.model.trainer_report.REPORTED` are left out.
         """
         self._run.control.report(self.nonce, step, metrics, task=task)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
-
-        The README of this package describes each.
-        """
+        """Return the metrics take/*, prefetch/* and pause/* (consumer/README.md)."""
         return {
             **self._takes.metrics(),
             "take/quarantined_groups": float(self._taker.quarantined),
@@ -385,8 +353,5 @@ class RolloutConsumer:
     def events(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:
-        """Return (id, event) of the run's events after an id, oldest first.
-
-        If there are none, wait up to `block_ms` milliseconds for the next.
-        """
+        """Return (id, event), oldest first; wait up to `block_ms` ms if there is none yet."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)

@@ -1,8 +1,7 @@
 """`RolloutConsumer` for a data-parallel trainer: every rank reads its share of one batch.
 
-Rank 0 is the trainer of the run: it alone takes, commits, pauses. A step is whole or it fails: a
-rank that cannot read its share, or dies, fails the step on all ranks; nothing is committed, and the
-same step is delivered again, byte for byte (I5).
+Rank 0 alone takes, commits, pauses. A rank that dies or cannot read fails the step on all ranks:
+nothing is committed, and the step is delivered again, byte for byte (I5).
 
     ranks = join()                                   # the process group, restarts included
     consumer = ShardedConsumer(run, ranks)
@@ -34,10 +33,7 @@ from consumer.handle.shares import ShareReader, check_unchanged
 
 
 class ShardedConsumer:
-    """Represents one rank of a data-parallel trainer.
-
-    All ranks call the same methods in the same order.
-    """
+    """One rank of a data-parallel trainer; all ranks call the same methods in the same order."""
 
     def __init__(self, run: Run, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -46,12 +42,10 @@ class ShardedConsumer:
         self._held: list[RolloutGroup] = []
         self.leader = (
             RolloutConsumer(run, prefetch_bytes=0, reader=self._reader) if ranks.rank == 0 else None
-        )
-        """on rank 0 only, the trainer of the run: to pause, publish_weights, evaluate"""
+        )  # rank 0 only: to pause, publish_weights, evaluate
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of the model's token ids: set it on every rank."""
         return self._reader.vocabulary
 
     @vocabulary.setter
@@ -69,7 +63,6 @@ class ShardedConsumer:
         self._on_leader(open_it)
 
     def close(self) -> None:
-        """Give up the role."""
         if self.leader:
             self.leader.close()
 
@@ -83,11 +76,9 @@ class ShardedConsumer:
     ) -> Batch:
         """Return this rank's part of step `step`, with the manifest of the whole batch.
 
-        A group that some rank cannot read or train is quarantined, another one awaited, and the
-        batch shared out again. Raises StepFailed on all ranks if one of them fails otherwise.
-
-        `take_batch`, `confirm` and `commit` raise GroupChanged on all ranks if a group of one is
-        not what the server sent any more.
+        A group that some rank cannot use is replaced, and the batch shared out again. Raises on all
+        ranks: StepFailed if one fails otherwise; GroupChanged (as `confirm` and `commit` do) if a
+        group is not what the server sent.
         """
         check_unchanged(self._held, self.ranks)
 
@@ -103,8 +94,7 @@ class ShardedConsumer:
     def confirm(self, step: int) -> None:
         """Wait until all ranks have written their parts of the checkpoint of `step`.
 
-        Then rank 0 may make it visible and commit. If a rank failed or died, all ranks raise
-        StepFailed or RankLost.
+        Then rank 0 may make it visible and commit. Raises StepFailed or RankLost on all ranks.
         """
         check_unchanged(self._held, self.ranks)
         steps = self.ranks.gather(step)
@@ -115,15 +105,11 @@ class ShardedConsumer:
             )
 
     def commit(self, step: int, *, keep: int) -> None:
-        """Commit `step`, whose checkpoint is complete and visible; see `RolloutConsumer.commit`."""
         check_unchanged(self._held, self.ranks)
         self._on_leader(lambda leader: leader.commit(step, keep=keep))
 
     def _on_leader(self, act: Callable[[RolloutConsumer], Any]) -> Any:
-        """Call `act` on rank 0; return its result, or raise its error, on all ranks.
-
-        Meanwhile the other ranks read the shares that rank 0 gives them.
-        """
+        """Return the result of `act` on rank 0, or raise its error, on all ranks."""
         if self.leader is None:
             return self._orders.follow()
         return self._orders.lead(partial(act, self.leader))

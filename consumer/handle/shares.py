@@ -1,7 +1,7 @@
 """Read a batch on several ranks: each its share of the groups, balanced by tokens.
 
-A batch is whole or it fails: a group that one rank cannot read is quarantined and replaced, and the
-batch is shared out again, before any rank may train.
+A group that one rank cannot read is replaced, and the batch shared out again, before any rank
+trains.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class ShareReader(BatchReader):
 
     @on_all_ranks
     def read_share(self, step: int, lines: list[str], shares: list[list[int]]) -> Problems:
-        """Read this rank's share; return why some rank cannot use its groups, by gid."""
         ranks = self.orders.ranks
         whole = Manifest.parse(step, lines)
         entries = tuple(whole.entries[position] for position in shares[ranks.rank])
@@ -84,10 +83,7 @@ class ShareReader(BatchReader):
 
 
 def check_unchanged(groups: Sequence[RolloutGroup], ranks: Ranks) -> None:
-    """Compare the groups of all ranks with what the server sent, after their use.
-
-    Raises GroupChanged on all ranks if one of them differs.
-    """
+    """Raise GroupChanged on all ranks if a group of one is not what the server sent."""
     changed = None
     try:
         for group in groups:

@@ -28,29 +28,27 @@ log = logging.getLogger("rolloutmq.consumer")
 Waiting = Callable[[WaitReason], None]
 Checkpoint = Callable[[], object]
 
-POLL_S = 1.0
-"""Longest wait for a wake-up before the ledger is asked again."""
+POLL_S = 1.0  # longest wait for a wake-up before the ledger is asked again
 
+# Shortest time between two reports: every group wakes the trainer, and a report costs requests.
 EXPLAIN_S = 1.0
-"""Shortest time between two reports: every group wakes the trainer, and a report costs requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitOptions:
-    """Defines how a call waits for a batch; see `RolloutConsumer.take_batch`."""
+    """How a call waits for a batch; see `RolloutConsumer.take_batch`."""
 
     deadline_s: float | None = None
-    producer_timeout_s: float | None = None
-    """how long to wait while no producer is alive; None: forever"""
+    producer_timeout_s: float | None = None  # to wait while no producer is alive; None: forever
     waiting: Waiting | None = None
     checkpoint: Checkpoint | None = None
 
 
 class BatchTaker:
-    """Takes and reads batches for the trainer `nonce`.
+    """Takes and reads batches for the trainer `nonce`; replaces unusable groups without a limit.
 
-    However many groups of a batch are unusable, the trainer continues with others: the server bars
-    a worker that submits too many (`quarantine.lua`). `check` raises what ends a wait.
+    The server bars workers that submit too many of these (quarantine.lua). `check` raises what ends
+    a wait.
     """
 
     def __init__(self, run: Run, nonce: str, check: Callable[[], None]) -> None:
@@ -58,10 +56,7 @@ class BatchTaker:
         self._nonce = nonce
         self._check = check
         self.quarantined = 0
-        """groups that were quarantined so far"""
         self.delivered = DeliveredGroups()
-
-    # -- take ----------------------------------------------------------------------------
 
     def take(
         self,
@@ -74,16 +69,15 @@ class BatchTaker:
     ) -> Manifest:
         """Wait until batch `step` is taken, with `counts` groups of each task.
 
-        Contains less of a task whose `should_continue_fn` ended it; without `strict`, what is
-        ready. Raises what `RolloutConsumer.take_batch` names.
+        A task that `should_continue_fn` ended gives less; without `strict`, take what is ready.
+        Raises as `RolloutConsumer.take_batch`.
         """
         return self._wait(ledger, step, counts, options, strict=strict, refills=False)
 
     def refill(self, ledger: BatchLedger, manifest: Manifest, options: WaitOptions) -> Manifest:
-        """Wait until every slot of the batch has a group.
+        """Wait until every slot of the batch has a group, or no more will come.
 
-        Returns a smaller batch if no more groups will come and it contains some. Raises LedgerError
-        if a batch without empty slots is empty.
+        Raises LedgerError if a batch without empty slots is empty.
         """
         step = manifest.step
         if not manifest.open_places:
@@ -141,15 +135,13 @@ class BatchTaker:
             )
             self._check()
 
-    # -- read ----------------------------------------------------------------------------
-
     def read(
         self, ledger: BatchLedger, manifest: Manifest, reader: GroupReader, known: Known = NOTHING
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
-        A group that the reader finds unusable is quarantined and replaced by another ready one; if
-        none is ready, the batch gets smaller, and may be empty.
+        An unusable group is quarantined and replaced by a ready one; without one, the batch gets
+        smaller, and may be empty.
         """
         while True:
             groups, problems = reader.read(manifest, known)
@@ -171,8 +163,8 @@ class BatchTaker:
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read as `read` does, and wait for groups in place of those that were quarantined.
 
-        A batch that was smaller before stays so: it may have been trained like that (I5). Only an
-        empty one cannot.
+        A batch that was smaller before stays so, as it may have been trained (I5), unless it is
+        empty.
         """
         before = manifest.open_places
         manifest, groups = self.read(ledger, manifest, reader, known)
@@ -187,7 +179,7 @@ class BatchTaker:
     def _quarantine_all(
         self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
     ) -> Manifest:
-        """Quarantine the groups with these gids, each with its reason; return what is left."""
+        """Quarantine groups by gid, each with its reason; return what is left."""
         for entry in manifest.entries:
             if entry.gid in reasons:
                 manifest = self._quarantine(ledger, manifest.step, entry, reasons[entry.gid])

@@ -1,11 +1,4 @@
-"""How long one trainer waited for batches and pauses, and what its batches contained.
-
-take/batches groups bytes      of all batches so far; bytes as stored
-take/waited_s last_waited_s    seconds that it waited for them: in total, and for the newest one
-pause/count p50_s p99_s        seconds from `pause()` to the last receipt, of all pauses so far;
-                               percentiles are of the newest 1,000
-pause/le_<seconds>             pauses that took at most this long, as Prometheus counts
-"""
+"""How long one trainer waited for batches and pauses: take/* and pause/* of consumer/README.md."""
 
 from __future__ import annotations
 
@@ -19,22 +12,16 @@ from consumer.handle.batch import Batch
 
 
 class PauseTimes:
-    """Counts the pauses of one trainer, in constant memory."""
-
     def __init__(self) -> None:
         self.histogram = Histogram(PAUSE_BOUNDS_S)
         self._newest: deque[float] = deque(maxlen=1000)
 
     def add(self, seconds: float) -> None:
-        """Count one pause."""
         self.histogram.add(seconds)
         self._newest.append(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return the histogram and its percentiles; nothing before the first pause.
-
-        p50 and p99 are the elements n // 2 and int(0.99 n) of the sorted times, as in `task/p50_s`.
-        """
+        """Return histogram, p50 (element n // 2) and p99 (int(0.99 n)), if there were any."""
         if not self._newest:
             return {}
         times = sorted(self._newest)
@@ -68,7 +55,6 @@ class WaitClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time in this block as waited."""
         started = time.monotonic()
         self._since = started
         try:
@@ -79,8 +65,6 @@ class WaitClock:
 
 
 class TakeTimes:
-    """Counts the batches of one trainer."""
-
     def __init__(self) -> None:
         self._batches = 0
         self._groups = 0
@@ -89,7 +73,6 @@ class TakeTimes:
         self._last_s = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Count one batch."""
         self._batches += 1
         self._groups += len(batch.groups)
         self._bytes += sum(entry.payload.size for entry in batch.manifest.entries)
@@ -97,7 +80,6 @@ class TakeTimes:
         self._last_s = batch.waited_s
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `take/*` of all batches so far."""
         return {
             "take/batches": float(self._batches),
             "take/groups": float(self._groups),

@@ -1,12 +1,9 @@
-"""The batches of a run as a torch dataset.
+"""The batches of a run as a torch dataset; `map(padded_tensors, dataset)` yields tensors instead.
 
-    dataset = BatchDataset(consumer, {"math": 16}, first=position.step + 1, last=100)
-    for batch in DataLoader(dataset, batch_size=None):
-        train(batch)
-        consumer.commit(batch.step, keep=batch.step)
-
-An item is a whole `Batch`, since the run defines its size and steps are committed as a whole.
-`map(padded_tensors, dataset)` yields tensors instead.
+dataset = BatchDataset(consumer, {"math": 16}, first=position.step + 1, last=100)
+for batch in DataLoader(dataset, batch_size=None):   # whole batches: the run sets their size
+    train(batch)
+    consumer.commit(batch.step, keep=batch.step)
 """
 
 from __future__ import annotations
@@ -23,14 +20,13 @@ from buffer.errors import ConfigError
 from consumer.handle.batch import Batch
 from consumer.handle.batch_table import ranges
 
+# Groups of each task, or a function of the step that returns them,
+# such as `lambda step: run.limits.mix().shares(step)`.
 Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
-"""Groups of each task, or a function that returns them for a step, such as
-`lambda step: run.limits.mix().shares(step)`.
-"""
 
 
 class TakesBatches(Protocol):
-    """Represents a `RolloutConsumer`, or the `ShardedConsumer` of a data-parallel trainer."""
+    """A `RolloutConsumer`, or the `ShardedConsumer` of a data-parallel trainer."""
 
     def take_batch(self, step: int, counts: Mapping[str, int]) -> Batch:
         """Return the batch of a step."""
@@ -67,9 +63,8 @@ def padded_tensors(batch: Batch) -> dict[str, Tensor]:
     """Return the rollouts of a batch as right-padded rows: S rollouts of at most L tokens.
 
     input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L]:
-    1 for each token of the response that is trained; logprobs float32[S, L]: of each token of the
-    response when it was sampled (0 elsewhere); scores float32[S]; group int64[S]: position of the
-    prompt in the batch.
+    1 for each trained token; logprobs float32[S, L]: of response tokens when sampled (0 elsewhere);
+    scores float32[S]; group int64[S]: position of the prompt in the batch.
     """
     table = batch.table
     prompts = table.prompt_lengths

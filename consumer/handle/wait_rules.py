@@ -1,8 +1,7 @@
 """Why a batch is not ready, and whether it ever will be: the trainer's side of the state machine.
 
 T is the step that is asked for, M the newest weights, H the staleness from which they are too old
-(`RunLimits.horizon_of`). The state is not stored: it follows from what the server contains, so that
-producer and trainer cannot disagree.
+(`RunLimits.horizon_of`). The state follows from what the server contains and is stored nowhere.
 
                   ┌────────────── continue ◀──── UPDATE_WEIGHT_AND_ABORT: waits
                   ▼                                  ▲
@@ -42,10 +41,7 @@ from buffer.run import Run
 from buffer.wire.staleness import staleness
 from consumer.handle.batch import Stopped
 
-REFUSAL_S = 60.0
-"""How long a trainer waits while every live worker refuses the weights: a shared folder may show
-new files late, and workers try again.
-"""
+REFUSAL_S = 60.0  # a shared folder may show new files late, and workers try again
 
 
 class RefusalWatch:
@@ -57,7 +53,7 @@ class RefusalWatch:
         self._since_s: float | None = None
 
     def check(self, state: ControlState) -> None:
-        """Raise WeightsRefused if no live worker has been able to load the weights for a time."""
+        """Raise WeightsRefused if no live worker could load the weights for REFUSAL_S."""
         found = self._run.fleet.refusals(state.weights)
         if not found.reasons:
             self._since_s = None
@@ -90,11 +86,9 @@ def _refused(state: ControlState, found: Refusals) -> WeightsRefused:
 
 log = logging.getLogger("rolloutmq.consumer")
 
-POLL_S = 0.5
-"""Seconds before the first check, and between two: every submitted group wakes the trainer."""
+POLL_S = 0.5  # seconds; every submitted group wakes the trainer
 
-TURNS = 3
-"""The producer counts its rounds: three different numbers enclose a whole round."""
+TURNS = 3  # three different round numbers enclose a whole round of the producer
 
 _STATUS_REASONS = {
     ProduceBatchStatus.FINISH: "the run is finished: nothing more is produced",
@@ -105,10 +99,7 @@ _STATUS_REASONS = {
 
 
 def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
-    """Return EXPIRED_BATCH if groups of the newest weights are too old for the step after `step`.
-
-    Then train the batch of `step`, and publish.
-    """
+    """Return EXPIRED_BATCH if the newest weights are too old for the step after `step`."""
     age = staleness(step + 1, run.control.state().weights.version)
     is_expired = age >= run.limits.horizon_of(step + 1)
     return ProduceBatchStatus.EXPIRED_BATCH if is_expired else ProduceBatchStatus.NORMAL
@@ -118,12 +109,10 @@ def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
 class WaitReason(NotReady):
     """Adds to `NotReady` how far the missing groups are, and who could generate them."""
 
+    # (waiting, running) groups by missing task
     started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """(waiting, running) groups of each missing task"""
-    workers: int = 0
-    """live workers, each of which could claim such a group"""
-    refusals: Refusals | None = None
-    """live workers that cannot load the newest weights, and claim nothing"""
+    workers: int = 0  # live ones that could claim such a group
+    refusals: Refusals | None = None  # live workers that cannot load the newest weights
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
 
     def __str__(self) -> str:
@@ -169,7 +158,6 @@ def _short_tasks(answer: NotReady) -> list[str]:
 
 
 def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
-    """Read for each task the lengths of its lanes and its running groups."""
     client: Any = run.store.control
     with client.pipeline(transaction=False) as pipe:
         for task in tasks:
@@ -182,8 +170,8 @@ def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
 class BatchOutlook:
     """Decides during one wait whether the batch of `step` can still become ready.
 
-    `trains` is False for an evaluation, whose groups never become too old. `producer_timeout_s`:
-    how long to wait while no producer is alive; None: forever.
+    `trains`: False for an evaluation, whose groups never become too old. `producer_timeout_s`: how
+    long to wait while no producer is alive; None: forever.
     """
 
     def __init__(
@@ -202,10 +190,9 @@ class BatchOutlook:
         self._has_warned = False
 
     def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
-        """Return how many groups of each task to wait for.
+        """Return how many groups to wait for: `counts`, or what an ended task has ready.
 
-        These are `counts`, or what is ready of a task that `should_continue_fn` ended. Raises
-        TaskStopped for a task of which nothing more is started (I11).
+        Raises TaskStopped for a task that starts no more groups (I11).
         """
         wanted = dict(counts)
         for task, (ready, _) in answer.missing.items():
@@ -246,8 +233,8 @@ class BatchOutlook:
             return
         missed_s = self._waited_s
         if holder.silent_ms is not None:
-            # the producer of a run that was stopped overnight has been silent for hours: what
-            # counts is how long this trainer has waited for it
+            # the producer of a run that was stopped overnight has been silent for hours: count only
+            # the time for which this trainer has waited
             missed_s = min(missed_s, holder.silent_ms / 1000)
         if self._timeout_s is not None and missed_s >= self._timeout_s:
             raise ProducerGone(
@@ -305,7 +292,6 @@ class BatchOutlook:
 
 
 def _counters(tasks: list[TaskAccount]) -> str:
-    """Format all counters of each task that are not 0."""
     rows = []
     for task in tasks:
         numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}

@@ -1,8 +1,7 @@
 """One version of weights in this process's memory, as the files of a model folder.
 
-A learner writes files. Here they are written into memory (/dev/shm, where there is room), mapped
-and deleted at once: training continues while they are sent, nothing passes through a disk, and a
-killed trainer leaves nothing.
+A learner writes files: here into memory (/dev/shm, if it has room), mapped and deleted at once. So
+no disk delays them, and a killed trainer leaves nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class MemorySnapshot:
         return {name: listed[name] for name in self.weights}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by name."""
         files = [parse_tensors(memoryview(data)) for data in self.weights.values()]
         return {name: span.shape for file in files for name, span in file.items()}
 

@@ -1,27 +1,24 @@
 """The trainer's end of the transfer of weights from its memory into an engine's process.
 
-    TensorServer                                  TensorReceiver (producer_workers/engines)
-    accepts, authenticates (rendezvous.py)        connects, authenticates
-                                                  "wanted": the label of a version
-    "refusal": empty, or why not
-    opens a process group (process_group.py)      opens it, too
-    sends every file                              receives, compares each file's checksum
-    "sent"                                        "verdict": empty, or what is wrong
+TensorServer                                  TensorReceiver (producer_workers/engines)
+  accepts, authenticates (rendezvous.py)        connects, authenticates
+                                                "wanted": the label of a version
+  "refusal": empty, or why not
+  opens a process group (process_group.py)      opens it, too
+  sends every file                              receives, compares each file's checksum
+  "sent"                                        "verdict": empty, or what is wrong
 
-The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or
-killed delays no other process, and is given up after `stall_s`. Workers join and leave at any time.
+Each process is served by a thread of its own, so a slow or dead one delays no other.
 
-    a worker dies                   its connections close, its thread ends; the others continue
-    a worker hangs                  its thread gives up after `stall_s` and frees its slot
-    the trainer dies
-      before it published           the version is unknown; the next trainer publishes its own
-      during a transfer             the receiver sees the connection close; its model is untouched
-      later                         late workers read the copy on disk (transfer.py)
+a worker dies                   its connections close, its thread ends; the others continue
+a worker hangs                  its thread gives up after `stall_s` and frees its slot
+the trainer dies
+  before it published           the version is unknown; the next trainer publishes its own
+  during a transfer             the receiver sees the connection close; its model is untouched
+  later                         late workers read the copy on disk (transfer.py)
 
-The receiver works beside the forward passes, on a thread, into host memory. The engine loads the
-tensors, between two forward passes, only once all its processes have all of them: so torn or wrong
-weights never reach a model, and no process is ahead of another. This costs one copy of the weights
-in host memory per process until they are loaded.
+An engine loads the tensors once all its processes have all of them, so torn or wrong weights never
+reach a model. Until then, each process holds a copy of the weights in host memory.
 """
 
 from __future__ import annotations
@@ -41,21 +38,18 @@ from consumer.senders.memory_snapshot import MemorySnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
 
-MAX_TRANSFERS = 8
-"""Simultaneous transfers, which share the trainer's bandwidth; further workers wait for a slot."""
+MAX_TRANSFERS = 8  # share the trainer's bandwidth; further workers wait
 
 MAX_CONNECTIONS = 256
-ACCEPT_RETRY_S = 1.0
-"""Wait before workers are accepted again after this process ran out of connections."""
+ACCEPT_RETRY_S = 1.0  # pause in accepting workers when connections ran out
 
-VERDICT_S = 600.0
-"""Time limit for the worker's check of what it received."""
+VERDICT_S = 600.0  # limit for a worker's check of what it received
 
 
 class TensorServer:
     """Sends the offered snapshot to every process that asks for it, from a free port of `host`.
 
-    `token` is the secret that admits a process. Raises ConfigError.
+    `token`: the secret that admits a process. Raises ConfigError.
     """
 
     def __init__(self, host: str, backend: str, *, stall_s: float = STALL_S) -> None:
@@ -79,7 +73,6 @@ class TensorServer:
         self._snapshot = snapshot
 
     def close(self) -> None:
-        """Stop accepting workers."""
         self._snapshot = None
         self._closed.set()
         # some systems refuse it for a listening socket; others continue to accept without it
@@ -127,7 +120,7 @@ class TensorServer:
             raise WireError(f"the worker refused them: {verdict.decode(errors='replace')}")
 
     def _send(self, rendezvous: Rendezvous, snapshot: MemorySnapshot) -> bytes:
-        """Send all files. Returns the peer's verdict: empty if they arrived unchanged."""
+        """Send all files; return the peer's verdict: empty if they arrived unchanged."""
         group = ProcessGroup(
             torch, rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
         )

@@ -1,13 +1,11 @@
 """The transports "gloo" and "nccl": from the trainer's memory to an engine's, with a copy on disk.
 
-    write     takes a snapshot in memory, announces it in Redis, starts to copy it into the folder
-    publish   (the caller) names the announcement; engines fetch the tensors (tensor_server.py)
-    fallback  an engine that cannot, or does not reach the trainer, reads the copy in the folder
+write     takes a snapshot in memory, announces it in Redis, starts to copy it into the folder
+publish   (the caller) names the announcement; engines fetch the tensors (tensor_server.py)
+fallback  an engine that cannot, or does not reach the trainer, reads the copy in the folder
 
-While a trainer lives, no worker waits for a disk. Once it is dead, late workers still find the
-newest weights, unless it died in the second before they were on disk: then the next trainer
-publishes those of its checkpoint, as always. Recovery needs nothing of this (I5): it is the
-checkpoint's task.
+If the trainer dies, late workers read the copy; if it died before that was on disk, the next
+trainer publishes the weights of its checkpoint. Recovery needs only the checkpoint (I5).
 """
 
 from __future__ import annotations
@@ -113,7 +111,6 @@ class TransferSender:
         self._versions.prune(self._keep)
 
     def clear(self) -> None:
-        """Delete what a trainer left that was killed while it wrote."""
         clear_temporary(self._prefix)
         self._folder.clear()
 

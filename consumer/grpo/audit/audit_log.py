@@ -1,9 +1,8 @@
-"""`audit.jsonl` in the run's folder: who made the groups of each audited batch.
+"""`audit.jsonl` in the run's folder: who made the groups of each audited batch, chosen or not.
 
-    {"step": 17, "groups": [["math-0000000123", "w3", "3f2a:16"], …]}
+{"step": 17, "groups": [["math-0000000123", "w3", "3f2a:16"], …]}
 
-One line for each batch, also with groups that were not chosen: when a worker fails an audit, this
-is what the trainer has used of it. A batch that is audited again after a crash is there twice.
+A batch that is audited again after a crash is there twice.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class MadeGroup(NamedTuple):
 
 
 def add_batch(folder: Path, step: int, groups: Sequence[MadeGroup]) -> None:
-    """Append one batch; it is on disk when the call returns."""
     append_line(folder / FILE, {"step": step, "groups": [group[1:] for group in groups]})
 
 
@@ -50,5 +48,5 @@ def _parse(line: bytes) -> list[MadeGroup]:
         entry = orjson.loads(line)
         return [MadeGroup(entry["step"], *group) for group in entry["groups"]]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        # an auditor was killed while it wrote this line; the next one writes the batch again
+        # a killed auditor left half of this line; the next one writes the batch again
         return []

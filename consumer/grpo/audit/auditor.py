@@ -1,22 +1,17 @@
 """The auditor: a trusted process that computes logprobs of some groups of each batch again.
 
-    1. read the position, and the batches that were taken since
-    2. choose groups of one of them at random, and read them
-    3. load the weights that their tokens name, compute the logprobs, compare
-    4. append the batch to audit.jsonl
-    5. one script: findings, bars, the new position
-    6. revoke what the barred workers hold
+It chooses groups at random after they were submitted, so no worker can predict the choice, and
+neither groups nor steps wait for it. Per batch: (1) read position and batches, (2) choose and read
+groups, (3) compare logprobs under the weights that their tokens name, (4) append to audit.jsonl,
+(5) one script: findings, bars, new position, (6) revoke what barred workers hold.
 
-The choice is made after the groups were submitted, from the random numbers of this process: no
-worker can know it. Nothing of this is on the way of a group or a step.
-
-    dies before 5       the next auditor chooses anew from the same batch
-    dies before 6       a barred worker may submit what it holds; it claims nothing more
-    payload freed       the group counts as impossible
-    weights deleted     the group counts as impossible ([trainer] keep_weights)
-    batch freed         counts as missed: the auditor was away, or is too slow
-    trainer rolls back  a batch that is taken again has another time, and is audited again
-    two auditors        the script refuses the slower one
+dies before 5       the next auditor chooses anew from the same batch
+dies before 6       a barred worker may submit what it holds; it claims nothing more
+payload freed       the group counts as impossible
+weights deleted     the group counts as impossible ([trainer] keep_weights)
+batch freed         counts as missed: the auditor was away, or is too slow
+trainer rolls back  a batch that is taken again has another time, and is audited again
+two auditors        the script refuses the slower one
 """
 
 from __future__ import annotations
@@ -52,8 +47,6 @@ from consumer.handle.ranks import ALONE, select_device
 
 
 class KeptWeights:
-    """Loads one version of weights at a time, as the trainer computes with them."""
-
     def __init__(self, run: Run, config: TrainingConfig) -> None:
         self._run = run
         self._config = config
@@ -61,9 +54,9 @@ class KeptWeights:
         self._loaded: tuple[PolicyVersion, Learner] | None = None
 
     def load(self, weights: PolicyVersion) -> Learner:
-        """Return a learner with these weights; the one before is not usable any more.
+        """Return a learner with these weights; the previous one becomes unusable.
 
-        Raises ModelError where they were deleted, WireError or OSError where they are damaged.
+        Raises ModelError for deleted weights, WireError or OSError for damaged ones.
         """
         if self._loaded is None or self._loaded[0] != weights:
             folder = self._folder(weights)
@@ -90,7 +83,6 @@ class KeptWeights:
         return folder
 
     def close(self) -> None:
-        """Delete local copies."""
         self._receiver.close()
 
 
@@ -120,15 +112,11 @@ class _Chosen:
 
     @property
     def versions(self) -> set[PolicyVersion]:
-        """The weights that it is still to be compared with."""
         return versions_of(self.group) if self.group and not self.problem else set()
 
 
 class Auditor:
-    """Audits the train batches of `run`."""
-
     def __init__(self, run: Run, config: TrainingConfig) -> None:
-        """Prepare to audit. Raises ConfigError where the config cannot be audited."""
         for problem in _problems(config):
             raise ConfigError(
                 f"the rollouts of this config cannot be audited: {problem}",
@@ -140,17 +128,13 @@ class Auditor:
         self._random = secrets.SystemRandom()
 
     def serve(self, stop: threading.Event) -> None:
-        """Audit each batch soon after it was taken, until `stop` is set."""
         while not stop.is_set():
             if not self.audit_next():
                 stop.wait(POLL_S)
         self._weights.close()
 
     def audit_next(self) -> bool:
-        """Audit the oldest batch that was not audited; return whether there was one.
-
-        Without an earlier audit the newest batch is the first.
-        """
+        """Audit the oldest new batch, at first the newest one; return whether there was one."""
         before = self._run.audits.read().position
         manifest = self._next_batch(before)
         if manifest is None:
@@ -183,10 +167,7 @@ class Auditor:
         return found
 
     def _makers(self, manifest: Manifest) -> list[MadeGroup]:
-        """Return who made the groups of a batch; "" where no single worker is known.
-
-        Of a group that was continued, earlier workers made a part.
-        """
+        """Return who made each group; "" if several workers may have, as for continued groups."""
         reads = [("HMGET", self._run.keys.group(gid), *_FIELDS) for gid in manifest.gids]
         made = []
         for entry, record in zip(
@@ -213,7 +194,6 @@ class Auditor:
         return chosen
 
     def _compare(self, weights: PolicyVersion, chosen: Sequence[_Chosen]) -> None:
-        """Compare groups with one of the weights that their tokens name."""
         for each in chosen:
             assert each.group
             try:
@@ -236,7 +216,6 @@ class Auditor:
         return AuditFinding("differs" if found.rms > tolerance else "agrees", worker, gid, detail)
 
     def _act(self, step: int, findings: Sequence[AuditFinding]) -> None:
-        """Log the findings of a batch, and revoke what barred workers hold."""
         for verdict, worker, gid, detail in findings:
             level = logging.INFO if verdict == "agrees" else logging.WARNING
             facts = {"gid": gid, "worker": worker, "step": step, "verdict": verdict}

@@ -1,21 +1,19 @@
 """The difference between the logprobs of a group and those of the weights that its tokens name.
 
-Measured with honest engines on a CPU: tiny Qwen3 models, 24 groups of one rollout, 4,400 tokens in
-all; in nats. Root mean square (rms) of all tokens and of the worst group, and the worst token:
+Measured with honest engines on a CPU (tiny Qwen3 models, 24 groups of one rollout, 4,400 tokens),
+in nats. The worst groups have a few tokens only.
 
-    engine                   trainer    rms      worst group   worst token
-    vLLM, float32            float32    2e-6     3e-6          1e-5
-    vLLM, float32            bfloat16   0.038    0.044         0.24
-    vLLM, bfloat16           float32    0.040    0.057         0.27
-    vLLM, bfloat16           bfloat16   0.046    0.058         0.30
-    transformers, float32    float32    3e-6     4e-6          1e-5
-    transformers, float32    bfloat16   0.039    0.150         0.21
-    transformers, bfloat16   bfloat16   0.049    0.096         0.25
-    other weights            float32    > 3.9
+engine                   trainer    rms      worst group   worst token
+vLLM, float32            float32    2e-6     3e-6          1e-5
+vLLM, float32            bfloat16   0.038    0.044         0.24
+vLLM, bfloat16           float32    0.040    0.057         0.27
+vLLM, bfloat16           bfloat16   0.046    0.058         0.30
+transformers, float32    float32    3e-6     4e-6          1e-5
+transformers, float32    bfloat16   0.039    0.150         0.21
+transformers, bfloat16   bfloat16   0.049    0.096         0.25
+other weights            float32    > 3.9
 
-The worst groups have a few tokens only. [audit] tolerance is five times the rms in bfloat16 by
-default; where both sides compute in float32, 0.01 is enough. `mismatch/abs_logprob` of a run whose
-workers are trusted says what is usual with its model.
+[audit] tolerance is five times the rms in bfloat16 by default; in float32, 0.01 is enough.
 """
 
 from __future__ import annotations
@@ -34,20 +32,17 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.reader import check_content
 
-MOST_VERSIONS = 32
-"""Of a group that is audited: each is looked for, and may have to be loaded."""
+MOST_VERSIONS = 32  # of an audited group: each may have to be loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Sums over the tokens of a group that were compared."""
-
     tokens: int = 0
     squares: float = 0.0
 
     @property
     def rms(self) -> float:
-        """Return the root mean square of the differences, in nats."""
+        """Return the root mean square, in nats."""
         return math.sqrt(self.squares / max(1, self.tokens))
 
     def __add__(self, other: Difference) -> Difference:
@@ -58,12 +53,11 @@ NOTHING = Difference()
 
 
 def versions_of(group: RolloutGroup) -> set[PolicyVersion]:
-    """Return the weights that the tokens of a group name."""
     return {weights for weights, _ in _parts(group)}
 
 
 def check_auditable(group: RolloutGroup) -> None:
-    """Raise WireError where the trained tokens of a group cannot be computed again."""
+    """Raise WireError if the group's trained tokens cannot be computed again."""
     if group.multimodal:
         raise WireError("it has images, which an audit does not read")
     versions = versions_of(group)
@@ -79,10 +73,7 @@ def check_auditable(group: RolloutGroup) -> None:
 
 
 def compare(learner: Learner, weights: PolicyVersion, group: RolloutGroup) -> Difference:
-    """Compare the tokens that name `weights` with the model of `learner`.
-
-    Raises WireError for token ids that the model does not have.
-    """
+    """Compare the tokens that name `weights` with the learner's model. Raises WireError."""
     check_content(group, learner.vocabulary)
     computed = _logprobs(learner, group)
     parts = [part for own, part in _parts(group) if own == weights]
@@ -91,7 +82,7 @@ def compare(learner: Learner, weights: PolicyVersion, group: RolloutGroup) -> Di
 
 
 def _logprobs(learner: Learner, group: RolloutGroup) -> NDArray[np.float32]:
-    """Return the logprobs of all response tokens under the weights of `learner`, float32[R]."""
+    """Return the logprobs of all response tokens, float32[R]."""
     starts = np.cumsum(group.lengths) - group.lengths
     found = np.zeros(len(group.logprobs), np.float32)
     (update,) = learner.pack([group]).updates

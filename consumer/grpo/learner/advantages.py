@@ -1,11 +1,9 @@
 """Advantages: the reward of each rollout compared with the other rollouts of its prompt.
 
-Invariant: groups are independent, except in the batch-wide scale of REINFORCE++. A group of one
-rollout, or one whose scores are all equal, gives no gradient and gets exactly 0: division by a tiny
-standard deviation would turn rounding errors into advantages.
-
-All functions take the scores of a batch, one float32[k] per group (k may differ), and return
-float32[sum k] in the order of the groups. They raise WireError where a score is not finite.
+All functions take a batch's scores, one float32[k] per group (k may differ), return float32[sum k]
+in the order of the groups, and raise WireError where a score is not finite. A group of one rollout
+or of equal scores gets exactly 0: dividing by a tiny standard deviation would turn rounding errors
+into advantages.
 """
 
 from __future__ import annotations
@@ -21,13 +19,11 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.learner import AdvantageEstimator
 
 Scores = Sequence[NDArray[np.float32]]
-Lengths = Sequence[NDArray[np.int32]]
-"""int32[k] per group: response tokens of each rollout."""
+Lengths = Sequence[NDArray[np.int32]]  # int32[k] per group: response tokens
 
 Floats = NDArray[np.float64]
 
-Sessions = Sequence[Sequence[str]]
-"""The session id of each rollout of each group."""
+Sessions = Sequence[Sequence[str]]  # session ids of each group's rollouts
 
 
 def session_advantages(
@@ -35,8 +31,8 @@ def session_advantages(
 ) -> NDArray[np.float32]:
     """Return `estimate_advantages`, where a session of an agent may have several rollouts.
 
-    These rollouts are the segments of the session and have the same reward. A session counts once
-    in the comparison, with the total length of its segments, and all of them get its advantage.
+    A session's rollouts share one reward: it counts once, with the total length of its rollouts,
+    and all of them get its advantage.
     """
     if all(len(set(ids)) == len(ids) for ids in sessions):
         return estimate_advantages(estimator, scores, lengths)
@@ -58,10 +54,7 @@ def session_advantages(
 
 
 def _session_order(ids: Sequence[str]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the sessions of a group of k rollouts, in the order of their first rollout.
-
-    The first rollout of each session, int[n], and the session of each rollout, int[k].
-    """
+    """Return the first rollout of each session, int[n], and the session of each rollout, int[k]."""
     _, first, session = np.unique(np.array(ids), return_index=True, return_inverse=True)
     # np.unique sorts by id
     order = np.argsort(first)
@@ -80,26 +73,20 @@ def estimate_advantages(
 def grpo_advantages(scores: Scores, *, eps: float = 1e-6) -> NDArray[np.float32]:
     """Return GRPO's advantages (outcome supervision): `(r - mean) / (std + eps)` in each group.
 
-    (Shao et al. 2024, arXiv:2402.03300, section 4.1.2.) `std` is the unbiased estimate (divisor
-    k - 1), as common implementations read the paper's "std".
+    (Shao et al. 2024, arXiv:2402.03300, section 4.1.2.) `std` has the divisor k - 1.
     """
     return _join([_standardize(group, eps) for group in _checked(scores)])
 
 
 def dr_grpo_advantages(scores: Scores) -> NDArray[np.float32]:
-    """Return Dr. GRPO's advantages: `r - mean` in each group.
-
-    Division by the standard deviation would favour very easy and very hard prompts (Liu et al.
-    2025, arXiv:2503.20783, section 3).
-    """
+    """Return Dr. GRPO's `r - mean` in each group (Liu et al. 2025, arXiv:2503.20783, section 3)."""
     return _join([_center(group) for group in _checked(scores)])
 
 
 def rloo_advantages(scores: Scores) -> NDArray[np.float32]:
     """Return RLOO's advantages: `r_i` minus the mean of the other rewards of the group.
 
-    This equals `(r - mean) k / (k - 1)` (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740,
-    equation 6).
+    (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, equation 6.)
     """
     groups = _checked(scores)
     return _join([_center(group) * (len(group) / max(1, len(group) - 1)) for group in groups])
@@ -108,21 +95,18 @@ def rloo_advantages(scores: Scores) -> NDArray[np.float32]:
 def opo_advantages(scores: Scores, lengths: Lengths) -> NDArray[np.float32]:
     """Return OPO's advantages: `r` minus the mean weighted by response length.
 
-    This is the baseline of least variance where the squared gradient grows with the length (Hao et
-    al. 2025, arXiv:2505.23585, equation 8).
+    (Hao et al. 2025, arXiv:2505.23585, equation 8.)
     """
     groups = zip(_checked(scores), lengths, strict=True)
     return _join([_center(group, np.asarray(length, np.float64)) for group, length in groups])
 
 
 def pass_at_k_advantages(scores: Scores, *, k: int = 4) -> NDArray[np.float32]:
-    """Return the advantages of Pass@k training.
+    """Return the advantages of Pass@k training (Chen et al. 2025, arXiv:2508.10751, section 3.3).
 
-    The reward of a rollout is what it adds to the probability that one of k rollouts solves the
-    prompt (Chen et al. 2025, arXiv:2508.10751, section 3.3, the analytical form). A rollout is
-    right where its score is above 0. Of N rollouts, W wrong: R = 1 - C(W, k) / C(N, k) is the mean
-    reward of a set of k, S = sqrt(R (1 - R)); right rollouts get (1 - R) / S, wrong ones
-    (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / S. In groups smaller than k, k = N.
+    A rollout is right where its score is above 0. Of N rollouts, W wrong: R = 1 - C(W, k) / C(N, k)
+    and S = sqrt(R (1 - R)); right rollouts get (1 - R) / S, wrong ones (1 - R - C(W - 1, k - 1) /
+    C(N - 1, k - 1)) / S. In groups smaller than k, k = N.
     """
     return _join([_pass_at_k(group > 0, min(k, len(group))) for group in _checked(scores)])
 
@@ -136,10 +120,7 @@ def reinforce_pp_advantages(scores: Scores, *, eps: float = 1e-8) -> NDArray[np.
 
 
 def reinforce_pp_baseline_advantages(scores: Scores, *, eps: float = 1e-8) -> NDArray[np.float32]:
-    """Return the advantages of REINFORCE++ with a baseline.
-
-    The mean of the group is subtracted before scaling (arXiv:2501.03262, section 3).
-    """
+    """Subtract the mean of the group, then scale as REINFORCE++ (arXiv:2501.03262, section 3)."""
     return _over_batch([_center(group) for group in _checked(scores)], eps)
 
 
@@ -208,21 +189,15 @@ def overlong_penalty(
 ) -> NDArray[np.float32]:
     """Return the penalty of responses close to their token limit, float32[k], in [-1, 0].
 
-    It is added to the scores (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13), and replaces a
-    hard cut, which punishes correct reasoning at random because of its length.
-
-    `lengths`, `max_tokens`: int32[k], of each response. The penalty is 0 up to
-    `max_tokens - buffer_tokens`, falls linearly to -1 at `max_tokens`, and is -1 above.
+    (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.) `lengths`, `max_tokens`: int32[k]. It is
+    0 up to `max_tokens - buffer_tokens` and falls linearly to -1 at `max_tokens`.
     """
     over = np.asarray(lengths, np.float64) - (np.asarray(max_tokens, np.float64) - buffer_tokens)
     return (-np.clip(over / buffer_tokens, 0.0, 1.0)).astype(np.float32)
 
 
 def shaped_scores(group: RolloutGroup, buffer_tokens: int | None) -> NDArray[np.float32]:
-    """Return the group's scores with the penalty of its lengths, float32[k].
-
-    Without `buffer_tokens` the scores are unchanged.
-    """
+    """Return the scores with the overlong penalty, if there are `buffer_tokens`; float32[k]."""
     if buffer_tokens is None:
         return group.scores
     return group.scores + overlong_penalty(group.lengths, group.token_limits, buffer_tokens)

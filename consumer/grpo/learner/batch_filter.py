@@ -1,20 +1,8 @@
-"""Which groups and rollouts of a delivered batch are not trained, and why.
+"""Which groups and rollouts of a delivered batch are not trained, and why (`REASONS`, README.md).
 
-A group is excluded as a whole where its rollouts cannot be compared. A rollout is masked where it
-alone cannot be trained: its score still counts for the others. Nothing is trained in place of what
-is excluded; it stays in the batch's record and is committed with it. The result depends on the
-batch and the config alone, so a batch that is delivered again is filtered in the same way.
-
-    not_completed      a rollout that failed, or was not finished: its score means nothing
-    missing_reward     a rollout without reward["score"], or with one that is not finite
-    length_mismatch    ids, logprobs and mask of a group differ in length
-    no_prompt          no prompt ids, and a trained first token, which nothing predicts
-    multimodal         a prompt with images: its token ids alone are another prompt
-    routed_experts     a rollout whose experts cannot be replayed ([learner] replay_routing): not
-                       recorded, of another model, ...
-    overlong           a rollout of more than `max_sequence_tokens`, with its prompt
-    truncated          a rollout that reached its token limit, where `mask_truncated` is set (DAPO's
-                       overlong filtering, arXiv:2503.14476, section 3.4)
+Groups whose rollouts cannot be compared are excluded; a rollout that cannot be trained is masked,
+but its score counts for the others. The result depends on batch and config alone, so a batch that
+is delivered again is filtered in the same way.
 """
 
 from __future__ import annotations
@@ -48,25 +36,23 @@ REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """Hold what is left of a batch.
+    """What is left of a batch: the groups to train, in order.
 
-    `groups`: the groups to train, in their order. `counts`: what was excluded, by reason: groups
-    for the first six of `REASONS`, rollouts for the others.
+    `counts`: what was excluded, by reason: groups for the first six of `REASONS`, else rollouts.
     """
 
     groups: list[RolloutGroup]
     counts: dict[str, int]
 
     def metrics(self) -> dict[str, float]:
-        """Return `filtered/<reason>` for every reason."""
         return {f"filtered/{reason}": float(self.counts.get(reason, 0)) for reason in REASONS}
 
 
 class BatchFilter:
-    """Exclude the groups and rollouts of a batch that cannot be trained.
+    """Excludes the groups and rollouts of a batch that cannot be trained.
 
-    `max_sequence_tokens`: largest number of tokens of prompt and response; None: unbounded.
-    `recorded`: the reader of recorded experts, where routing is replayed.
+    `max_sequence_tokens`: of prompt and response; None: unbounded. `recorded`: the reader of
+    recorded experts, if routing is replayed.
     """
 
     def __init__(
@@ -83,8 +69,7 @@ class BatchFilter:
     def apply(self, groups: Sequence[RolloutGroup]) -> Filtered:
         """Return the groups to train. Masks rollouts in place; a second call changes nothing.
 
-        Raises ConfigError where routing is replayed and no group has experts that can be: then the
-        configuration is wrong, not one worker.
+        Raises ConfigError where routing is replayed and no group has usable experts.
         """
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
@@ -153,10 +138,9 @@ def _problem(group: RolloutGroup) -> tuple[str, str] | None:
 
 
 def _trains_unpredicted(group: RolloutGroup) -> bool:
-    """Return whether a first token is to be trained that nothing precedes.
+    """Return whether a first token is trained without a predecessor.
 
-    Sessions of a gateway may have no first token in common. Then the group has no prompt, and what
-    each of its rollouts read before its first turn is in the response, with mask 0.
+    The sessions of a gateway may share no first token: then the group has no prompt.
     """
     lengths = group.lengths
     firsts = (np.cumsum(lengths) - lengths)[lengths > 0]

@@ -1,8 +1,4 @@
-"""A critic: the policy's architecture with one number per token instead of logits.
-
-(PPO, Schulman et al. 2017, arXiv:1707.06347.) Generalized advantage estimation compares a reward
-with the critic's values; estimators that compare the rollouts of a group need no critic.
-"""
+"""A critic (PPO, Schulman et al. 2017, arXiv:1707.06347): one number per token, no logits."""
 
 from __future__ import annotations
 
@@ -24,15 +20,12 @@ from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.micro_batch import MicroBatch, MicroBatches
 from consumer.handle.ranks import ALONE, Ranks
 
-PREFIX = "critic/"
-"""Of the names of a critic's tensors in the state: the learner's are beside them."""
+PREFIX = "critic/"  # names of a critic's tensors in the state begin with it
 
 log = logging.getLogger("rolloutmq.trainer")
 
 
 class ValueModel(nn.Module):
-    """Compute one number per token: a value head on the body of a language model."""
-
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()
         self.body = body
@@ -54,11 +47,11 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """Estimate the value of each token's state; `step` counts optimizer steps.
+    """Estimates the value of each token's state; `step` counts optimizer steps.
 
-    It starts as the model of `model_dir` with a value head of zeros: every value is 0. `optimizer`,
-    `bf16` and `gradient_checkpointing` are those of the policy ([learner]). With several ranks it
-    is sharded as the policy is, and all ranks call the same methods.
+    Starts from `model_dir` with a value head of zeros. `optimizer`, `bf16`,
+    `gradient_checkpointing` and sharding are the policy's ([learner]). All ranks call the same
+    methods.
     """
 
     def __init__(
@@ -101,7 +94,6 @@ class Critic:
         return model
 
     def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
-        """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
         return [self.model], self._optimizer
 
     @torch.no_grad()
@@ -112,11 +104,10 @@ class Critic:
     def update(
         self, batches: MicroBatches, old: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> dict[str, float] | None:
-        """Take one optimizer step towards `returns`, and return its metrics, of all ranks.
+        """Take one optimizer step towards `returns`; return the metrics of all ranks.
 
-        None if the step is skipped, because its gradient is not finite.
-
-        `old`: the values before the step. Both are float32[N] for each micro-batch.
+        None: skipped, as the gradient is not finite. `old`: values before the step; both are
+        float32[N] per micro-batch.
         """
         [count] = self._ranks.sum([batches.trained_tokens])
         tokens = max(1.0, count)
@@ -146,11 +137,9 @@ class Critic:
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return everything that a resume needs (see `consumer.grpo.model_state.learner_state`)."""
         return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)
 
     def shard_rows(self) -> dict[str, Rows]:
-        """Return which rows of each sharded tensor of the state this rank has."""
         return shard_rows(self.parameters, PREFIX)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
@@ -168,8 +157,8 @@ def value_loss(
 ) -> Tensor:
     """Return half the squared error summed over trained tokens, a scalar from float32[N] each.
 
-    With `clip` c, the larger of that and of the error of `old + clip(values - old, -c, c)`: a value
-    moves by at most c in one step (the clipped value loss of PPO's reference code).
+    With `clip` c, take the larger of that and the error of `old + clip(values - old, -c, c)` (the
+    clipped value loss of PPO's reference code).
     """
     error = (values - returns).square()
     if clip is not None:
@@ -183,9 +172,8 @@ def packed_gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of the N tokens of a micro-batch, float32[N] each.
 
-    `rewards`: float32[S], received at the last trained token of each sample. `values`: float32[N].
-    Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
-    0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
+    (Schulman et al. 2016, arXiv:1506.02438, equation 16.) `rewards`: float32[S], received at the
+    last trained token of each sample. `values`: float32[N]. Untrained tokens are skipped and get 0.
     """
     trained = torch.nonzero(batch.mask > 0).squeeze(1)
     sample = batch.sample[trained]
@@ -203,8 +191,7 @@ def packed_gae(
 def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
     """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
 
-    `sample`: int64[N], ascending. By doubling: sums of 2n terms are those of n terms, plus the
-    discounted ones n positions later; log2(longest sample) passes over all tokens.
+    `sample`: int64[N], ascending. Doubles the span: log2(longest sample) passes over all tokens.
     """
     sums = terms.clone()
     reach = 1

@@ -5,10 +5,9 @@ The weight of a token is w = old policy / rollout policy, a number without gradi
                                                   PPO, arXiv:2505.24298)
     sequence   the product over a sample's tokens (unbiased; its variance grows with the length)
     geometric  the geometric mean of these        (bounded variance, as in GSPO, arXiv:2507.18071)
-It is bounded in one of two ways: `truncate` caps it, `mask` drops what is outside [floor, cap]
-(IcePop, rejection sampling). `veto` drops whole samples with a token that is nearly impossible
-under the old policy. Dropped tokens stay in the divisor of the loss: what one micro-batch drops
-must not change the weight of the tokens of another.
+`truncate` caps it, `mask` drops what is outside [floor, cap] (IcePop), and `veto` drops samples
+with a nearly impossible token. Dropped tokens stay in the divisor of the loss: one micro-batch must
+not change the weights of another.
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ from torch import Tensor
 
 from consumer.config.learner import LossConfig
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exponentiation: e^20 is 5e8, above any useful bound."""
+MAX_LOG_RATIO = 20.0  # e^20 is 5e8, above any useful bound
 
 
 def clamped(log_ratio: Tensor) -> Tensor:
-    """Bound logarithms of ratios of probabilities, so that their exponentials are finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Hold which tokens belong to the same sample.
+    """Which tokens belong to the same sample.
 
     `mask`: float32[N], 1 where a token is trained. `sample`: int64[N], index into `trained_tokens`,
     float32[S]: the sum of `mask` over each sample.
@@ -48,20 +45,13 @@ class Samples:
         return torch.zeros_like(self.trained_tokens).index_add(0, self.sample, trained)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average float32[N] over the trained tokens of each sample; return float32[S].
-
-        The mean over no token is 0.
-        """
+        """Average float32[N] over the trained tokens of each sample, float32[S]; 0 over none."""
         return self.sum(values) / self.trained_tokens.clamp(min=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Hold the off-policy correction of N tokens.
-
-    `weights`: float32[N], factors of the loss of each token, 0 where it was dropped. `dropped`:
-    bool[N].
-    """
+    """The correction's `weights` of the loss, float32[N], 0 where `dropped`, bool[N]."""
 
     weights: Tensor
     dropped: Tensor

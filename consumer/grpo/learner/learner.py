@@ -1,13 +1,11 @@
 """The learner: a model, its optimizer and the steps that turn rollouts into new weights.
 
-Parameters and optimizer state are float32 (`optimizer` adamw_8bit: moments of 8 bits); with `bf16`
-the forward pass runs in bfloat16 (autocast). With several ranks both are sharded (FSDP2), except
-for an adapter, which is small: each rank has its own rollouts, and the loss divides by the counts
-of all ranks, so the gradient equals that of one rank with the whole batch.
+Parameters and optimizer state are float32 (moments of adamw_8bit: 8 bits); with `bf16`, forward
+passes run in bfloat16. Several ranks shard both (FSDP2), except a LoRA adapter; the loss divides by
+the counts of all ranks, so the gradient equals that of one rank with the whole batch.
 
-Invariant: a learner that loads the state of another one continues exactly as that one would have,
-bit for bit (same machine, same number of threads). Everything that affects a step is in the state,
-the config or the arguments.
+Invariant: a learner that loads another's state continues bit for bit as that one would have (same
+machine, same number of threads).
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ log = logging.getLogger("rolloutmq.trainer")
 
 
 class Learner:
-    """Own the model of `model_dir` and train it; `step` counts optimizer steps.
+    """Owns the model of `model_dir` and trains it; `step` counts optimizer steps.
 
-    `TrainController.fit` shows the order of its calls. Raises ModelError where the folder is not a
-    usable model.
+    Raises ModelError.
     """
 
     def __init__(
@@ -81,8 +78,7 @@ class Learner:
         self.bf16 = choose_bf16(config, self.device)
         self.ranks = ranks
         self.step = 0
-        self.skipped_in_a_row = 0
-        """newest optimizer steps that were skipped, because their gradient was not finite"""
+        self.skipped_in_a_row = 0  # steps whose gradient was not finite
         # frozen weights need no more precision than the forward pass has
         frozen = torch.bfloat16 if config.lora and self.bf16 else None
         self._host = HostBuffers()
@@ -103,11 +99,10 @@ class Learner:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self._policy.replay = replay
+        # None: experts are not replayed
         self.recorded = replay.recorded_experts(media) if replay else None
-        """the reader of the experts that workers recorded; None where routing is not replayed"""
         check_logprobs(self._policy)
-        self.vocabulary = vocabulary_of(self.model)
-        """number of token ids that the model reads and predicts"""
+        self.vocabulary = vocabulary_of(self.model)  # token ids that the model reads and predicts
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(
             config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
@@ -123,13 +118,10 @@ class Learner:
             ranks=ranks.size,
         )
 
-    # -- the parts of a train step -------------------------------------------------------
-
     def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
         """Return which rollouts need a forward pass, bool[sum k]; None: all of them.
 
-        A rollout whose advantage is 0 has no policy gradient. It still counts in the divisors of
-        the loss, so leaving it out changes the time of a step and nothing else.
+        A rollout with advantage 0 has no policy gradient; it still counts in the loss's divisors.
         """
         loss = self.config.loss
         return None if loss.kl_coef or loss.entropy_coef else advantages != 0
@@ -139,8 +131,8 @@ class Learner:
     ) -> TrainBatch:
         """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
 
-        `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get the same number of
-        updates, and of micro-batches in each. Raises what `Packer.pack_pad_dispatch` raises.
+        `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get equal numbers of
+        updates and of micro-batches in each. Raises as `Packer.pack_pad_dispatch`.
         """
         table = BatchTable.of(groups)
         kept = np.ones(len(table), np.bool_) if keep is None else keep
@@ -155,9 +147,7 @@ class Learner:
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Compute the log-probabilities under the weights before this batch.
 
-        Needed where `old_policy` is "current" and the batch has several updates. Otherwise the
-        batch stays as it is: with `old_policy` "rollout" the loss reads the engine's
-        log-probabilities, and a single update reads those of its own forward pass.
+        Leaves the batch as it is unless `old_policy` is "current" and there are several updates.
         """
         if self._needs_old_logprobs:
             for update in batch.updates:
@@ -166,22 +156,19 @@ class Learner:
 
     @torch.no_grad()
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the log-probabilities under the model that training started from.
-
-        Without a KL term (`kl_coef` 0) the batch stays as it is.
-        """
+        """Compute the logprobs under the starting model, unless `kl_coef` is 0."""
         if self.reference:
             for update in batch.updates:
                 update.ref_logprobs = [self._reference_logprobs(part) for part in update.batches]
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Take the optimizer steps of a batch whose advantages are set.
+        """Take the optimizer steps of a batch whose advantages are set; return the metrics.
 
-        Returns metrics: means over the trained tokens; `optim/*` and `loss/policy` are means over
-        optimizer steps. A step whose gradient is not finite is skipped: it has no metrics, and
-        counts in `optim/skipped_updates`. Raises ConfigError where log-probabilities that the loss
-        reads were not computed, GradientNotFinite after `max_skipped_updates` such steps in a row.
+        Metrics are means over trained tokens; `optim/*` and `loss/policy` over optimizer steps. A
+        step whose gradient is not finite is skipped and counts in `optim/skipped_updates`. Raises
+        ConfigError where the loss lacks log-probabilities, GradientNotFinite after
+        `max_skipped_updates` such steps in a row.
         """
         needed = {
             "old_logprobs": self._needs_old_logprobs,
@@ -199,10 +186,7 @@ class Learner:
         return self.config.old_policy == "current" and self.config.updates_per_batch > 1
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the next optimizer step.
-
-        It is a function of `step` alone, so checkpoints hold no state of the schedule.
-        """
+        """Return the learning rate at `step`; checkpoints hold no state of the schedule."""
         config = self.config
         warmup = config.warmup_steps
         rate = config.learning_rate
@@ -217,29 +201,22 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Return the log-probabilities of the targets under the current weights, float32[N]."""
+        """Return the log-probabilities of the targets, float32[N]."""
         return self._score(self._policy, batch).logprobs
 
-    # -- state and weights ---------------------------------------------------------------
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return everything that a resume of this rank needs, on the CPU.
-
-        The names are listed in `consumer.grpo.model_state.learner_state`.
-        """
+        """Return what a resume of this rank needs, on the CPU (see `learner_state.py`)."""
         state = capture(self.parameters, self._optimizer, self.step, self.device)
         state["skipped"] = torch.tensor(self.skipped_in_a_row)
         return state | (self._adapter.state_tensors() if self._adapter else {})
 
     def shard_rows(self) -> dict[str, Rows]:
-        """Return which rows of each sharded tensor of the state this rank has."""
         return shard_rows(self.parameters)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from the result of `state_tensors()`.
+        """Continue from `state_tensors()`.
 
-        Raises ModelError, and changes nothing, where the state belongs to another model or
-        optimizer.
+        Raises ModelError, and changes nothing, for another's.
         """
         if self._adapter:
             self._adapter.check_state(state)
@@ -247,18 +224,15 @@ class Learner:
         self.skipped_in_a_row = int(state["skipped"])
 
     def on_device(self) -> tuple[list[torch.nn.Module], torch.optim.Optimizer]:
-        """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
         # without a second model the reference is the policy: each module once
         modules = dict.fromkeys((self._policy, self.reference))
         return [module for module in modules if module is not None], self._optimizer
 
     def snapshot(self, *, to_publish: bool = False) -> WeightsSnapshot:
-        """Copy the weights to host memory, where they stay until the next snapshot.
+        """Copy the weights to host memory until the next snapshot; all ranks must call it.
 
-        The files that it writes are config.json and safetensors, as Hugging Face and vLLM read
-        them; with a LoRA adapter, those of the adapter. `to_publish`: copy the precision of the
-        forward pass. With `bf16` this halves the bytes, and an engine in bfloat16 would round to
-        the same values. With several ranks each copies its share: all of them must call it.
+        It writes config.json and safetensors, or a LoRA adapter's files. `to_publish`: copy the
+        precision of the forward pass, which halves the bytes with `bf16`.
         """
         dtype = torch.bfloat16 if to_publish and self.bf16 else None
         if self._adapter is None:
@@ -266,16 +240,13 @@ class Learner:
         return self._adapter.snapshot(dtype=dtype, is_writer=self.ranks.rank == 0)
 
     def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
-        """Write the files of a snapshot into `folder`."""
         self.snapshot(to_publish=to_publish).write(folder)
 
     def peak_memory_bytes(self) -> int | None:
-        """Return the largest memory that this process has allocated on its GPU; None on a CPU."""
+        """Return the most memory that this process has allocated on its GPU; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device)
-
-    # -- models --------------------------------------------------------------------------
 
     def _score(
         self, policy: TargetLogits, batch: MicroBatch, *, entropy_gradient: bool = True
@@ -295,7 +266,7 @@ class Learner:
             return self._score(self.reference, replace(batch, experts=None)).logprobs
 
     def _load_reference(self, model_dir: Path) -> TargetLogits:
-        """Return the model of the folder: also after a resume, KL is measured to the start."""
+        """Return the folder's model: also after a resume, KL is measured to the start."""
         if self._adapter:
             return self._policy
         reference = load_policy(
@@ -304,12 +275,10 @@ class Learner:
         reference.transform = self._policy.transform
         return reference
 
-    # -- one optimizer step --------------------------------------------------------------
-
     def _pack_update(
         self, table: BatchTable, keep: NDArray[np.bool_], part: NDArray[np.bool_]
     ) -> Update:
-        """Pack the rollouts of one update: `part`, bool[S], without those that are not kept."""
+        """Pack the rollouts that are in `part`, bool[S], and kept."""
         batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
         batches.pad(self.ranks.max(len(batches)))
         own_tokens = int(table.trained[part].sum())
@@ -334,7 +303,6 @@ class Learner:
         return metrics | optim
 
     def _backward(self, update: Update, index: int) -> dict[str, float]:
-        """Add the gradient of one micro-batch; return its loss, tokens and sums of metrics."""
         loss_config = self.config.loss
         batch = update.batches[index]
         current = self._score(self._policy, batch, entropy_gradient=loss_config.entropy_coef > 0)

@@ -1,8 +1,7 @@
-"""Policy-gradient losses on flat columns of tokens.
+"""Policy-gradient losses on flat columns: N response tokens of a micro-batch, S samples.
 
-Shapes: N response tokens of a micro-batch, S samples. Nothing here depends on models or packing.
-The weight of a token in the loss is determined for the whole batch before it is divided into
-micro-batches (`token_weights`), so the gradient does not depend on that division.
+`token_weights` weighs tokens for the whole batch before it is divided into micro-batches, so the
+gradient does not depend on that division.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from buffer.imports import load_object
 from consumer.config.learner import KlKind, LossConfig
 from consumer.grpo.learner.importance import Correction, Samples, clamped, correct
 
-MAX_LOG_PPL = 80.0
-"""Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
+MAX_LOG_PPL = 80.0  # e^80 still fits into a float32
 
 
 def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy, reference) per token, from the logprobs of the sampled tokens alone.
+    """Estimate KL(policy, reference) per token, float32[N], from logprobs of sampled tokens.
 
-    float32[N] from float32[N]; it carries the gradient of `logprobs`. With d = logprob - reference
-    (Schulman 2020, "Approximating KL divergence"):
+    With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
         abs  |d|                not an estimate of KL; a robust distance
         k2   d^2 / 2            biased, but its mean gradient is that of the KL
         k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
@@ -45,10 +42,7 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Hold the inputs of the loss, each float32[N].
-
-    Only `logprobs`, and `entropy` where the loss has an entropy term, carry a gradient.
-    """
+    """The inputs of the loss, float32[N] each; only `logprobs` and `entropy` carry a gradient."""
 
     logprobs: Tensor  # under the policy that is trained
     old_logprobs: Tensor  # under the policy that the ratio is clipped against
@@ -60,15 +54,12 @@ class TokenColumns:
 
     @property
     def mask(self) -> Tensor:
-        """Return float32[N]: 1 where a token is trained."""
         return self.samples.mask
 
     def without_masked(self) -> TokenColumns:
         """Return the columns with 0 for every token that is not trained.
 
-        The loss then has no gradient from these tokens, even where a value is infinite. A mask on
-        the loss does not achieve this: backward multiplies its 0 by a derivative that may be
-        infinite.
+        A mask on the loss is not enough: backward would multiply its 0 by an infinite derivative.
         """
         trained = self.mask > 0
 
@@ -89,12 +80,11 @@ class TokenColumns:
 def policy_loss(
     columns: TokenColumns, weights: Tensor, config: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a micro-batch and its metrics.
+    """Return the loss of a micro-batch, a scalar to sum over micro-batches, and its metrics.
 
-    The loss is a scalar to be summed over micro-batches; metrics are sums over trained tokens,
-    detached. Per token: the objective, times the correction of `importance.py`, plus
-    kl_coef * KL(policy, reference), minus entropy_coef * entropy; nothing of these for a token that
-    the correction drops. `weights`: float32[N] from `token_weights`.
+    Metrics are sums over trained tokens, detached. Loss per token: objective times correction
+    (`importance.py`), plus kl_coef * KL, minus entropy_coef * entropy; dropped tokens have none.
+    `weights`: float32[N] from `token_weights`.
     """
     columns = columns.without_masked()
     surrogate = _surrogate(columns, config)
@@ -109,24 +99,20 @@ def policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Hold the result of an objective, each float32[N]; `clipped` is 1 where a bound took effect.
-
-    `ratio` and `clipped` are for the metrics `policy/ratio` and `policy/clip_fraction` only.
-    """
+    """The result of an objective, float32[N] each; `ratio` and `clipped` are only for metrics."""
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
 
 
+# Returns the loss of each token, float32[N], without correction, KL and entropy; a bare Tensor
+# counts as unclipped. Columns of untrained tokens are 0.
 Objective = Callable[[TokenColumns, LossConfig], Surrogate | Tensor]
-"""Returns the loss of each token, float32[N], without correction, KL and entropy: `policy_loss`
-adds these. A bare Tensor counts as unclipped. Columns of tokens that are not trained are 0.
-"""
 
 
 def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """Return the smaller gain of a ratio and of the ratio between the bounds, negated (PPO)."""
+    """Return PPO's clipped loss: the smaller gain of the ratio and the clipped ratio, negated."""
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio * advantages, bounded * advantages)
     is_clipped = ratio * advantages > bounded * advantages
@@ -140,10 +126,7 @@ def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
 
 @cache
 def load_objective(name: str) -> Objective:
-    """Return the objective of a file in `consumer/grpo/objectives`, or of "module:function".
-
-    Raises ConfigError where there is none.
-    """
+    """Return an objective of `objectives/`, or "module:function". Raises ConfigError."""
     spec = name if ":" in name else f"consumer.grpo.objectives.{name}:{name}"
     found: Objective = load_object(spec, kind="objective of [learner.loss]")
     return found
@@ -178,10 +161,9 @@ def token_weights(
 ) -> Tensor:
     """Return the weight of each token in the loss of the batch, float32[N].
 
-    `batch_tokens` and `batch_samples` are counts of the whole batch. The weights add up to 1 over
-    the batch for token_mean (arXiv:2503.14476) and, where every sample has a trained token, for
-    sequence_mean (arXiv:2402.03300). fixed_length divides each sample's sum by `max_tokens` instead
-    of its own length (Dr. GRPO, arXiv:2503.20783).
+    `batch_tokens`, `batch_samples`: counts of the whole batch. Weights add up to 1 over the batch
+    for token_mean (arXiv:2503.14476) and, if every sample has a trained token, for sequence_mean
+    (arXiv:2402.03300). fixed_length divides each sample by `max_tokens` (arXiv:2503.20783).
     """
     if config.aggregation == "token_mean":
         return samples.mask / max(batch_tokens, 1.0)
@@ -216,13 +198,10 @@ def _metrics(
 
 
 def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an optimizer step from means over its trained tokens.
+    """Derive metrics of an optimizer step from means over its trained tokens; drop helper means.
 
-    Means that are needed only for a derived metric are removed.
-
-    mismatch/ess: effective sample size of the tokens under the correction's weights, as a share,
-    (sum w)^2 / (n sum w^2) (Kish 1965). mismatch/ppl, mismatch/rollout_ppl: perplexity of the
-    responses under the trainer and under the engine; mismatch/ppl_ratio: their quotient.
+    mismatch/ess: effective sample size as a share, (sum w)^2 / (n sum w^2) (Kish 1965).
+    mismatch/ppl, mismatch/rollout_ppl: perplexity under trainer and engine; ppl_ratio: quotient.
     """
     metrics = dict(means)
     if "mismatch/importance" not in metrics:

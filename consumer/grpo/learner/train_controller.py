@@ -1,6 +1,4 @@
-"""A train step in one call, or in the steps that it consists of (XTuner's `TrainController`).
-
-    controller.fit(groups)    # filters the groups, then does the same as
+"""A train step in one call, `fit`, or in the calls that it makes (XTuner's `TrainController`).
 
     batch = controller.pack_pad_dispatch(groups)
     batch = controller.compute_old_logprobs(batch)
@@ -9,8 +7,7 @@
     batch = controller.compute_advantages(batch)
     metrics = controller.train(batch)
 
-A step that the config does not need (reference log-probabilities without a KL term, values without
-a critic) leaves the batch as it is. Code of your own can run between two of them.
+A call that the config does not need (values without a critic) returns the batch unchanged.
 """
 
 from __future__ import annotations
@@ -40,12 +37,11 @@ from consumer.handle.ranks import Ranks
 
 
 class TrainController:
-    """Train a `Learner` on groups, by an advantage estimator or by a critic.
+    """Trains a `Learner` on groups, by an advantage estimator or by a critic.
 
-    `advantages`: the estimator that compares the rollouts of a group or batch, or "gae":
-    generalized advantage estimation token by token, which needs a `critic`.
-    `overlong_buffer_tokens`: see `advantages.py`. Raises ConfigError where these do
-    not fit together.
+    `advantages`: the estimator, or "gae" (generalized advantage estimation), which needs a
+    `critic`. `overlong_buffer_tokens`: see `advantages.py`. Raises ConfigError where these do not
+    fit together.
     """
 
     def __init__(
@@ -67,15 +63,12 @@ class TrainController:
         self._estimator = advantages
         self._overlong_buffer_tokens = overlong_buffer_tokens
         self._filter = batch_filter or BatchFilter(recorded=learner.recorded)
+        # Advantages of the newest batch, per rollout; with a critic per token, before scaling.
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
-        """of the newest batch: one per rollout; with a critic one per token, before scaling"""
 
     @classmethod
     def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
-        """Create the controller that [trainer] and [critic] describe.
-
-        A critic starts from the model in `model_dir`.
-        """
+        """Create the controller of [trainer] and [critic]; a critic starts from `model_dir`."""
         section = config.trainer
         critic = None
         if section.is_gae:
@@ -104,10 +97,7 @@ class TrainController:
         )
 
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Train on one batch, without the groups and rollouts that `BatchFilter` excludes.
-
-        Returns the metrics of `train` and of the filter.
-        """
+        """Train on a batch without what `BatchFilter` excludes; return the metrics of both."""
         filtered = self._filter.apply(groups)
         batch = self.pack_pad_dispatch(filtered.groups)
         batch = self.compute_old_logprobs(batch)
@@ -117,33 +107,25 @@ class TrainController:
         return self.train(batch) | filtered.metrics()
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
-        """Pack this rank's groups into micro-batches, divided into optimizer steps.
-
-        Rollouts without a policy gradient are left out (`Learner.keep`).
-        """
+        """Pack this rank's groups, without the rollouts that have no policy gradient."""
         keep = None if self.critic else self.learner.keep(self.outcome_advantages(groups))
         return self.learner.pack(groups, keep=keep)
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the log-probabilities under the weights before the batch, where they are read."""
+        """Compute the logprobs under the weights before the batch, if the loss reads them."""
         return self.learner.compute_old_logprobs(batch)
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the log-probabilities under the reference model, where there is a KL term."""
         return self.learner.compute_ref_logprobs(batch)
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the critic's values, where there is a critic."""
         if self.critic:
             for update in batch.updates:
                 update.values = [self.critic.values(part) for part in update.batches]
         return batch
 
     def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the advantages by the estimator, or from the values by GAE.
-
-        Those of GAE are scaled to mean 0 and standard deviation 1 over the batch's tokens.
-        """
+        """Compute advantages by the estimator, or by GAE (scaled to mean 0, std 1)."""
         groups = batch.groups
         if self.critic is None:
             self.advantages = self.outcome_advantages(groups)
@@ -169,7 +151,6 @@ class TrainController:
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Take the optimizer steps of policy and critic; return the metrics of both."""
         metrics = self.learner.train(batch)
         if self.critic is None or not batch.updates:
             return metrics
@@ -180,10 +161,7 @@ class TrainController:
         return metrics | mean_metrics(losses, "critic")
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
-        """Return one advantage for each rollout of this rank, float32[sum k].
-
-        All ranks must call it: estimators that look at the whole batch see the scores of all ranks.
-        """
+        """Return one advantage per rollout of this rank, float32[sum k]; all ranks must call it."""
         own = [[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups]
         ranks = self.learner.ranks.gather(own)
         everywhere = [group for rank in ranks for group in rank]
@@ -199,17 +177,14 @@ class TrainController:
         return advantages[first : first + sum(len(group) for group in groups)]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return everything that a resume of learner and critic needs."""
         critic = self.critic.state_tensors() if self.critic else {}
         return self.learner.state_tensors() | critic
 
     def shard_rows(self) -> dict[str, Rows]:
-        """Return which rows of each sharded tensor of the state this rank has."""
         critic = self.critic.shard_rows() if self.critic else {}
         return self.learner.shard_rows() | critic
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
         if self.critic:
             self.critic.load_state_tensors(state)
         # last: both set the generators of random numbers, and those of the learner count

@@ -1,13 +1,13 @@
 """The learner's state as named tensors, so that safetensors can hold it: no pickle anywhere.
 
-    model/<parameter>            float32, the master weights
-    optimizer/<slot>/<parameter> AdamW's step and moments (`STATES` of optimizers.py)
-    rng/cpu, rng/cuda            torch's random generators, uint8
-    step                         int64, optimizer steps done
-    skipped                      int64, the newest of them that were skipped (of a learner)
-    adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
+model/<parameter>            float32, the master weights
+optimizer/<slot>/<parameter> AdamW's step and moments (`STATES` of optimizers.py)
+rng/cpu, rng/cuda            torch's random generators, uint8
+step                         int64, optimizer steps done
+skipped                      int64, the newest of them that were skipped (of a learner)
+adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
 
-With sharded weights, the state of a rank holds its rows of the parameters and the moments.
+With sharded weights, a rank's state holds its rows of parameters and moments.
 
 Invariant: after `restore` of what `capture` returned, a learner continues bit for bit.
 """
@@ -46,7 +46,6 @@ def capture(
 
 
 def shard_rows(parameters: Mapping[str, Tensor], prefix: str = "") -> dict[str, Rows]:
-    """Return which rows this rank has of each tensor of the state that is sharded."""
     sharded = {
         name: rows_of(parameter)
         for name, parameter in parameters.items()
@@ -64,9 +63,9 @@ def restore(
     device: torch.device,
     prefix: str = "",
 ) -> int:
-    """Load `state` into the parameters and the optimizer; return its step.
+    """Load `state`; return its step.
 
-    Raises ModelError, and changes nothing, where the state belongs to another model or optimizer.
+    Raises ModelError, and changes nothing, for another model's.
     """
     _check(state, parameters, prefix)
     _check_optimizer(state, optimizer, prefix)
@@ -123,7 +122,6 @@ def _check_optimizer(
 
 
 def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:
-    """Shard a moment as its parameter is sharded; the step is a number."""
     return tensor if slot == "step" else shard_like(parameter, tensor)
 
 

@@ -1,7 +1,6 @@
 """The kinds of optimizer, and the names of their states: AdamW of torch, or 8-bit of bitsandbytes.
 
-Of torchao's 8-bit AdamW, which can shard, states are tensor subclasses that safetensors cannot
-hold; those of bitsandbytes are plain tensors, and cannot be sharded.
+Not torchao's 8-bit AdamW, which can shard: safetensors cannot hold its tensor subclasses.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from consumer.grpo.model_state.sharding import gather
 def gradient_step(optimizer: torch.optim.Optimizer, max_norm: float) -> float | None:
     """Clip the gradient to `max_norm`, take the step, and return the norm before clipping.
 
-    Where the norm is not finite, change nothing and return None: the step would make every weight
-    nan. With sharded weights all ranks get the same norm, and skip together.
+    If the norm is not finite, change nothing and return None; sharded ranks then skip together.
     """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     norm = float(gather(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
@@ -33,11 +31,7 @@ def gradient_step(optimizer: torch.optim.Optimizer, max_norm: float) -> float | 
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float] | None], family: str) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it, and how many were skipped.
-
-    None stands for an update that was skipped; an update without a trained token has fewer metrics
-    than the others.
-    """
+    """Return the mean of each metric over the updates that have it; None: a skipped update."""
     taken = [update for update in updates if update is not None]
     names = dict.fromkeys(name for update in taken for name in update)
     values = {name: [update[name] for update in taken if name in update] for name in names}
@@ -48,12 +42,9 @@ def mean_metrics(updates: Sequence[Mapping[str, float] | None], family: str) -> 
 STATES: dict[OptimizerKind, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "adamw_8bit": ("step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"),
-}
-"""Names of an optimizer's states. Parameters of under 4,096 values have no qmap and absmax: their
-states are float32."""
+}  # parameters of under 4,096 values have float32 states, without qmap and absmax
 
-SHARDED = ("exp_avg", "exp_avg_sq")
-"""The states that have the shape of their parameter where it is sharded."""
+SHARDED = ("exp_avg", "exp_avg_sq")  # states with the shape of their parameter
 
 
 def make_optimizer(
@@ -65,7 +56,6 @@ def make_optimizer(
     weight_decay: float = 0.0,
     ranks: int = 1,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of this kind. Raises ConfigError where it cannot run."""
     if kind == "adamw":
         return torch.optim.AdamW(
             parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True
@@ -87,5 +77,4 @@ def make_optimizer(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    """Return the kind of an optimizer that `make_optimizer` made."""
     return "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adamw_8bit"

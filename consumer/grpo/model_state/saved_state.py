@@ -1,11 +1,10 @@
 """The state of a trainer in files: each rank writes what it holds, any number of ranks reads it.
 
-    <folder>/state-00000-of-00004.safetensors    of rank 0 of 4
+<folder>/state-00000-of-00004.safetensors    of rank 0 of 4
 
-A tensor is whole on every rank, or sharded by rows (its first dimension). The metadata of a file
-lists, under "rows", the first row and all rows of each tensor that is sharded. A reader with other
-shards reads the rows of its own from the files that have them. safetensors hold no code: nothing
-is ever unpickled, as it would be with the files of torch.distributed.checkpoint.
+A tensor is whole on every rank, or sharded by rows (its first dimension): "rows" in a file's
+metadata has the first row and all rows of these. A reader with other shards reads from several
+files. safetensors hold no code: nothing is unpickled.
 
 Invariant: ranks that read with the shards they wrote get back the same bytes.
 """
@@ -31,7 +30,7 @@ from consumer.handle.ranks import Ranks
 
 
 class Rows(NamedTuple):
-    """Locate a shard: `size` rows from `first` on, of a tensor with `total` rows."""
+    """`size` rows from `first` on, of a tensor with `total` rows."""
 
     first: int
     size: int
@@ -45,7 +44,6 @@ class _Part(NamedTuple):
     total: int | None
 
     def overlap(self, name: str, wanted: Rows) -> Tensor:
-        """Return the rows that are in both."""
         start = max(wanted.first - self.first, 0)
         stop = wanted.first + wanted.size - self.first
         rows: Tensor = self.file.get_slice(name)[min(start, self.shape[0]) : max(start, stop)]
@@ -73,11 +71,11 @@ def write_state(
 
 
 class SavedState(Mapping[str, Tensor]):
-    """Read the state in `folder`, a tensor at each access, as far as rank `rank` needs it.
+    """Reads the state in `folder`, a tensor at each access, as far as rank `rank` needs it.
 
-    `rows`: which rows of which tensors this rank holds; default: all of all. A tensor that the
-    writers held whole is read from the file of the same rank if there is one (random generators
-    differ), else from that of rank 0. Raises ModelError where the files are not complete.
+    `rows`: which rows of which tensors this rank holds; default: all of all. An unsharded tensor is
+    read from the file of the same rank if there is one (random generators differ), else from that
+    of rank 0. Raises ModelError where the files are not complete.
     """
 
     def __init__(self, folder: Path, rows: Mapping[str, Rows] | None = None, rank: int = 0) -> None:
@@ -92,7 +90,6 @@ class SavedState(Mapping[str, Tensor]):
             self._add(path)
 
     def __enter__(self) -> SavedState:
-        """Return the state; its files are open until the end of the context."""
         return self
 
     def __exit__(
@@ -101,15 +98,12 @@ class SavedState(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files."""
         self._open.close()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of all tensors."""
         return iter(self._parts)
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self._parts)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,8 +1,4 @@
-"""Weights sharded over ranks (FSDP2): gathered layer by layer around forward and backward passes.
-
-A shard is a rank's part of a tensor's first dimension: FSDP gathers a layer before it computes, and
-divides the gradients after it.
-"""
+"""Weights sharded over ranks by the first dimension: FSDP2 gathers a layer before it computes."""
 
 from __future__ import annotations
 
@@ -39,9 +35,9 @@ def shard(
 ) -> None:
     """Shard the modules of `root`, which contains `model`, over all ranks.
 
-    Each layer that transformers does not split is a unit of its own; `root` is one for everything
-    else. `bf16`: gather, and compute, in bfloat16; gradients are reduced in float32.
-    `methods`: those of `root`, besides `forward`, that compute with its weights.
+    Each layer that transformers does not split is a unit; `root` is one for everything else.
+    `bf16`: gather and compute in bfloat16, reduce gradients in float32. `methods`: those of `root`,
+    besides `forward`, that compute with its weights.
     """
     kind = torch.bfloat16 if bf16 else None
     options: dict[str, Any] = {
@@ -108,10 +104,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the tensor of which `part` is this rank's part, sharded as `parameter` is.
-
-    This is `part` itself where `parameter` is not sharded.
-    """
+    """Return the tensor with this rank's `part`, sharded as `parameter` is; or `part` itself."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(

@@ -1,7 +1,4 @@
-"""The files of a trainer's state, one for each rank: which there are, and whether they are whole.
-
-This needs no torch, which the launcher does without.
-"""
+"""A trainer's state files, one per rank; without torch, which the launcher does not load."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from buffer.errors import ModelError
 
-ROWS = "rows"
-"""metadata key of a file: first row and number of all rows of each tensor that is sharded"""
+ROWS = "rows"  # metadata key: first row and number of all rows of sharded tensors
 
 
 def check_state(folder: Path) -> None:
@@ -25,7 +21,6 @@ def check_state(folder: Path) -> None:
 
 
 def state_name(rank: int, size: int) -> str:
-    """Return the name of the file of a rank."""
     return f"state-{rank:05d}-of-{size:05d}.safetensors"
 
 
@@ -53,7 +48,7 @@ def opened(path: Path, framework: str) -> Any:
 
 
 def spans_of(file: Any, path: Path) -> dict[str, tuple[int, int]]:
-    """Return the first row and the number of all rows of each tensor that is sharded."""
+    """Return the first row and the number of rows of each sharded tensor."""
     try:
         return dict(orjson.loads((file.metadata() or {}).get(ROWS, "{}")))
     except ValueError as error:

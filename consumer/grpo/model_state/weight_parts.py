@@ -1,12 +1,12 @@
 """The parts of published weights, written by a thread of each rank while all of them train.
 
-    rank 0                                  each other rank
-    posts the folder                        finds it, and writes its part into it
-    writes its own part                     posts the checksums, or what went wrong
-    waits for the others
+rank 0                                  each other rank
+posts the folder                        finds it, and writes its part into it
+writes its own part                     posts the checksums, or what went wrong
+waits for the others
 
-No collective is involved: threads must not mix theirs with those of the training. A rank that dies
-is noticed by the next exchange of all ranks (`TrainerRank.meet`), which ends them all.
+Threads use no collective, which would mix with those of training. If a rank dies, the next exchange
+of all ranks (`TrainerRank.meet`) ends them all.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ POLL_S = 0.02
 
 
 class WeightParts:
-    """Writes this rank's part; on rank 0, waits for those of the others."""
-
     def __init__(self, ranks: Ranks, algorithm: Algorithm) -> None:
         self._ranks = ranks
         self._algorithm: Algorithm = algorithm
@@ -37,7 +35,6 @@ class WeightParts:
         self._snapshot: WeightsSnapshot | None = None
 
     def begin(self, snapshot: WeightsSnapshot) -> None:
-        """Replace the last snapshot by this one."""
         self._ended.set()  # of the last one
         self._ended = threading.Event()
         self._snapshot = snapshot
@@ -62,7 +59,6 @@ class WeightParts:
         return WrittenFiles((name, FileChecksums.parse(facts)) for name, facts in files)
 
     def close(self) -> None:
-        """End the threads."""
         self._ended.set()
         self._thread.shutdown()
 
@@ -93,5 +89,4 @@ class WeightParts:
 
 
 def _name(number: int, attempt: int, rank: int) -> str:
-    """Return under which name a rank leaves the folder (rank 0), or the facts of its part."""
     return f"weights/{number}/{attempt}/{rank}"

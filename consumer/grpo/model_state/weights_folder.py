@@ -1,8 +1,7 @@
 """Weights as `save_pretrained` writes them, by any number of ranks, none of which holds all.
 
-Parameters inside transformers differ from those of a model folder: the experts of a mixture are
-fused, and some are renamed. Each layer is gathered on all ranks, one after the other, and copied,
-under the names of the folder, by the rank that writes it.
+transformers fuses and renames parameters: all ranks gather one layer after the other, and the rank
+that writes it copies it under the names of the folder.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def snapshot_weights(
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.
 
-    `dtype`: round the weights to it; default: copy them as they are. Tied weights are copied once.
-    A rank needs host memory for its share of the model, in `buffers`.
+    `dtype`: round the weights to it. Tied weights are copied once. `buffers` need host memory for
+    this rank's share of the model.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
@@ -50,7 +49,7 @@ def snapshot_weights(
 
 
 def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:
-    """Divide names into those of a layer each, which are converted together, and single ones."""
+    """Divide names into those of each layer, which are converted together, and single ones."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -67,7 +66,6 @@ def _file_name(rank: int, size: int) -> str:
 def _others(
     model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
 ) -> Callable[[Path], None]:
-    """Return what writes the configuration and, of several ranks, the index of their files."""
     parts = ranks.gather([list(own), sum(tensor.nbytes for tensor in own.values())])
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]

@@ -1,4 +1,4 @@
-"""A version of weights in host memory: copied on the step, written to files beside the next."""
+"""Weights in host memory: copied after a step, written to files during the next one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {getattr(torch, name): code for code, name in DTYPES.items()}
 
 
 class HostBuffers:
-    """Host memory for copies of tensors: pinned for those of a GPU, and used again by each copy.
+    """Host memory for copies of tensors, pinned for those of a GPU, and reused by each copy.
 
     Invariant: a copy stays as it is until the next copy of a tensor of that name.
     """
@@ -26,10 +26,7 @@ class HostBuffers:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a copy, rounded to `dtype` where it is floating point.
-
-        That of a tensor on a GPU is complete only after `wait`.
-        """
+        """Return a copy, floats rounded to `dtype`; from a GPU, complete only after `wait`."""
         kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != kind:
@@ -38,7 +35,6 @@ class HostBuffers:
         return buffer.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until all copies are complete."""
         if any(buffer.is_pinned() for buffer in self._buffers.values()):
             torch.cuda.synchronize()
 

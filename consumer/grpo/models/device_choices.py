@@ -1,12 +1,11 @@
 """What "auto" means for a model on a device: the precision of its forward pass, and its attention.
 
-    device  bf16   attention, the first that the model and the machine have
-    cuda    true   flash_attention_3, flash_attention_2, torch_varlen, sdpa, flex_attention, eager
-    cuda    false  sdpa, flex_attention, eager
-    cpu     false  sdpa, eager
+device  bf16   attention, the first that the model and the machine have
+cuda    true   flash_attention_3, flash_attention_2, torch_varlen, sdpa, flex_attention, eager
+cuda    false  sdpa, flex_attention, eager
+cpu     false  sdpa, eager
 
-The first three attend within each sample of a packed row and need no mask. sdpa gets a mask of
-[rows, width, width] where a row holds several samples.
+The first three need no mask; sdpa gets one of [rows, width, width] for rows of several samples.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ ORDER = (
     "flex_attention",
     "eager",
 )
-VARLEN = ORDER[:3]
-"""Attentions that read the borders of samples (`sample_borders`), and need bf16 and CUDA."""
+VARLEN = ORDER[:3]  # read the borders of samples (`sample_borders`); need bf16 and CUDA
 
 PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
     "flash_attention_3": ("flash-attn-3", lambda: bool(is_flash_attn_3_available())),
@@ -44,10 +42,7 @@ PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
 
 
 def choose_bf16(config: LearnerConfig, device: torch.device) -> bool:
-    """Return whether forward passes run in bfloat16 on a device.
-
-    "auto": on CUDA devices that compute in it (from Ampere on).
-    """
+    """Return whether forward passes run in bfloat16; "auto": on CUDA from Ampere on."""
     if config.bf16 != "auto":
         return config.bf16
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -73,8 +68,6 @@ def choose_attention(
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDevice:
-    """A model class and its config, and the device on which it is to run."""
-
     model: Any
     config: Any
     device: str
@@ -96,7 +89,7 @@ class ModelOnDevice:
     def _varlen_obstacle(self, name: str) -> str | None:
         if not self.bf16:
             return "it needs bf16"
-        # attention sinks (gpt-oss) are what sdpa lacks, and these kernels lack them, too
+        # sdpa lacks the attention sinks of gpt-oss, and so do these kernels
         if not (self.model._supports_flash_attn and self.model._supports_sdpa):
             return f"{self.model.__name__} does not allow it"
         if name in PACKAGES:
@@ -108,7 +101,6 @@ class ModelOnDevice:
 
 
 def _architecture(model_dir: Path) -> tuple[Any, Any]:
-    """Return the class of a folder's model, and its config for text."""
     check_model_folder(model_dir)
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)

@@ -26,7 +26,6 @@ TOKENIZER_FILES = (
 
 
 def check_model_folder(path: Path) -> None:
-    """Raise ModelError unless `path` holds a Hugging Face model with safetensors weights."""
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path} is not a model folder: it has no config.json", hint="[policy] model names it"
@@ -42,8 +41,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the causal language model of a folder, on the CPU.
 
-    `dtype`: of its parameters; default: float32. `attention`: see `choose_attention`; default:
-    sdpa, or eager for a model that does not allow it. Raises ModelError where it cannot be loaded.
+    `dtype`: default float32. `attention`: see `choose_attention`; default: sdpa, or eager for a
+    model that does not allow it. Raises ModelError where it cannot be loaded.
     """
     import torch
     from safetensors import SafetensorError
@@ -71,10 +70,7 @@ def load_model(
 
 
 def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and safetensors weights into an existing folder.
-
-    `dtype`: round the weights to it; default: write them as they are.
-    """
+    """Write config.json and safetensors weights into an existing folder, rounded to `dtype`."""
     _disable_progress_bars()
     if dtype is None:
         model.save_pretrained(folder)
@@ -103,7 +99,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder.
 
-    Raises ModelError where it cannot be loaded or has no chat template.
+    Raises ModelError if it, or its chat template, is missing.
     """
     from transformers import AutoTokenizer
 

@@ -1,7 +1,6 @@
 """Load a model folder into sharded parameters: each rank reads its own rows of each tensor.
 
-The model is created without memory, sharded, and then filled by the loader of transformers, which
-also fuses the experts of a mixture. No rank ever holds the whole model.
+The loader of transformers fills a sharded model without memory, so no rank holds the whole model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """A small model of the Qwen3 architecture and its tokenizer, built locally without a download.
 
-The folder is an ordinary Hugging Face one: transformers and vLLM load it like any other model. The
-weights are random (seeded); `consumer.grpo.models.warm_start` trains them.
-
-The tokenizer covers printable ASCII, one token per character, so every digit of a number is a
-token. `phrases` are longer pieces of text that become one token each, as in a vocabulary trained on
-the task's text: prompts get shorter, and generation on a CPU cheaper.
+The folder is an ordinary Hugging Face one; `consumer.grpo.models.warm_start` trains its random
+weights. Printable ASCII has one token per character, so every digit is a token; `phrases` become
+one token each, which makes prompts shorter.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ CHAT_TEMPLATE = (
 def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
     """Write a model folder with random weights: config, safetensors, tokenizer with chat template.
 
-    The same spec and seed give the same weights. The caller's random state does not change. Raises
-    ModelError where `out_dir` exists.
+    The same spec and seed give the same weights. Raises ModelError where `out_dir` exists.
     """
     import torch
     from transformers import Qwen3ForCausalLM
@@ -57,10 +53,7 @@ def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
 
 
 def build_tokenizer(spec: TinyModelConfig) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable ASCII character and per phrase.
-
-    Any other character becomes `<|unk|>`.
-    """
+    """Return a tokenizer of ASCII characters and phrases; other characters become `<|unk|>`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +77,6 @@ def build_tokenizer(spec: TinyModelConfig) -> PreTrainedTokenizerFast:
 
 
 def architecture(spec: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Return the configuration of the model that `spec` describes."""
     from transformers import Qwen3Config
 
     rows = max(len(tokenizer), spec.vocab_size or 0)

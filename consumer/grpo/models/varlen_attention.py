@@ -1,7 +1,6 @@
-"""Variable-length attention of torch, as an attention of transformers.
+"""Variable-length attention of torch, as an attention of transformers: no mask for packed rows.
 
-Each sample of a packed row attends to itself only, and no mask is made. The kernel is in torch
-(flash attention); it needs a CUDA device, bfloat16 or float16, and torch 2.11 or later.
+Needs a CUDA device, bfloat16 or float16, and torch 2.11 or later.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 TORCH_VARLEN = "torch_varlen"
-"""The name under which transformers finds it."""
 
 
 def register_varlen_attention() -> None:

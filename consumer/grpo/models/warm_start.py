@@ -1,10 +1,8 @@
 """Warm start: a short supervised phase that teaches a random model part of a task, before GRPO.
 
-The demonstrations are correct answers. Training stops early: as soon as the greedy accuracy on
-held-out problems reaches `stop_accuracy`. Reinforcement learning thus starts from an under-trained
-model, sometimes right and often wrong, that has learned from correct data only. Choose problems
-that cover every kind of answer (for sums: as many negative as positive ones): GRPO cannot reinforce
-what a model never samples.
+It stops once the greedy accuracy on held-out problems reaches `stop_accuracy`, so the model is
+often wrong, but has learned from correct answers only. Choose problems that cover every kind of
+answer (for sums, also negative ones): GRPO cannot reinforce what a model never samples.
 
 Invariant: `out_dir` is a complete model folder or does not exist; the same inputs and seed give the
 same weights (on one machine with one thread count).
@@ -28,13 +26,10 @@ from buffer.weights.new_folder import new_folder
 from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer, save_model
 
-IGNORED = -100
-"""The label of positions without a loss, as `cross_entropy` knows it by default."""
+IGNORED = -100  # the default of `cross_entropy` for positions without a loss
 
 
 class Demonstration(NamedTuple):
-    """A prompt (chat messages) and the answer to demonstrate."""
-
     messages: list[dict[str, str]]
     answer: str
 
@@ -52,10 +47,9 @@ ProgressCallback = Callable[[WarmStartProgress], None]
 
 
 def read_problems(path: Path) -> list[Demonstration]:
-    """Return the problems of a JSONL file.
+    """Return the problems of a JSONL file, one object per line, with "messages" and "ground_truth".
 
-    One object per line: `{"messages": [{"role", "content"}, ...], "ground_truth": "..."}`; other
-    keys are ignored. Raises DatasetError with the number of the line.
+    Other keys are ignored. Raises DatasetError with the number of the line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -112,7 +106,7 @@ def _train(
     optimizer = torch.optim.AdamW(
         model.parameters(),
         config.learning_rate,
-        # beta2 0.98: in some hundred steps the second moment has to adapt quickly
+        # beta2 0.98: the second moment must adapt within some hundred steps
         betas=(0.9, 0.98),
         weight_decay=0.01,
         fused=True,
@@ -147,8 +141,8 @@ def _step(
 
 @torch.no_grad()
 def _accuracy(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> float:
-    # A greedy answer is right exactly where each of its tokens is the argmax given the right tokens
-    # before it: one forward pass measures it, and nothing has to be generated.
+    # A greedy answer is right where each of its tokens is the argmax, given the right tokens
+    # before it: one forward pass measures this without generation.
     guesses = model(input_ids=inputs, use_cache=False).logits.argmax(-1)
     right = ((guesses == labels) | (labels == IGNORED)).all(-1)
     return float(right.float().mean())

@@ -1,5 +1,3 @@
-"""CISPO's objective: the weight is clipped, not the gradient."""
-
 from __future__ import annotations
 
 from consumer.config.learner import LossConfig
@@ -8,10 +6,9 @@ from consumer.grpo.learner.losses import Surrogate, TokenColumns
 
 
 def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
-    """Return `-sg(clip(r)) A logprob`: REINFORCE with a clipped weight.
+    """Return `-sg(clip(r)) A logprob`: REINFORCE with clipped weights: every token has a gradient.
 
-    Every token keeps its gradient. (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5,
-    where only the upper bound is used: clip_low = 1.)
+    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5; there clip_low = 1.)
     """
     ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)

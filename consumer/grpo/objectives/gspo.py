@@ -1,5 +1,3 @@
-"""GSPO's objective: one ratio per sample."""
-
 from __future__ import annotations
 
 from consumer.config.learner import LossConfig

@@ -1,8 +1,4 @@
-"""Log-probabilities of the sampled tokens under a model, for a packed micro-batch.
-
-`TargetLogits` is the part of a causal language model that training uses, as one module that FSDP
-can shard.
-"""
+"""Log-probabilities of the sampled tokens under a model, for a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ from consumer.grpo.policy.vocabulary_projection import LogitTransform, TokenLogp
 
 
 class TargetLogits(nn.Module):
-    """Compute log-probability and entropy where a position predicts a response token.
+    """Computes log-probability and entropy where a position predicts a response token.
 
-    `replay`, where it is set, sets the experts that the model's gates choose. `transform`: what the
-    model applies to logits; `check_logprobs` finds it.
+    One module that FSDP can shard. `replay`, if set, sets the experts of the model's gates.
+    `transform`: what the model applies to logits; `check_logprobs` finds it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,10 +46,8 @@ class TargetLogits(nn.Module):
         """Return the log-probability of each target and the entropy of its distribution.
 
         `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `targets`:
-        int64[N]. `experts`: see `RoutingReplay.set_experts`.
-
-        The vocabulary projection is applied to N positions, not to all R * W slots: prompts cost no
-        logits.
+        int64[N]. `experts`: see `RoutingReplay.set_experts`. Only N positions are projected onto
+        the vocabulary: prompts cost no logits.
         """
         if self.replay:
             self.replay.set_experts(experts)
@@ -87,7 +81,6 @@ class TargetLogits(nn.Module):
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Return whether a model has a use for positions; state-space models count by themselves."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
@@ -101,8 +94,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Return the log-probability of each target and the entropy of its distribution.
 
-    `temperature`: the logits are divided by it. Without `entropy_gradient` the entropy carries no
-    gradient, which saves time in the backward pass.
+    `temperature` divides the logits. Without `entropy_gradient` the entropy carries no gradient,
+    which saves time in the backward pass.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
         scores: TokenLogprobs = policy(

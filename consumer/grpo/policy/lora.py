@@ -1,9 +1,7 @@
 """A LoRA adapter inside a model: its parameters are trained, the model's own weights are frozen.
 
-With the adapter disabled the model is, bit for bit, the one of its folder: the reference of a KL
-term needs no second model. The saved files are PEFT's (adapter_config.json,
-adapter_model.safetensors), which vLLM also reads, with the checksum of the model that they belong
-to.
+With the adapter disabled, the model is the KL reference, bit for bit. The saved files are PEFT's,
+which vLLM reads too, with the checksum of their model.
 """
 
 from __future__ import annotations
@@ -30,15 +28,13 @@ from consumer.config.learner import LoraConfig
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
 
 BASE = "adapter/base"
-ALPHA = "adapter/alpha"
-"""Names in the state of a learner, beside the adapter's own tensors."""
+ALPHA = "adapter/alpha"  # beside the adapter's own tensors in a learner's state
 
 
 class Adapter:
-    """Add a LoRA adapter to `model`, whose checksum is `base`. It starts as zero: B is zero.
+    """Adds a LoRA adapter to `model`, whose checksum is `base`. It starts as zero: B is zero.
 
-    Raises ConfigError where peft is not installed, ModelError for target modules that the model
-    does not have.
+    Raises ConfigError without peft, ModelError for target modules that the model does not have.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
@@ -63,7 +59,6 @@ class Adapter:
             parameter.data = parameter.data.float()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters, float32, by their names in the model."""
         return {name: value for name, value in self._model.named_parameters() if ".lora_" in name}
 
     @contextmanager
@@ -103,7 +98,6 @@ class Adapter:
         )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return what identifies the adapter: the checksum of its model, and alpha."""
         return dict(self._identity)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:

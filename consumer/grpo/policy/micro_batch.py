@@ -1,7 +1,6 @@
 """Micro-batches: planned for a whole batch, built one at a time when they are used.
 
-Columns have at most four bytes per token until they are on the device; torch needs int64 there. On
-a CPU, they have the types that torch needs from the start.
+Columns have at most four bytes per token until they are on a GPU; torch needs int64 there.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from consumer.handle.batch_table import BatchTable, Ints
 
 @dataclass(slots=True)
 class Update:
-    """Hold the rollouts of one optimizer step that are on this rank.
+    """The rollouts of one optimizer step that are on this rank.
 
-    `tokens` and `samples` are the divisors of the loss, summed over all ranks; `gids` are the
-    groups of this rank. The other columns are lists with one float32[N] for each micro-batch; a
-    list is empty until it is computed.
+    `tokens`, `samples`: divisors of the loss, summed over all ranks. `gids`: this rank's groups.
+    The other columns have one float32[N] per micro-batch, and are empty until computed.
     """
 
     batches: MicroBatches
@@ -42,16 +40,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Hold this rank's groups of a batch, divided into the optimizer steps that consume them."""
-
     groups: Sequence[RolloutGroup]
     updates: list[Update]
 
     def set_advantages(self, advantages: NDArray[np.float32]) -> None:
-        """Give every token the advantage of its rollout.
-
-        `advantages`: float32[sum k], one for each rollout, in the order of groups and rollouts.
-        """
+        """Give every token its rollout's advantage: float32[sum k], in the order of groups."""
         column = torch.from_numpy(np.asarray(advantages, np.float32))
         for update in self.updates:
             update.advantages = update.batches.per_token(column)
@@ -59,7 +52,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Hold one forward pass: R rows of W slots with S samples and N response tokens in total.
+    """One forward pass: R rows of W slots with S samples and N response tokens in total.
 
     The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
     """
@@ -73,25 +66,19 @@ class MicroBatch:
     sample: Tensor  # int64[N]; index into the two columns below
     rollout: Tensor  # int64[S]; index of the rollout in the batch, in order of the groups
     trained_tokens: Tensor  # float32[S]; sum of the sample's mask
+    # int16[R * W, layers, top_k], chosen by the engine; -1: not recorded
     experts: Tensor | None = None
-    """int16[R * W, layers, top_k]: the experts that the engine chose; -1 where none are recorded"""
+    # `RolloutGroup.optional_columns`, float32[N]
     optional: dict[str, Tensor] = field(default_factory=dict)
-    """float32[N] each: the columns of `RolloutGroup.optional_columns`; read them with `column`"""
 
     def column(self, name: str) -> Tensor:
-        """Return an optional column of the batch, such as "token_rewards", float32[N].
-
-        nan for the tokens of a rollout without.
-        """
+        """Return an optional column, such as "token_rewards", float32[N]; nan: no value."""
         found = self.optional.get(name)
         return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
 
 
 class Layout(NamedTuple):
-    """The samples of a micro-batch, the first slot of each, and the number of rows and columns.
-
-    `chosen`, `slots`: int64[S]; slots ascend.
-    """
+    """Samples and their first slots (ascending), int64[S], and the numbers of rows and columns."""
 
     chosen: Ints
     slots: Ints
@@ -100,12 +87,11 @@ class Layout(NamedTuple):
 
 
 _NONE = np.empty(0, np.int64)
-EMPTY = Layout(_NONE, _NONE, 1, 1)
-"""One unused slot: N = S = 0."""
+EMPTY = Layout(_NONE, _NONE, 1, 1)  # one unused slot: N = S = 0
 
 
 class MicroBatches:
-    """Hold the plan of a rank's micro-batches; each use of one builds it anew, on the device.
+    """The plan of a rank's micro-batches; each use of one builds it anew, on the device.
 
     The groups of the table must not change as long as it is used.
     """
@@ -143,18 +129,13 @@ class MicroBatches:
 
     @property
     def trained_tokens(self) -> int:
-        """Return the number of trained tokens in all micro-batches."""
         return sum(int(self._table.trained[layout.chosen].sum()) for layout in self._layouts)
 
     def pad(self, count: int) -> None:
-        """Append empty micro-batches, up to `count` of them."""
         self._layouts += [EMPTY] * (count - len(self))
 
     def per_token(self, column: Tensor) -> list[Tensor]:
-        """Return a value for each of the N tokens of every micro-batch, from one for each rollout.
-
-        `column`: float32[sum k], in the order of groups and rollouts.
-        """
+        """Return N values for every micro-batch, from one per rollout (float32[sum k])."""
         column = column.to(self._device)
         return [column[self._moved(self._owners(layout))] for layout in self._layouts]
 
@@ -177,16 +158,16 @@ class MicroBatches:
         )
 
     def _samples(self, layout: Layout) -> NDArray[Any]:
-        """Return the sample of every response token, int[N]."""
+        """Return int[N]."""
         samples = np.arange(len(layout.chosen), dtype=self._integer)
         return np.repeat(samples, self._table.lengths[layout.chosen])
 
     def _owners(self, layout: Layout) -> Ints:
-        """Return the rollout of every response token, int64[N]."""
+        """Return int64[N]."""
         return np.repeat(layout.chosen, self._table.lengths[layout.chosen])
 
     def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
-        """Return the token ids of all slots, int[R, W]."""
+        """Return int[R, W]."""
         chosen, slots, rows, width = layout
         ids = np.zeros(rows * width, self._integer)
         groups = self._table.group[chosen].tolist()
@@ -200,8 +181,7 @@ class MicroBatches:
     def _positions(self, layout: Layout) -> NDArray[Any]:
         """Return the position of every slot in its sample, int[R, W].
 
-        A sample owns the slots up to the next one: a restart in the unused end of a row would be a
-        new sample to transformers.
+        Positions continue to the next sample: transformers takes a restart for a new sample.
         """
         _, slots, rows, width = layout
         starts = slots if len(slots) else np.zeros(1, np.int64)
@@ -219,7 +199,7 @@ class MicroBatches:
         return index
 
     def _counted(self, first: Ints, counts: Ints) -> NDArray[Any]:
-        """Return `first[n]`, `first[n] + 1`, … for every n, `counts[n]` of them."""
+        """Return `first[n]`, `first[n] + 1`, …, `counts[n]` of them, for every n."""
         before = np.cumsum(counts) - counts
         counted: NDArray[Any] = np.repeat((first - before).astype(self._integer), counts)
         counted += self._counting[: len(counted)]

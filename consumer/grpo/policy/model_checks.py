@@ -1,7 +1,6 @@
 """What training assumes about a model, tested on a few tokens when it is loaded.
 
-Neither is derived from the architecture: an error in either would go unnoticed, as training on
-wrong log-probabilities looks like training.
+An error would go unnoticed otherwise: training on wrong log-probabilities looks like training.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ from consumer.grpo.policy.vocabulary_projection import LogitTransform, TokenLogp
 
 log = logging.getLogger("rolloutmq.trainer")
 
-TOKENS = 8
-"""Tokens on which our log-probabilities are compared with the model's own."""
+TOKENS = 8  # compared with the model's own logprobs
 
+# largest difference that counts as rounding
 NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference that is rounding, by the type of the weights."""
 
 FIRST = 4
-SECOND = 6
-"""Tokens of the two samples that `keeps_samples_apart` compares."""
+SECOND = 6  # tokens of the second sample in `keeps_samples_apart`
 
+# Share of the largest hidden value: above rounding, far below the effect of another token.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Share of the largest hidden value: above rounding, far below the effect of another token."""
 
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
@@ -44,10 +41,7 @@ names, and HyperCLOVA X multiplies by what Granite divides by: each reading is t
 
 @contextmanager
 def _probing(policy: TargetLogits) -> Iterator[None]:
-    """Disable dropout, and leave the weights sharded where they are.
-
-    In float32, which shows more than bfloat16, where the attention can compute in it.
-    """
+    """Disable dropout, leave weights sharded, and compute in float32 if the attention can."""
     was_training = policy.model.training
     policy.eval()
     device = policy.model.device.type
@@ -63,9 +57,9 @@ def _probing(policy: TargetLogits) -> Iterator[None]:
 
 @torch.no_grad()
 def check_logprobs(policy: TargetLogits) -> None:
-    """Set the transform of the logits with which `policy` agrees with its model's own forward pass.
+    """Find the transform with which `policy` agrees with its model's own forward.
 
-    Raises ModelError where none does, with the difference in nats.
+    Raises ModelError.
     """
     ids = torch.arange(TOKENS, device=policy.model.device)
     name = type(policy.model).__name__
@@ -137,7 +131,6 @@ def _transforms(config: Any) -> Iterator[LogitTransform]:
 
 
 def _values(config: Any, names: tuple[str, ...]) -> Iterator[float]:
-    """Yield the positive numbers that a config has under `names`."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int | float) and value > 0:
@@ -148,9 +141,8 @@ def _values(config: Any, names: tuple[str, ...]) -> Iterator[float]:
 def keeps_samples_apart(policy: TargetLogits) -> bool:
     """Return whether the second sample of a row is independent of the tokens of the first.
 
-    transformers finds the borders where positions start again and no mask is given. Linear
-    attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
-    ignore positions in their mask.
+    Linear attention (Qwen3-Next, Mamba) carries its state across samples, and some older models
+    (OPT, Bloom) ignore positions in their mask.
     """
     with _probing(policy):
         hidden = _second_sample(policy, first_id=0)
@@ -167,10 +159,7 @@ def keeps_samples_apart(policy: TargetLogits) -> bool:
 
 
 def _second_sample(policy: TargetLogits, first_id: int) -> Tensor:
-    """Return the hidden states of the second sample, [SECOND, width].
-
-    All tokens of the first sample are `first_id`.
-    """
+    """Return hidden states of the second sample, [SECOND, width]; the first is all `first_id`."""
     device = policy.model.device
     ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]

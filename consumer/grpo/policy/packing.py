@@ -1,17 +1,11 @@
 """Packing: from the table of a batch to micro-batches of a bounded number of token slots.
 
-Samples are assigned to rows, longest first; a row holds as many as fit (first fit decreasing). The
-positions of each sample start at 0. When no attention mask is given, transformers 5 detects these
-restarts and keeps attention inside each sample. The unused end of a row continues the positions of
-its last sample. It follows all used slots, so causal attention never reads it.
+Rows take samples first fit decreasing, and are as wide as their longest sample: without a
+variable-length kernel, attention costs the square of a row. Positions restart at 0 at each sample:
+without a mask, transformers 5 finds the samples by them. A row's unused end continues the last one.
 
-Why a micro-batch is not one long row: without a variable-length kernel, attention over one row
-costs the square of the whole micro-batch. Rows here are as wide as their longest sample, so
-attention costs as much as with right padding, and few slots are wasted. Where all samples have
-about the same length (short answers), no row holds two samples, and the fast causal path is taken.
-
-Invariant: every kept response token is in exactly one micro-batch, with the logprob and the mask of
-its own rollout. A plan reads lengths only; tokens are copied when a micro-batch is used.
+Invariant: every kept response token is in exactly one micro-batch, with its rollout's logprob and
+mask. A plan reads lengths only; tokens are copied when a micro-batch is used.
 """
 
 from __future__ import annotations
@@ -30,11 +24,10 @@ from consumer.handle.ranks import balanced_shares
 
 
 class Packer:
-    """Pack rollouts into micro-batches of at most `token_budget` slots.
+    """Packs rollouts into micro-batches of at most `token_budget` slots.
 
-    A sample that is longer than the budget gets a micro-batch of its own. `share_rows`: whether a
-    row may hold several samples; False for a model that mixes them.
-    `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
+    A longer sample gets a micro-batch of its own. `share_rows`: False for a model that mixes the
+    samples of a row. `recorded`: the reader of recorded experts, for `MicroBatch.experts`.
     `device`: where micro-batches are built; default: the CPU.
     """
 
@@ -63,14 +56,10 @@ class Packer:
     ) -> MicroBatches:
         """Return the micro-batches of one rank, of a batch that all ranks hold.
 
-        `keep`: bool[S], which rollouts to pack; default: all. Rollouts without a trained token are
-        always left out. Rollouts are distributed by their tokens (`balanced_shares`). Every
-        rank gets the same number of micro-batches, the last ones possibly empty: with sharded
-        weights, all ranks must take part in every forward pass. `rollout` of the result holds
-        indices into the whole batch.
-
-        Raises WireError where nothing predicts a trained token, ConfigError where a prompt contains
-        images.
+        `keep`: bool[S], which rollouts to pack; default: all that have a trained token. Every rank
+        gets the same number of micro-batches, some possibly empty: with sharded weights, all must
+        take part in every forward pass. `rollout` of the result indexes the whole batch. Raises
+        WireError where nothing predicts a trained token, ConfigError for prompts with images.
         """
         _check(table)
         totals = table.totals
@@ -87,11 +76,7 @@ class Packer:
         return own
 
     def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
-        """Return the layouts of one micro-batch after the other (first fit decreasing).
-
-        The longest sample that fits comes next: row after row, every sample is in the first row
-        that had space for it.
-        """
+        """Return the layouts of the micro-batches: the longest sample that fits is next."""
         # stable, so that the same batch gives the same micro-batches on every machine
         order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
         sizes, rollouts = totals[order].tolist(), order.tolist()

@@ -21,20 +21,17 @@ from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.handle.ranks import Ranks
 
+# What torch.compile calls: a variable that names a program, and programs.
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
-"""What torch.compile calls on a device: a variable that names a program, and programs."""
 
 
+# Most compiled variants of a layer, beyond which torch runs it uncompiled: one row or several,
+# with mask, gradient, training or not; torch's default is 8.
 VARIANTS = 64
-"""Compiled variants of a layer at most, after which torch runs it uncompiled: one row or several,
-with a mask or without, with a gradient or without, in training or not; torch's default is 8."""
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> None:
-    """Compile each layer of `model` at its first calls, for all numbers of rows and tokens.
-
-    Raises ConfigError where it cannot.
-    """
+    """Compile each layer at its first calls, for all sizes. Raises ConfigError where it cannot."""
     variable, *programs = COMPILERS[device.type]
     if not any(shutil.which(name) for name in (os.environ.get(variable, ""), *programs)):
         raise ConfigError(
@@ -71,9 +68,8 @@ def load_policy(
 ) -> TargetLogits:
     """Load the model of a folder: whole, or with several ranks the shards of this one.
 
-    `bf16`: compute in bfloat16. `dtype`: of its parameters; default: float32. Raises ModelError
-    where it cannot be loaded, ConfigError where the attention of the config cannot run or the
-    layers cannot be compiled.
+    `bf16`: compute in bfloat16. `dtype`: of its parameters; default: float32. Raises ModelError for
+    an unusable model, ConfigError if its attention or compilation cannot run.
     """
     attention = choose_attention(config, model_dir, device, bf16=bf16)
     if ranks.size == 1:
@@ -93,6 +89,5 @@ def load_policy(
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return the number of token ids that a model can both read and predict."""
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     return min(int(table.weight.shape[0]) for table in tables)

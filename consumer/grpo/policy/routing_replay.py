@@ -1,13 +1,8 @@
-"""Rollout routing replay: train a mixture of experts with the experts that the engine chose.
+"""Rollout routing replay (arXiv:2510.11370): train with the experts that the engine chose.
 
-(arXiv:2510.11370.) Engine and trainer compute the same gates to a few digits. Where two experts are
-about equally good, they choose differently, and the ratio of such a token carries no information
-about the policy. So the recorded choice is used, while the weights of the chosen experts are the
-trainer's own, with their gradient. A gate runs its own code: only the result of its top-k is
-replaced.
-
-Workers record the experts of rollouts, as columns or as files. `RecordedExperts` checks them and
-assigns them to the tokens of a micro-batch; it reads no more than a rollout of its length can have.
+Engine and trainer choose differently between nearly equal experts, and the ratio of such a token
+says nothing about the policy. Only the result of a gate's top-k is replaced: the weights of the
+chosen experts are the trainer's own, with their gradient.
 """
 
 from __future__ import annotations
@@ -30,19 +25,15 @@ from buffer.redis.media_folder import MediaFolder
 from buffer.wire.expert_gates import expert_gates, layers_of
 
 Ints = NDArray[np.int64]
-Recorded = NDArray[np.int16] | str | None
-"""As in `RolloutState.routed_experts`."""
+Recorded = NDArray[np.int16] | str | None  # as in `RolloutState.routed_experts`
 
 # its functions have no types
 _npy: Any = np.lib.format
 
-HEADER_BYTES = 128
-"""Bytes of a file beside its numbers: the header that numpy writes."""
+HEADER_BYTES = 128  # of a file beside its numbers: numpy's header
 
 
 class RoutedGroup(Protocol):
-    """The columns of a group that `RecordedExperts` reads."""
-
     @property
     def prompt_ids(self) -> NDArray[np.int32]: ...
     @property
@@ -53,9 +44,9 @@ class RoutedGroup(Protocol):
 
 
 class RecordedExperts:
-    """Read experts recorded for a model with `top_k` of `experts` experts per token in each layer.
+    """Reads experts recorded for a model with `top_k` of `experts` experts per token in each layer.
 
-    `media`: the folder with the files of recorded experts, where the run has one.
+    `media`: the folder with recorded experts, if the run has one.
     """
 
     def __init__(
@@ -66,7 +57,7 @@ class RecordedExperts:
         self._media = media
 
     def problem(self, group: RoutedGroup) -> str:
-        """Return why the experts of a group cannot be replayed; "" where they can."""
+        """Return why the experts of a group cannot be replayed; "" if they can."""
         rollouts = zip(group.experts(), group.lengths.tolist(), strict=True)
         for index, (recorded, length) in enumerate(rollouts):
             try:
@@ -81,9 +72,9 @@ class RecordedExperts:
     ) -> NDArray[np.int16]:
         """Return the experts at each slot of a micro-batch, int16[slots, layers, top_k].
 
-        `first`, `totals`: int64[S], the first slot and the number of tokens of each rollout. The
-        result is -1 for the last token of each, which is never routed, and for unused slots. Raises
-        WireError where a rollout has no experts, or experts that cannot be replayed.
+        `first`, `totals`: int64[S], first slot and tokens of each rollout. The last token of each,
+        which is never routed, and unused slots get -1. Raises WireError for missing or unusable
+        experts.
         """
         table = np.full((slots, *self._shape), -1, "<i2")
         placed = zip(rollouts, first.tolist(), totals.tolist(), strict=True)
@@ -92,7 +83,6 @@ class RecordedExperts:
         return table
 
     def _read(self, recorded: Recorded, total: int) -> NDArray[np.int16]:
-        """Return the checked experts of a rollout of `total` tokens."""
         shape = (total - 1, *self._shape)
         if recorded is None:
             raise WireError("has no routed experts")
@@ -117,7 +107,7 @@ class RecordedExperts:
 
 
 def _parse(data: bytes) -> NDArray[np.int16]:
-    """Return the array of a .npy file. Raises ValueError unless it is one of int16."""
+    """Return the array of a .npy file. Raises ValueError unless it is int16."""
     file = BytesIO(data)
     version = _npy.read_magic(file)
     if version != (1, 0):
@@ -128,15 +118,11 @@ def _parse(data: bytes) -> NDArray[np.int16]:
     return np.frombuffer(data, "<i2", offset=file.tell()).reshape(shape)
 
 
-GateOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits, weights and the chosen experts."""
+GateOutput = tuple[Tensor, Tensor, Tensor]  # logits, weights and the chosen experts
 
 
 class RoutingReplay:
-    """Wrap the gates of `model` so that their choice can be set.
-
-    Raises ConfigError where the model has no gates, or gates whose choice cannot be set.
-    """
+    """Wraps the gates of `model` to set their choice. Raises ConfigError where it cannot be set."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._gates = expert_gates(model)
@@ -147,15 +133,13 @@ class RoutingReplay:
         self.experts, self.top_k = self._probe(model)
 
     def recorded_experts(self, media: MediaFolder | None) -> RecordedExperts:
-        """Return a reader of recorded experts for this model."""
         return RecordedExperts(self.layers, self.top_k, self.experts, media)
 
     def set_experts(self, experts: Tensor | None) -> None:
-        """Set the experts that the gates choose until the next call.
+        """Set the experts that the gates choose until the next call, int16[slots, layers, top_k].
 
-        `experts`: int16[slots, layers, top_k], -1 where a gate chooses itself; None: every gate
-        chooses itself. It must stay set until the backward pass: checkpointed layers are computed
-        again there. Raises WireError where it was recorded with another model.
+        -1 or None: the gate chooses. Keep them set until the backward pass, which computes
+        checkpointed layers again. Raises WireError for experts of another model.
         """
         self._experts_of = {}
         if experts is None:
@@ -179,10 +163,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return the number of experts of a layer, and how many of them a token uses.
-
-        Sets each gate to experts that it did not choose, and checks that it then returns them.
-        """
+        """Return experts per layer and per token; check that each gate accepts other experts."""
         name = type(model).__name__
         hint = "remove [learner] replay_routing from the config"
         with _recording(self._gates) as outputs:
@@ -208,7 +189,7 @@ class RoutingReplay:
 
 
 class _ForcedTopK(TorchFunctionMode):
-    """Within this context, top-k over all experts returns the given ones, int64[tokens, top_k]."""
+    """Makes top-k over all experts return the given ones, int64[tokens, top_k]."""
 
     def __init__(self, experts: Tensor) -> None:
         super().__init__()
@@ -233,7 +214,6 @@ class _ForcedTopK(TorchFunctionMode):
 
 @contextmanager
 def _recording(gates: dict[int, Any]) -> Iterator[dict[int, GateOutput]]:
-    """Record the newest output of each gate, by layer."""
     outputs: dict[int, GateOutput] = {}
 
     def record(layer: int, gate: Any, inputs: Any, output: Any) -> None:

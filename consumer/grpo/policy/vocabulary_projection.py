@@ -1,9 +1,7 @@
 """Log-probabilities of tokens from hidden states, without logits of [tokens, vocabulary] in memory.
 
-Logits of 8,192 tokens and 151,936 words are 4.6 GiB in float32, and the backward pass of a plain
-log-softmax holds several tensors of that size. Here the projection onto the vocabulary runs in
-chunks of tokens. The forward pass keeps two numbers per token; the backward pass computes the
-logits of a chunk again and adds its gradient to that of hidden states, weight and bias.
+The projection runs in chunks of tokens; the backward pass computes the logits of each chunk again.
+All logits of 8,192 tokens and 151,936 words take 4.6 GiB in float32.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-CHUNK_BYTES = 256 * 1024 * 1024
-"""Bytes of the float32 logits of a chunk; a backward pass holds at most four such tensors."""
+CHUNK_BYTES = 256 * 1024 * 1024  # of a chunk's float32 logits; a backward pass holds at most four
 
 
 class TokenLogprobs(NamedTuple):
-    """Hold one value per response token, float32[N] each; the entropy is in nats."""
+    """One value per response token, float32[N] each; the entropy is in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -28,26 +25,19 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """Map products of hidden state and output embedding to logits: scale, cap, then divide.
-
-    With `cap` c a scaled product x becomes c * tanh(x / c).
-    """
+    """Maps products to logits: scale, cap (x becomes c * tanh(x / c)), then divide."""
 
     scale: float = 1.0
     cap: float | None = None
     temperature: float = 1.0
 
     def apply_(self, products: Tensor) -> Tensor:
-        """Return the logits, in the memory of `products`."""
         if self.cap is not None:
             products.mul_(self.scale / self.cap).tanh_()
         return products.mul_((self.cap or self.scale) / self.temperature)
 
     def gradient_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient of the products, in the memory of `gradient`, that of the logits.
-
-        Overwrites `logits`.
-        """
+        """Turn the logits' `gradient` into that of the products, in place; overwrite `logits`."""
         if self.cap is not None:
             # the derivative of tanh is 1 - tanh^2
             tanh = logits.mul_(self.temperature / self.cap)
@@ -66,7 +56,7 @@ def project(
     """Return log-probability of each target and entropy of its distribution, in nats.
 
     `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
-    int64[N]. Under autocast the products are computed in its type, everything else in float32.
+    int64[N]. Under autocast, only the products are computed in its type, the rest in float32.
     """
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
@@ -99,7 +89,7 @@ class _Table:
 
 
 class _Projection(torch.autograd.Function):
-    """Compute `project` as one node of the graph, which keeps no tensor of a chunk."""
+    """Computes `project` as one node of the graph, which keeps no tensor of a chunk."""
 
     @staticmethod
     def forward(
@@ -161,10 +151,7 @@ def _table(
 
 
 def _zeros(needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:
-    """Return a gradient of zeros of each input that needs one; float32, as it is a sum of chunks.
-
-    Autograd rounds it to the type of the input.
-    """
+    """Return a float32 gradient of zeros for each input that needs one; autograd rounds it."""
     return [
         torch.zeros_like(tensor, dtype=torch.float32) if is_needed and tensor is not None else None
         for is_needed, tensor in zip(needed, inputs, strict=False)
@@ -180,7 +167,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Return the gradient of the logits of a chunk, float32[n, vocabulary].
 
-    `total`: log of the sum of exponentials. `by_entropy`: the entropy and its gradient. These and
+    `total`: log of the sum of exponentials. `by_entropy`: the entropy and its gradient. These,
     `targets` and `by_logprob` are [n, 1]. With the probability p of a word:
 
         d logprob / d logit = (1 for the target, 0 for another word) - p

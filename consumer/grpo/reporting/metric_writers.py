@@ -1,8 +1,4 @@
-"""Destinations of what the trainer reports, beside the files in the run's folder.
-
-TensorBoard, Weights & Biases, and a progress bar on a terminal; without a terminal, log lines
-report the progress. `reporter.py` calls them.
-"""
+"""Where the trainer reports, beside its files: TensorBoard, Weights & Biases, a progress bar."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ WriterName = Literal["tensorboard", "wandb"]
 
 
 class MetricWriter:
-    """A destination of what the trainer reports; a subclass overrides what it shows.
-
-    After a restart, some steps are reported again.
-    """
+    """A destination of reports, some of which come again after a restart."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -59,9 +52,9 @@ class MetricWriter:
 
 
 def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
-    """Open [trainer] writers; `first`: the step that is written next.
+    """Open [trainer] writers at step `first`.
 
-    Raises ConfigError where a writer's package is not installed.
+    Raises ConfigError where a package is not installed.
     """
     makers: dict[str, Callable[[TrainingConfig, int], MetricWriter]] = {
         "tensorboard": TensorBoardWriter,
@@ -71,7 +64,7 @@ def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
 
 
 class TensorBoardWriter(MetricWriter):
-    """Write event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
+    """Writes event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
         package = _load("tensorboardX", "tensorboard")
@@ -87,33 +80,28 @@ class TensorBoardWriter(MetricWriter):
         self._events.add_text("config", code_block(indented_json(config.public())), first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one held-out task."""
         self.write(step, of_task(task, metrics))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples as text, at the interval."""
         if is_due(step, self._every):
             for sample in samples:
                 self._events.add_text(f"samples/{sample['why']}", sample_text(sample), step)
             self._events.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._events.close()
 
 
 class WandbWriter(MetricWriter):
-    """Write to one run of Weights & Biases for each run, continued after a restart.
+    """Writes to one run of Weights & Biases, continued after a restart; the x axis is the step.
 
-    The x axis is the train step, not the time. Weights & Biases cannot replace a step: those that
-    an earlier trainer wrote are not written again. `wandb_run.json` in the run's folder contains
-    the id of the run, and the last step that was written.
+    Steps there cannot be replaced: those that an earlier trainer wrote are not written again.
+    `wandb_run.json` in the run's folder has the id and the last written step.
     """
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
@@ -138,14 +126,12 @@ class WandbWriter(MetricWriter):
         self._save()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
         if step > self._record["step"]:
             self._run.log({**metrics, TRAIN_STEP: step})
             self._record["step"] = step
             self._save()
 
     def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one held-out task."""
         self._run.log({**of_task(task, metrics), TRAIN_STEP: step})
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -156,7 +142,6 @@ class WandbWriter(MetricWriter):
             self._run.log({"samples": table, TRAIN_STEP: step})
 
     def close(self) -> None:
-        """Finish the run at Weights & Biases."""
         self._run.finish()
 
     def _save(self) -> None:
@@ -175,7 +160,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether the samples of a step are written."""
     return step == 1 or step % every == 0
 
 
@@ -195,8 +179,6 @@ def _load(module: str, writer: WriterName) -> Any:
 
 
 class ProgressBar(MetricWriter):
-    """Draw `done` of `steps` steps and the newest reward."""
-
     def __init__(self, done: int, steps: int, console: Console | None = None) -> None:
         self._bar = Progress(
             TextColumn("step"),
@@ -212,11 +194,9 @@ class ProgressBar(MetricWriter):
         self._bar.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is done."""
         reward = metrics.get("rewards/mean")
         text = "-" if reward is None else f"{reward:.3f}"
         self._bar.update(self._task, completed=step, reward=text)
 
     def close(self) -> None:
-        """Stop drawing."""
         self._bar.stop()

@@ -1,20 +1,4 @@
-"""The metrics of one train step except those of the learner: the batch, production, and timing.
-
-rewards/mean min max std       scores of the batch
-rewards/mean/<task>            of each task, in runs of several
-rewards/solved                 share of groups with a score above 0
-raw_rewards/mean               scores of everything completed since the last step, before filtering
-unparsed/<task>                share of these in which no judge found an answer, once one had none
-advantages/mean min max std    as passed to the loss
-response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
-staleness/mean max             train steps, of the groups when they were taken
-task/n mean_s p50_s p99_s      seconds that workers spent on the groups; task/p99_p50_ratio
-async/*                        groups left in the pools; since the last step: failed, filtered, ...
-throughput/*                   samples and tokens per second and GPU: of training since the start;
-                               of this step; of its training alone; of the rollouts
-time/*                         seconds: step, wait (for the batch), read (it), train, pause,
-                               publish; pause/*: see consumer/handle/timing.py
-"""
+"""The metrics of one train step except the learner's; consumer/README.md lists them."""
 
 from __future__ import annotations
 
@@ -38,8 +22,6 @@ POOLS = ("completed", "aborted", "expired")
 
 @dataclass(slots=True)
 class Timing:
-    """Collect the seconds that the parts of one step took."""
-
     wait: float = 0.0
     read: float = 0.0
     train: float = 0.0
@@ -48,34 +30,25 @@ class Timing:
     step: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `time/*`."""
         return {f"time/{name}_s": seconds for name, seconds in asdict(self).items()}
 
 
 @dataclass(slots=True)
 class BatchColumns:
-    """Hold what the metrics of a batch need of its groups: of one rank, or of all."""
+    """What the metrics of a batch need of its groups: of one rank, or of all."""
 
-    scores: list[float]
-    """of the rollouts that have one"""
-    tasks: list[str]
-    """the task of each score"""
-    lengths: list[int]
-    """response tokens of each rollout"""
-    solved: list[bool]
-    """whether a rollout of the group has a score above 0"""
-    prompts: list[int]
-    """prompt tokens of each group"""
-    seconds: list[float]
-    """that workers spent on the groups, where they are known"""
+    scores: list[float]  # of the rollouts that have one
+    tasks: list[str]  # the task of each score
+    lengths: list[int]  # response tokens of each rollout
+    solved: list[bool]  # whether a rollout of the group has a score above 0
+    prompts: list[int]  # prompt tokens of each group
+    seconds: list[float]  # that workers spent on each group, if known
     advantages: list[float]
     gids: list[str]
-    means: list[float]
-    """mean score of each group; a missing score counts as 0"""
+    means: list[float]  # mean score of each group; a missing score counts as 0
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
-        """Return the columns of these groups; `advantages` float32[n]."""
         scored = [
             (group.task, score)
             for group in groups
@@ -96,7 +69,6 @@ class BatchColumns:
         )
 
     def lists(self) -> dict[str, list[Any]]:
-        """Return the columns as JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
@@ -105,7 +77,6 @@ class BatchColumns:
         return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
 
     def rewards_by_task(self) -> dict[str, float]:
-        """Return the mean score of each task in the batch, as the metrics `rewards/mean/<task>`."""
         scores: defaultdict[str, list[float]] = defaultdict(list)
         for task, score in zip(self.tasks, self.scores, strict=True):
             scores[task].append(score)
@@ -113,11 +84,10 @@ class BatchColumns:
 
     @property
     def tokens(self) -> int:
-        """Return the number of response tokens."""
         return sum(self.lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the batch as it was taken, except its staleness."""
+        """Return the metrics of the batch, except its staleness."""
         metrics = {
             **_spread("rewards", self.scores),
             **_spread("advantages", self.advantages),
@@ -134,7 +104,6 @@ class BatchColumns:
 
 
 def staleness_metrics(manifest: Manifest) -> dict[str, float]:
-    """Return the metrics `staleness/*` of a batch."""
     versions = [entry.version for entry in manifest.entries if entry.version is not None]
     ages = [staleness(manifest.step, version) for version in versions]
     return {
@@ -144,7 +113,7 @@ def staleness_metrics(manifest: Manifest) -> dict[str, float]:
 
 
 def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[str, float]:
-    """Return what was produced between two readings and what the pools hold, over all tasks."""
+    """Return what was produced between two readings, and what the pools hold, over all tasks."""
     produced = list(now.since(before).values())
     leftovers = now.leftovers.values()
     metrics = {
@@ -171,10 +140,9 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
 
 @dataclass(slots=True)
 class Throughput:
-    """Compute samples and tokens per second and GPU (`sgs`, `tgs`).
+    """Computes samples (`sgs`) and tokens (`tgs`) per second and GPU; no GPU counts as one.
 
-    A side without a GPU counts as one. `rollout_*` divide by the time between two readings:
-    production continues during all of a step.
+    `rollout_*` divide by the time between two readings, as production never stops.
     """
 
     train_gpus: int = 1
@@ -186,10 +154,6 @@ class Throughput:
     def metrics(
         self, samples: int, tokens: int, timing: Timing, produced: Mapping[str, float]
     ) -> dict[str, float]:
-        """Add a step with these samples and response tokens to the totals; return its metrics.
-
-        `produced`: the result of `production_metrics`.
-        """
         self.elapsed_s += timing.step
         self.samples += samples
         self.tokens += tokens
@@ -227,10 +191,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _group_times(seconds: list[float]) -> dict[str, float]:
-    """Return statistics of the groups that have a time; nothing where none has.
-
-    p50 is the element at n // 2, p99 the one at int(0.99 n).
-    """
+    """Return mean, p50 (element n // 2) and p99 (int(0.99 n)) of the groups that have a time."""
     times = sorted(seconds)
     if not times:
         return {}

@@ -1,7 +1,6 @@
 """Pass metrics, evaluations and samples to their destinations, in a thread of its own.
 
-No destination delays a train step, and none can end a run: what one raises, on a full disk for
-example, is logged, and the next report is passed to it again.
+No destination delays or ends a run: what one raises is logged, and it gets the next report.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from consumer.grpo.reporting.token_texts import TokenTexts
 
 log = logging.getLogger("rolloutmq.trainer")
 
-MOST_WAITING = 16
-"""Reports in the queue above which samples are left out; metrics never are."""
+MOST_WAITING = 16  # reports in the queue above which samples, but never metrics, are left out
 
-FLUSH_S = 30.0
-"""Time for which a checkpoint, and the end of the trainer, wait for the destinations."""
+FLUSH_S = 30.0  # a checkpoint, and the end of the trainer, wait this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,6 @@ class Reporter:
         self._thread = threading.Thread(target=self._work, name="reporter", daemon=True)
 
     def open(self, destinations: Sequence[MetricWriter]) -> None:
-        """Begin to report to these destinations."""
         self._destinations = [
             (writer, LogOnce(log, f"{type(writer).__name__} failed", ended="it works again"))
             for writer in destinations
@@ -60,11 +56,9 @@ class Reporter:
         self._thread.start()
 
     def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of a train step."""
         self._put(lambda writer: writer.write(step, metrics))
 
     def add_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation of the weights after `step`."""
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
     def add_samples(self, step: int, chosen: Sequence[ChosenGroup]) -> None:
@@ -84,7 +78,6 @@ class Reporter:
         return is_done
 
     def close(self) -> None:
-        """Report what is queued, and close the destinations."""
         if self._thread.is_alive() and self.flush():
             self._put(lambda writer: writer.close())
             self._queue.put(None)

@@ -1,14 +1,11 @@
 """The sample log: what some groups of each train step said, in `samples/` of the run's folder.
 
-    samples/000001-step-00000001.jsonl.gz     written by one trainer, from this step on
-    samples/000002-step-00000101.jsonl.gz
-    samples/000003-step-00000081.jsonl.gz     a trainer that continued from the checkpoint of 80
+samples/000001-step-00000001.jsonl.gz     written by one trainer, from this step on
+samples/000003-step-00000081.jsonl.gz     a trainer that continued from the checkpoint of 80
 
-A file consists of gzip members, one for each step: its groups, one JSON object per line
-(`describe_sample`). A trainer appends only to files that it created. A file that begins with a
-step replaces that step and all later ones of the files before it, as in `steps.jsonl`: so nothing
-is there twice after a restart. A trainer that dies while it writes leaves its last member
-incomplete, and readers pass over it. `zcat samples/*.gz | jq` reads all of it.
+A file has a gzip member per step: its groups, one JSON object per line (`describe_sample`). Each
+trainer creates its own file, which replaces its first step and all later ones of older files. If a
+trainer dies while it writes, readers skip the incomplete member.
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ FOLDER = "samples"
 _NAME = re.compile(r"(\d{6,})-step-(\d{8,})\.jsonl\.gz")
 _START = b'{"step":'
 
-AROUND = 60
-"""Characters of an excerpt before and after what was searched."""
+AROUND = 60  # characters of an excerpt on each side of the match
 
-Sample = dict[str, Any]
-"""One group as `describe_sample` returns it."""
+Sample = dict[str, Any]  # one group as `describe_sample` returns it
 
 
 class SampleFile(NamedTuple):
@@ -51,37 +46,33 @@ class SampleFile(NamedTuple):
 
     @classmethod
     def named(cls, run_dir: Path, number: int, first: int) -> SampleFile:
-        """Return the file of this number that begins with step `first`."""
         return cls(number, first, run_dir / FOLDER / f"{number:06d}-step-{first:08d}.jsonl.gz")
 
 
 def sample_files(run_dir: Path) -> list[SampleFile]:
-    """Return the files of the log, oldest first."""
     folder = run_dir / FOLDER
     names = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.jsonl.gz")]
     return sorted(SampleFile(int(name[1]), int(name[2]), path) for path, name in names if name)
 
 
 class SampleLog:
-    """Reads the sample log of a run, also while its trainer writes."""
-
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
     def steps(self) -> tuple[int, int] | None:
-        """Return the first and the last step of the log; None where it is empty."""
+        """Return the first and the last step of the log; None if it is empty."""
         files = sample_files(self._run_dir)
         last = next((step for file in reversed(files) if (step := _last_step(file))), None)
         return (min(file.first for file in files), last) if last else None
 
     def read(self, step: int) -> list[Sample]:
-        """Return the samples of a step, in the order of their choice; [] where none are logged."""
+        """Return the samples of a step in the order of their choice; [] if none are logged."""
         files = [file for file in sample_files(self._run_dir) if file.first <= step]
         lines = _lines(files[-1], step + 1) if files else ()
         return [orjson.loads(line) for line in lines if _step_of(line) == step]
 
     def search(self, text: str) -> Iterator[Sample]:
-        """Yield the samples that contain a text, in any case, those of the newest steps first."""
+        """Yield the samples that contain a text in any case, newest steps first."""
         end = math.inf
         # parsing a line costs far more than searching its bytes
         is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
@@ -101,12 +92,10 @@ class SampleLog:
 
 
 def _last_step(file: SampleFile) -> int:
-    """Return the last step in a file; 0 where there is none."""
     return max((_step_of(line) for line in _lines(file)), default=0)
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line, which begins with it."""
     return int(line[len(_START) : line.index(b",")])
 
 
@@ -126,17 +115,14 @@ def _lines(file: SampleFile, end: float = math.inf) -> Iterator[bytes]:
         log.warning("%s is incomplete: what follows is passed over: %s", file.path, error)
 
 
-# -- one group ---------------------------------------------------------------
-
-
 def describe_sample(
     group: RolloutGroup, step: int, why: str, staleness: int | None, texts: TokenTexts
 ) -> Sample:
     """Return a group as a line of the log: the JSON of `show --json`, without tokens.
 
-    `why` it was chosen: best, worst or random. `texts` decodes what the group does not carry as
-    text: the prompt of a group without messages (`prompt`), and the turns of a rollout that
-    contains tokens which were not sampled, a tool's for example (`turns` of the member).
+    `why` it was chosen: best, worst or random. `texts` decodes what the group does not have as
+    text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were sampled or
+    not (`turns` of the member).
     """
     sample: Sample = {"step": step, "why": why, "gid": group.gid, "task": group.task}
     sample["staleness"] = staleness
@@ -146,7 +132,7 @@ def describe_sample(
 
 
 def contains(document: dict[str, Any], text: str) -> str:
-    """Return what a group says around a text, which is compared in any case; "" without it."""
+    """Return a group's text around a match in any case; "" without one."""
     wanted = text.casefold()
     for part in _texts_of(document):
         at = part.casefold().find(wanted)

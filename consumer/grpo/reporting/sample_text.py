@@ -12,12 +12,10 @@ from consumer.grpo.reporting.sample_log import Sample
 COLUMNS = (
     *("step", "why", "gid", "task", "rollout", "score", "rewards", "prompt", "response"),
     *("ground_truth", "tokens", "finish_reason", "versions", "staleness"),
-)
-"""Columns of the table; a row is one rollout."""
+)  # one row per rollout
 
 
 def sample_rows(sample: Sample) -> Iterator[list[Any]]:
-    """Yield the rows of a group."""
     truth = sample.get("ground_truth")
     for member in sample["members"]:
         reward = member["reward"] or {}
@@ -41,24 +39,20 @@ def sample_text(sample: Sample) -> str:
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return the messages of a prompt, with their roles, or its decoded tokens."""
     messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample.get("messages", [])]
     return "\n\n".join(messages) or sample.get("prompt") or ""
 
 
 def response_text(member: dict[str, Any]) -> str:
-    """Return what a rollout contains: its turns where they are known, or its response."""
     turns = member.get("turns")
     return "".join(turn["text"] for turn in turns) if turns else member["response"]
 
 
 def code_block(text: str) -> str:
-    """Return Markdown that shows any text unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def indented_json(value: Any) -> str:
-    """Return a value as JSON over several lines."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 

@@ -1,7 +1,4 @@
-"""Choose some groups of each train step, and append their texts to the sample log of the run.
-
-The format is in `consumer/grpo/reporting/sample_log.py`.
-"""
+"""Choose some groups of each train step, and append them to the sample log (sample_log.py)."""
 
 from __future__ import annotations
 
@@ -19,18 +16,16 @@ from consumer.grpo.reporting.metric_writers import MetricWriter
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
 
 STEPS_PER_FILE = 100
-FILES = 16
-"""A file is no larger than this part of the log, so that little is deleted at once."""
+FILES = 16  # a file has at most this part of `max_bytes`, so little is deleted at once
 
-_FAST = 1
-"""Level of compression: higher ones save 5 % and cost twice the time."""
+_FAST = 1  # higher levels save 5 % and cost twice the time
 
 
 def choose(scores: Mapping[str, float], count: int, seed: int, step: int) -> dict[str, str]:
     """Return which groups of a step are logged, and why: gid to best, worst or random.
 
-    `scores`: the mean score of each group. The choice depends only on the arguments: a step that is
-    trained again logs the same groups. Of equal scores, the first is best and the last is worst.
+    `scores`: each group's mean. A step that is trained again logs the same groups. Of equal scores,
+    the first is best and the last is worst.
     """
     gids = list(scores)
     best = sorted(gids, key=lambda gid: -scores[gid])
@@ -43,10 +38,9 @@ def choose(scores: Mapping[str, float], count: int, seed: int, step: int) -> dic
 
 
 class SampleWriter(MetricWriter):
-    """Append samples to files of the log that this writer creates.
+    """Appends samples to files of the log that this writer creates.
 
-    `first`: the step that this trainer trains first; the log of it and of later steps is replaced.
-    Above `max_bytes` the oldest files are deleted.
+    Replaces the log from step `first` on. Above `max_bytes`, the oldest files are deleted.
     """
 
     def __init__(self, run_dir: Path, max_bytes: int, first: int) -> None:
@@ -65,7 +59,7 @@ class SampleWriter(MetricWriter):
         try:
             _write(file, igzip.compress(lines, compresslevel=_FAST))
         except OSError:
-            # half a member would hide those behind it; where this fails, a new file follows
+            # half a member would hide those after it; if this fails, a new file follows
             file.truncate(start)
             file.seek(start)
             self._file = file
@@ -78,7 +72,6 @@ class SampleWriter(MetricWriter):
             file.close()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file:
             self._file.close()
 
@@ -92,7 +85,7 @@ class SampleWriter(MetricWriter):
 
     def _delete_oldest(self, files: Sequence[SampleFile]) -> None:
         sizes = [file.path.stat().st_size for file in files]
-        # room for the file that is about to be created
+        # room for the next file
         excess = sum(sizes) + self._max_bytes // FILES - self._max_bytes
         for file, size in zip(files, sizes, strict=True):
             if excess <= 0:

@@ -1,11 +1,8 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
-One line of `steps.jsonl` for each train step: {"step": 12, "lineage": "…", "gids":
-["math-0000000042", …], "ended_s": 1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A trainer
-that restarts from a checkpoint trains later steps again, on the same groups, in a new lineage of
-weights. Its line for a step therefore replaces every earlier line of that step and of all later
-ones. What remains is the history of the weights that exist; no group may occur twice in it (I6).
-Of the evaluations of one task and step, the last one counts.
+A line of `steps.jsonl`: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "ended_s":
+1790000000.0, "metrics": {"rewards/mean": 0.4, …}}. A line replaces every earlier line of its step
+and of later ones, as a trainer that restarts trains steps again; no group may remain twice (I6).
 """
 
 from __future__ import annotations
@@ -22,15 +19,11 @@ import orjson
 STEPS_FILE = "steps.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
-Evaluations = dict[tuple[str, int], dict[str, float]]
-"""Metrics by (task, train step)."""
+Evaluations = dict[tuple[str, int], dict[str, float]]  # metrics by (task, train step)
 
 
 def read_evaluations(folder: Path) -> Evaluations:
-    """Return all evaluations of a run; the last one of a task and step counts.
-
-    An incomplete line is skipped.
-    """
+    """Return all evaluations of a run, the last of each task and step; skip incomplete lines."""
     file = folder / EVALUATIONS_FILE
     found: Evaluations = {}
     for line in file.read_bytes().splitlines() if file.exists() else []:
@@ -43,35 +36,32 @@ def _parse(line: bytes) -> Evaluations:
         entry = orjson.loads(line)
         return {(entry["task"], entry["step"]): entry["metrics"]}
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        # a trainer was killed while it wrote this line; the restarted one evaluates again
+        # a killed trainer left half of this line; the restarted one evaluates again
         return {}
 
 
 class StepWriter:
-    """Append to `steps.jsonl` and `evaluations.jsonl` in `folder`."""
+    """Appends to `steps.jsonl` and `evaluations.jsonl`; a line is on disk when a call returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
-        """Append one train step; it is on disk when the call returns."""
         entry: dict[str, Any] = {"step": step, "lineage": lineage, "gids": gids}
         entry |= {"ended_s": round(time.time(), 3), "metrics": metrics}
         append_line(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
-        """Append one evaluation of a held-out task; it is on disk when the call returns."""
         append_line(
             self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics}
         )
 
     def evaluations(self) -> Evaluations:
-        """Return all evaluations logged so far."""
         return read_evaluations(self._folder)
 
 
 def append_line(file: Path, entry: dict[str, Any]) -> None:
-    """Append one entry as a line of JSON; it is on disk when the call returns."""
+    """Append one entry as a line of JSON; return once it is on disk."""
     line = orjson.dumps(entry) + b"\n"
     with file.open("a+b") as stream:
         if stream.tell():
@@ -86,14 +76,11 @@ def append_line(file: Path, entry: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One line of the trainer's log."""
-
     step: int
     lineage: str
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
-    ended_s: float | None = None
-    """seconds since 1970; None in a log without them"""
+    ended_s: float | None = None  # since 1970; None in a log without it
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
@@ -119,10 +106,7 @@ class StepLog:
         self._offset = 0
 
     def read_new(self) -> list[TrainedStep]:
-        """Read and return the steps added since the last call.
-
-        A line that is still being written is left for the next call.
-        """
+        """Return the whole lines added since the last call."""
         if not self.path.is_file():
             return []
         if self.path.stat().st_size < self._offset:  # another run began in this folder
@@ -143,7 +127,7 @@ class StepLog:
         try:
             return TrainedStep.parse(orjson.loads(line))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-            # a trainer killed while it writes leaves half a line; the next one writes it again
+            # a killed trainer left half a line; the next one writes it again
             self.torn += 1
             return None
 

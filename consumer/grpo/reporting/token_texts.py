@@ -28,19 +28,17 @@ class TokenTexts:
         return Tokenizer.from_file(str(file))
 
     def of(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token by itself; None without a tokenizer."""
+        """Return the text of each token; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
 
     def joined(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str | None:
-        """Return the text of all tokens together; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def model_folders(run: Run, run_dir: Path | None) -> list[Path]:
-    """Return the folders that may hold a tokenizer: the run's model, and its newest weights."""
     newest = run.control.state().weights_path
     return [*([run_dir / "model"] if run_dir else []), *([Path(newest)] if newest else [])]
