@@ -20,7 +20,7 @@ from buffer.redis.connection.retry import LogOnce
 
 log = logging.getLogger("rolloutmq.store")
 
-LOOK_S = 5.0  # between two looks of one process, at least
+LOOK_S = 5.0  # shortest time between two looks of one process
 
 SAFE = "noeviction"
 

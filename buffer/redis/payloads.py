@@ -2,7 +2,7 @@
 
 A fenced worker can never overwrite the bytes of its successor (I2). Bytes are written with an
 expiry, which the script that accepts them removes. Scripts list unneeded payloads in `garbage`; any
-process may run `collect` to free them, also interrupted or concurrently.
+process may run `collect` to free them, at the same time as others, and may die at any point.
 
 In a cluster, the script that accepts bytes runs on another node: it lists them in `unpinned`, and
 its caller then removes their expiry (`pin_listed`). If the caller dies first, a janitor does so
@@ -36,7 +36,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 1_048_000
 """Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
 
-UNPINNED_S = 3600  # until bytes expire that no script has accepted
+UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 
 # At most: larger round trips delay all other clients (measured). Smaller ones are received more
 # slowly: from 4 MiB on, numpy asks the kernel for huge pages.
@@ -50,7 +50,7 @@ _HEADER_BYTES = 16  # more than Redis puts around a string in the same allocatio
 
 _CUT_FROM_BYTES = 8192  # below it, a second key costs more than it saves
 
-_MOST_WASTE = 1 / 16  # of a payload, before it is cut once more
+_MOST_WASTE = 1 / 16  # share of a payload that may be wasted; above it, cut once more
 
 _AHEAD = 2  # round trips under way while another one's values are used: the server never waits
 
