@@ -128,7 +128,7 @@ CLUSTER_TABLE: Mapping[str, KeyRow] = {
 }
 """Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
 
-EVERY_META = "rmq:{*}:meta"  # of all runs on a server
+EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
 
 EVERY_CONTROL = "rmq:{*}:control"
