@@ -1,4 +1,4 @@
-"""Read the hashes of a run, and say what is wrong with the one that describes it."""
+"""Read the hashes of a run, and report damage of the one that describes it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
-    """Return the fields of `meta`, and the limits in them.
-
-    Raises RunNotFound, SchemaVersionError, RunDamaged.
-    """
+    """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
     if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
         # a run that was created between these two reads has both

@@ -1,4 +1,4 @@
-"""What the scripts of the job queue reply, as types: claimed jobs, enqueued draws, moved groups."""
+"""The replies of the job queue's scripts as types: claimed jobs, enqueued draws, moved groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from buffer.redis.script_calls import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 
-JOBS_FROM = 1 + len(STATE_FIELDS)
-"""Where the jobs begin in a reply of `claim.lua`."""
+JOBS_FROM = 1 + len(STATE_FIELDS)  # where the jobs begin in a reply of `claim.lua`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,6 @@ class Claim:
 
     @classmethod
     def parse(cls, reply: Sequence[str], token: str) -> Claim:
-        """Return the meaning of a reply of `claim.lua`."""
         match reply:
             case ["OK", *_]:
                 rows = [reply[i : i + 8] for i in range(JOBS_FROM, len(reply), 8)]
@@ -47,10 +45,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """The number of jobs that were enqueued, and the cursor: where the next draw begins.
+    """The number of enqueued jobs, and the cursor: where the next draw begins.
 
-    `refusal` is why there could be none: CLOSED (the lane is closed), FULL (the run holds too many
-    payload bytes, I12), STOPPED (too many tries of the task failed in a row, I11).
+    `refusal`: CLOSED (the lane is closed), FULL (the run holds too many payload bytes, I12),
+    STOPPED (too many tries of the task failed in a row, I11).
     """
 
     count: int
@@ -59,7 +57,7 @@ class Enqueued:
 
     @classmethod
     def parse(cls, reply: Sequence[str], cursor: int) -> Enqueued:
-        """Return the meaning of a reply of `enqueue.lua` that is not FENCED."""
+        """Parse a reply of `enqueue.lua` that is not FENCED."""
         match reply:
             case ["OK", count, moved_cursor]:
                 return cls(int(count), int(moved_cursor))
@@ -92,7 +90,6 @@ class Reaped:
 
     @classmethod
     def parse(cls, reply: Sequence[str]) -> Reaped:
-        """Return the meaning of a reply of `reap.lua`."""
         match reply:
             case ["OK", waiting, buried, gone_workers]:
                 return cls(int(waiting), int(buried), int(gone_workers))
