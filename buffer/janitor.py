@@ -80,7 +80,6 @@ class MediaSweep:
         return [gid for gid, end in ends.items() if gid not in retained]
 
     def _ends(self, gids: Sequence[str]) -> dict[str, str]:
-        """Return the end of each group that has ended."""
         keys = self._keys
         commands: list[tuple[str | int, ...]] = []
         for gid in gids:
@@ -99,10 +98,7 @@ class MediaSweep:
         return found
 
     def _retained_gids(self) -> frozenset[str]:
-        """Return archived groups whose batches can be read.
-
-        Read after the ends of the groups, so that batches archived in between are included.
-        """
+        """Return archived groups that can be read; call after `_ends`, to include the newest."""
         kept: dict[tuple[str, int], frozenset[str]] = {}
         halves = []
         for ledger in self._ledgers:
@@ -207,11 +203,7 @@ class Janitor:
         )
 
     def sweep_in_turn(self) -> Swept:
-        """Sweep leases and bytes only, and not if another process did so a moment ago.
-
-        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the
-        server.
-        """
+        """Sweep leases and bytes, unless another process just did: 1,000 workers take turns."""
         fields = self._store.retrying(
             "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
         )

@@ -35,7 +35,7 @@ def embedded_server(config: ServerConfig) -> EmbeddedServer:
 
 
 def server_url(config: ServerConfig, flag: str | None = None) -> str:
-    """Return the URL from `flag`, [redis] url, REDIS_URL or the embedded server, in this order.
+    """Return the URL of `flag`, [redis] url, REDIS_URL or a running embedded server, in order.
 
     Raises StoreUnavailable for an embedded server that does not run.
     """
@@ -51,9 +51,9 @@ def server_url(config: ServerConfig, flag: str | None = None) -> str:
 
 
 def open_store(config: ServerConfig, url: str, *, name: str, patient: bool = False) -> Store:
-    """Connect to a server, and check that it is new enough and loses no data.
+    """Connect to a server that is new enough and safe, or raise StoreError or StoreUnsafe.
 
-    Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
+    Waits for an unreachable server if `patient`.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
     store.allow_unsafe = config.redis.allow_unsafe
@@ -76,10 +76,10 @@ def open_store(config: ServerConfig, url: str, *, name: str, patient: bool = Fal
 
 
 def can_wait_for_disk(store: Store) -> bool:
-    """Return whether durable calls must wait for the server's disk, and can.
+    """Return whether durable calls must, and can, wait for the server's disk.
 
-    They need not with appendfsync always, and cannot without WAITAOF (Redis 7.2, Valkey). Under an
-    unknown policy they wait: that costs little, and is right for each.
+    They need not with appendfsync always, cannot without WAITAOF (Redis 7.2, Valkey), and wait
+    under an unknown policy: that costs little, and is right for each.
     """
     policies = []
     for _, client in store.servers.masters():

@@ -175,10 +175,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """Open the run of that name, with its current limits.
-
-        Raises RunNotFound, or SchemaVersionError for a run of another version of this project.
-        """
+        """Open a run with its current limits. Raises RunNotFound, SchemaVersionError."""
         keys = Keys(name)
         store = store.at(keys.meta)
         meta, limits = read_settings(store, keys)
@@ -229,8 +226,7 @@ class Run:
     ) -> Exported:
         """Write living groups to a new .jsonl or .parquet file, one line per rollout.
 
-        `where` is a query (buffer/query/language.py). Without a query and a status, completed
-        groups are written.
+        `where`: a query (buffer/query/language.py). Without it and `status`: completed groups.
         """
         node = parse(where)
         if status or node == TRUE:
@@ -260,10 +256,7 @@ class Run:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Put the groups of a .jsonl or .parquet file into the pools.
-
-        Raises DatasetError, with nothing imported, for a wrong line.
-        """
+        """Put the groups of a .jsonl or .parquet file into the pools; all or DatasetError."""
         reader = GroupImport(
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
         )
@@ -276,7 +269,7 @@ class Run:
         self.payloads.signer = Signer(self.nonce, key)
 
     def check_signatures(self, keys_file: Path | None) -> None:
-        """Refuse to read groups that no owner of a key in this file has signed; None: read all.
+        """Refuse groups that no owner of a key in this file signed; None: read all.
 
         The file is read again when it changes. Raises ConfigError.
         """
@@ -286,7 +279,7 @@ class Run:
     def names(store: Store, *, damaged: bool = False) -> list[str]:
         """Return the names of the runs on a server. Walks the key space: never for a hot path.
 
-        With `damaged`, also of those that have lost their `meta`, and cannot be opened.
+        `damaged`: also of runs that lost their `meta` and cannot be opened.
         """
         patterns = (EVERY_META, EVERY_CONTROL) if damaged else (EVERY_META,)
 
@@ -371,10 +364,7 @@ class Run:
         return unfenced(reply, "producer")
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
-        """Return the progress of these tasks (default: those of training).
-
-        Raises KeyError for a task that the run does not have.
-        """
+        """Return the progress of these tasks (default: those of training). Raises KeyError."""
         names = self.limits.training_tasks if tasks is None else list(tasks)
         thresholds = {name: self.limits.threshold(name) for name in names}
         return read_progress(self.store, self.keys, thresholds)

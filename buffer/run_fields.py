@@ -40,10 +40,7 @@ def settings_left(
     start: Start,
     step: int,
 ) -> Continuation:
-    """Return the settings of a run that is made again at `step`: what is left, with these limits.
-
-    Where `meta` cannot be read, they are those of a new run.
-    """
+    """Return the settings of a run remade at `step`; those of a new run without a valid `meta`."""
     try:
         meta = read_hash(store, "create run", keys.meta)
     except RunDamaged:
@@ -54,7 +51,6 @@ def settings_left(
 
 
 def without_meta(keys: Keys) -> RunDamaged:
-    """Return the error of a run whose `meta` is gone, and which is not a new run."""
     return RunDamaged(
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
         hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest checkpoint",

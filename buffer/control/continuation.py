@@ -52,8 +52,7 @@ BY_HAND = Start()  # for a process without a config
 class Continuation:
     """The settings of a run that is created or continued.
 
-    `version`: of the settings that they are based on; "" for a new run. `changes`: a sentence for
-    each value that differs.
+    `version`: of the settings they are based on; "" for a new run. `changes`: sentences.
     """
 
     limits: RunLimits
@@ -110,11 +109,7 @@ def continue_run(
 def _settled(
     before: RunLimits | None, known: SettingsRecord, limits: RunLimits, start: Start, step: int
 ) -> tuple[RunLimits, SettingsRecord]:
-    """Return the limits of a config, from train step `step`, with live values that still hold.
-
-    `before`: of the run so far; None for a new one. A value that does not fit an edited config is
-    given up.
-    """
+    """Return the limits of a config, from train step `step`, with live values that still fit it."""
     config = SettingsRecord.of(limits, start.written)
     record = config.model_copy(update={"overrides": known.kept_by(config)})
     for chosen in (record, *(record.without([name]) for name in record.overrides)):

@@ -218,10 +218,7 @@ class RunControl:
         *,
         stage: Literal["next", "newest"] = "newest",
     ) -> ControlState:
-        """Record the newest weights; workers without them may not claim. Raises Fenced.
-
-        In the stage "next", workers only begin to fetch them.
-        """
+        """Record weights: "newest" to claim with, or "next" to fetch in advance. Raises Fenced."""
         reply = self._store.call(
             "publish_weights",
             self._keys.slots(),
@@ -239,10 +236,7 @@ class RunControl:
     def report(
         self, nonce: str, step: int, metrics: Mapping[str, float], *, task: str = ""
     ) -> None:
-        """Publish the metrics of a train step, or of an evaluation of `task`. Raises Fenced.
-
-        Metrics that are not in `REPORTED` are left out.
-        """
+        """Publish the metrics of a step or evaluation that are in `REPORTED`. Raises Fenced."""
         entry = ReportedStep.of(step, metrics).encode()
         reply = self._store.call(
             "report", self._keys.slots(), {"nonce": nonce, "task": task, "entry": entry}
@@ -315,10 +309,7 @@ class RunControl:
 
     @contextmanager
     def explaining_loss(self, role: Role) -> Iterator[None]:
-        """Turn Fenced into LostRun if the server has never seen a holder of `role`.
-
-        A server that lost its data fences every process, although no other took the role over.
-        """
+        """Turn Fenced into LostRun if the server lost its data: it never saw a holder of `role`."""
         try:
             yield
         except Fenced as error:
@@ -336,7 +327,6 @@ class RunControl:
             ) from error
 
     def holder(self, role: Role) -> RoleHolder:
-        """Return who holds `role`, in one round trip."""
         names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))
 
         def read() -> list[Any]:

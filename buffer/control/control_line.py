@@ -57,9 +57,9 @@ def _parse_reply(reply: list[bytes]) -> ControlState | None:
 
 
 class ControlConnection:
-    """Receives hints and sends receipts for one registration of a worker.
+    """Receives hints and sends receipts for one registration of a worker. Opening it blocks.
 
-    Opening it blocks. A broken connection raises redis.RedisError: open another one.
+    A broken connection raises redis.RedisError: open another one.
     """
 
     def __init__(self, store: Store, keys: Keys, worker: str, nonce: str) -> None:
@@ -93,10 +93,7 @@ class ControlConnection:
         self._client.close()
 
     def send_receipt(self, ack: int, known_epoch: int) -> None:
-        """Send the receipt for the control epoch `ack`.
-
-        `known_epoch` is the newest epoch known to the worker; `receive` returns it with the reply.
-        """
+        """Send the receipt for epoch `ack`; `known_epoch`, the newest known, returns with it."""
         # its worker has registered with a script, so that all are loaded
         self._send(("EVALSHA", self._script.sha, *self._receipt, ack))
         self._asked.append((ack, known_epoch))

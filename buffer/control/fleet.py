@@ -168,7 +168,7 @@ class Fleet:
         return (weights.lineage, weights.version, threshold)
 
     def _reconcile(self, worker: str, nonce: str, held: Sequence[Job]) -> tuple[Job, ...] | None:
-        """Return which of `held` the server has taken back; None if it has forgotten the worker.
+        """Return which of `held` the server took back; None if it has forgotten the worker.
 
         It takes back what it holds for the worker and is not in `held`, except for new claims.
         """
@@ -212,7 +212,6 @@ class Fleet:
         return revoked
 
     def _fence_slice(self, worker: str) -> tuple[int, int]:
-        """Return how many groups were revoked, and how many are left."""
         _, revoked, left = self._store.call(
             "fence_worker",
             self._keys.slots(worker=worker),

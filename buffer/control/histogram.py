@@ -47,10 +47,7 @@ class Histogram:
         return dict(zip(self._bounds_s, accumulate(self._counts), strict=False))
 
     def quantile_s(self, share: float) -> float:
-        """Return the seconds within which `share` of the durations ended; 0 without durations.
-
-        Interpolates within a bucket like Prometheus' `histogram_quantile`; at most the last bound.
-        """
+        """Return the `share` quantile, interpolated as Prometheus does; 0 without durations."""
         counts = self.counts
         rank = share * sum(counts)
         below = 0

@@ -33,10 +33,7 @@ CONFIG = "config"  # in place of a value: that of the config
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """`limits` and `record` after a change. `changed`: (before, after) by setting.
-
-    None is the value of a task that has none of its own.
-    """
+    """`changed`: (before, after) by setting; None for a task without a value of its own."""
 
     limits: RunLimits
     record: SettingsRecord
@@ -72,10 +69,7 @@ def change_settings(
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
-    """Return what assignments set, and the settings that get the value of the config again.
-
-    "steps=300" sets one, "steps=config" restores one. Raises ConfigError.
-    """
+    """Parse "steps=300", and "steps=config", which restores a setting. Raises ConfigError."""
     restored = [word for word in assignments if word.partition("=")[2].strip() == CONFIG]
     given = [word for word in assignments if word not in restored]
     return parse_settings(LiveSettings, given), [".".join(key_path(word)) for word in restored]
@@ -118,11 +112,7 @@ FILE = "settings.json"
 
 
 class KeptSettings:
-    """Keeps the record of a run in its folder.
-
-    Each process with the folder writes what it last read from the server; the trainer, before each
-    step.
-    """
+    """Keeps the record of a run in its folder: what each process last read from the server."""
 
     def __init__(self, folder: Path, nonce: str) -> None:
         self._file = folder / FILE
@@ -200,7 +190,6 @@ class LiveSettings(Section, LiveLimits):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the change that sets these values, by the names of the settings."""
         tree: dict[str, Any] = {}
         tasks: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
@@ -209,7 +198,6 @@ class LiveSettings(Section, LiveLimits):
         return cls.model_validate({**tree, "tasks": tasks})
 
     def values(self) -> dict[str, Any]:
-        """Return what is set, by the names of the settings."""
         names = self.model_fields_set - {"tasks"}
         own = {name: getattr(self, name) for name in type(self).model_fields if name in names}
         for task, settings in self.tasks.items():
@@ -218,10 +206,7 @@ class LiveSettings(Section, LiveLimits):
         return own
 
     def applied(self, limits: RunLimits, taken: int) -> RunLimits:
-        """Return `limits` with these changes. `taken`: the newest train step.
-
-        Raises ConfigError for an unknown task, and for values that do not fit together.
-        """
+        """Return changed limits after train step `taken`. Raises ConfigError for invalid ones."""
         changed = limits.model_copy(deep=True)
         for name in self.model_fields_set & LiveLimits.model_fields.keys():
             setattr(changed, name, getattr(self, name))

@@ -105,10 +105,9 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class ProduceProgress:
-    """One reading of a run; `tasks` and `leftovers` have an entry for every task asked for.
+    """One reading of a run, by task. `next_consumer_step` is the train step to take next.
 
-    `next_consumer_step` is the train step to take next. `awaits` is a taken step for whose missing
-    groups the trainer waits.
+    `awaits` is a taken step for whose missing groups the trainer waits.
     """
 
     next_consumer_step: int
@@ -125,10 +124,9 @@ def _steps(keys: Keys, values: Sequence[bytes | None]) -> list[int]:
 
 
 def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
-    """Return the progress of some tasks, in two round trips for runs of every size.
+    """Return the progress of the tasks of `thresholds`, in two round trips. Raises RunDamaged.
 
     `thresholds`: the stale threshold of each of these tasks; "" for one whose groups do not age.
-    Raises RunDamaged for a counter that cannot be read.
     """
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups count as expiring, and too little starts

@@ -12,10 +12,7 @@ SHORT_S = 1.0  # work that takes less is not reported
 
 
 class Work:
-    """What the loop of a process does, read by its heartbeat thread.
-
-    `turns` counts the turns of the loop; while it does not change, the loop is stuck in one turn.
-    """
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -23,7 +20,6 @@ class Work:
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Note that the loop does `what` during the block."""
         self._current = (what, time.monotonic())
         try:
             yield
@@ -70,7 +66,6 @@ class RoleHolder:
     def parse(
         cls, role: Role, control: Mapping[str, str], now_ms: int, timeout_ms: int
     ) -> RoleHolder:
-        """Return the holder of `role` from the fields of `control`."""
         return cls(
             role,
             nonce=control.get(role, ""),

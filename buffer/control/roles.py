@@ -105,10 +105,7 @@ class HeldRole:
             raise self.lost
 
     def close(self) -> None:
-        """Give the role up, so that the next process need not wait until it has timed out.
-
-        A role that was lost, or whose server is unreachable, is left as it is.
-        """
+        """Give up the role, unless it was lost or the server is unreachable."""
         self.ended.set()
         if self.thread:
             self.thread.join()

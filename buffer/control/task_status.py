@@ -30,7 +30,7 @@ HaltKind = Literal["", "enough", "broken", "failing"]
 
 @dataclass(frozen=True, slots=True)
 class TaskStop:
-    """Why the producer starts nothing more of a task; `kind` "" means that it does.
+    """Why the producer starts nothing more of a task, if `kind` is not "".
 
     `step` is the last train step that "enough" applies to.
     """
@@ -41,7 +41,6 @@ class TaskStop:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the task is stopped until `rolloutmq resume --task TASK`."""
         return self.kind in ("broken", "failing")
 
     def fix(self, task: str) -> str:
@@ -98,10 +97,7 @@ class ProduceBatchStatus(StrEnum):
 
 
 def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBatchStatus:
-    """Return the status of production for train step `step` under a control state.
-
-    The producer asks about the step to produce next, the trainer about the one to take next.
-    """
+    """Return the status for `step`: the next to produce (producer) or to take (trainer)."""
     if state.mode is Mode.FINISH:
         return ProduceBatchStatus.FINISH
     if "fresh" not in state.lanes:

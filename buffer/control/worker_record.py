@@ -47,11 +47,7 @@ class HeartbeatNumbers:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport(HeartbeatNumbers):
-    """What a worker reports with a heartbeat.
-
-    `ack` is the control epoch that it has carried out, `known_epoch` the newest one that it knew
-    when the numbers were read (not sent).
-    """
+    """`ack` is the control epoch carried out, `known_epoch` the newest one known (not sent)."""
 
     ack: int
     weights: PolicyVersion
@@ -61,7 +57,6 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
 
     def arguments(self) -> dict[str, str | int]:
-        """Return the arguments of the script `heartbeat` that a worker reports, by name."""
         numbers = {each.name: getattr(self, each.name) for each in fields(HeartbeatNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
@@ -118,11 +113,7 @@ _PRIVATE = ("nonce", "claim", "claimed")
 def read_record(
     worker: str, written: Mapping[bytes, bytes], holds: int, suspicion: bytes | None, now_ms: int
 ) -> WorkerRecord:
-    """Return the record of a worker.
-
-    `written` is its hash, `holds` the number of its groups, and `suspicion` its entry in
-    `bad_submissions` ("since_ms bad barred_ms").
-    """
+    """`suspicion` is the entry of the worker in `bad_submissions`: "since_ms bad barred_ms"."""
     texts = {
         name.decode(errors="replace"): value.decode(errors="replace")
         for name, value in written.items()

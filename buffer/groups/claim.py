@@ -18,10 +18,9 @@ JOBS_FROM = 1 + len(STATE_FIELDS)  # where the jobs begin in a reply of `claim.l
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The jobs that a worker got, or why it got none.
+    """The jobs that a worker got, or `refusal`, which is None when the queues are empty.
 
-    `refusal` is None without jobs when the queues are empty. `control` is None for a worker whose
-    registration is unknown.
+    `control` is None for a worker whose registration is unknown.
     """
 
     control: ControlState | None
@@ -57,7 +56,6 @@ class Enqueued:
 
     @classmethod
     def parse(cls, reply: Sequence[str], cursor: int) -> Enqueued:
-        """Parse a reply of `enqueue.lua` that is not FENCED."""
         match reply:
             case ["OK", count, moved_cursor]:
                 return cls(int(count), int(moved_cursor))
@@ -74,10 +72,7 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What happened to the groups of expired leases: back in a queue, or dead letters.
-
-    `grace_ms` is how long leases are still spared after an outage (I11).
-    """
+    """The groups of expired leases. `grace_ms`: time left of the grace after an outage (I11)."""
 
     waiting: int = 0
     buried: int = 0
@@ -119,7 +114,6 @@ def released(reply: Sequence[str], job: Job) -> str:
 
 
 def fenced(job: Job) -> Fenced:
-    """Return the error for a worker that lost its lease of a group."""
     return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
 
 
@@ -143,10 +137,8 @@ def stage_before(reply: Sequence[str], gid: str) -> str:
 
 
 def has_ended(gid: str, stage: str) -> GroupHeld:
-    """Return the error for a group that cannot be changed because it has ended."""
     return GroupHeld(f"{gid} has ended: it is {stage}")
 
 
 def never_started(gid: str) -> GroupHeld:
-    """Return the error for a group that the run does not know."""
     return GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")

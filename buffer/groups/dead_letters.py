@@ -64,11 +64,7 @@ class DeadLetters:
         return _parse(gid, letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:
-        """Yield all letters, the newest first.
-
-        Slices are read at different times, so a letter may be missed if others are requeued
-        meanwhile.
-        """
+        """Yield all letters, newest first; may miss one if others are requeued meanwhile."""
         start = 0
         while letters := self._store.retrying("dead letters", partial(self._slice, start)):
             yield from filter(None, letters)

@@ -36,7 +36,6 @@ class Serves:
     lanes: frozenset[str] = frozenset(LANES)
 
     def __contains__(self, queue: tuple[str, str]) -> bool:
-        """Return whether the worker takes jobs of (task, lane)."""
         task, lane = queue
         return task in self.tasks and lane in self.lanes
 
@@ -203,10 +202,9 @@ class JobQueue:
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`.
+        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`, beside those `held`.
 
-        `held` are the jobs that the worker already has. The same `token` repeats a claim whose
-        reply was lost (I13).
+        The same `token` repeats a claim whose reply was lost (I13).
         """
         keys = self._keys
         limits = self._limits
@@ -243,10 +241,7 @@ class JobQueue:
         reason: str = "",
         ended: EndedEarly | None = None,
     ) -> str:
-        """Release a group without a result; return its stage. Raises Fenced for a lost lease.
-
-        `ended`: the tokens of an `expired` group.
-        """
+        """Release a group without a result; return its stage. Raises Fenced for a lost lease."""
         began_ns = time.time_ns()
         task = job.task
         # half a surrogate pair, say, in the message of a foreign exception
@@ -322,10 +317,7 @@ class JobQueue:
     # -- for all processes ---------------------------------------------------
 
     def expire_waiting(self, task: str, limit: int = 250) -> int:
-        """Move up to `limit` waiting groups with too old tokens out of the queue; return how many.
-
-        Workers end those that run.
-        """
+        """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
         moved = running = 0
         read = limit
         while read == limit and moved < limit:

@@ -43,10 +43,7 @@ def expire_all(
     limit: int = _SLICE,
     threshold: int | str | None = None,
 ) -> int:
-    """Expire all stale groups of a pool, slice by slice; return how many.
-
-    `threshold`: in train steps; None: that of the task.
-    """
+    """Expire all stale groups of a pool, in slices; return how many. `threshold`: train steps."""
     moved = 0
     while (some := expire(store, keys, limits, task, status, limit, threshold)) == limit:
         moved += some
@@ -116,10 +113,7 @@ class Pools:
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus | Literal["filtered"] = "completed") -> int:
-        """Return how many groups of a task are in a pool, or were filtered. O(log N).
-
-        Raises ConfigError for an unknown task or status.
-        """
+        """Return the size of a pool, or how many were filtered. O(log N). Raises ConfigError."""
         if status == "filtered":
             progress = self._keys.progress(self._known(task))
             found = self._store.retrying(
@@ -146,10 +140,7 @@ class Pools:
         return {task: PoolSizes(*numbers[4 * i : 4 * i + 4]) for i, task in enumerate(names)}
 
     def is_ready(self, counts: Mapping[str, int]) -> bool:
-        """Return whether each task has N ready groups, by `counts`. O(tasks * log N).
-
-        For display only: `take_batch` decides for itself, in the step that takes.
-        """
+        """Return whether each task has N ready groups; for display only. O(tasks * log N)."""
         wanted = {task: count for task, count in counts.items() if count > 0}
         if not wanted:
             return True
@@ -204,7 +195,7 @@ class Pools:
         )
 
     def age_limit(self, gid: str) -> AgeLimit | None:
-        """Return what decides which members of a group start again; None for an evaluation.
+        """Return the limit by which members of a group start again; None for an evaluation.
 
         A member that a `refresh` found too old stays too old, even if thresholds were raised since.
         """

@@ -185,7 +185,6 @@ class GroupPut:
 
 
 def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
-    """Return the error for a group that `put.lua` refused for good."""
     match reply:
         case ["NO_DRAWS", cursor]:
             return ConfigError(f"{task} has drawn {cursor} groups: no draws are left for others")

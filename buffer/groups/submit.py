@@ -30,10 +30,7 @@ GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A submitted group: the server keeps it with this status, or only counted it if filtered.
-
-    `arrival` is its number in the order in which groups of its task arrived.
-    """
+    """A submitted group, not kept if filtered. `arrival`: its number in its task, by arrival."""
 
     status: Status
     arrival: int
@@ -81,7 +78,6 @@ class Submission:
         payloads: PayloadStore,
         order_function: OrderFunction | None,
     ) -> None:
-        """Prepare to submit; `order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
@@ -90,10 +86,7 @@ class Submission:
         self._tasks: dict[tuple[str, str], _OfTask] = {}
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        """Submit results and return the outcome of each, in order.
-
-        Raises StoreUnavailable when the server does not answer: all may be submitted again (I13).
-        """
+        """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
         return [
             outcome
             for start in range(0, len(results), GROUPS_PER_TRIP)

@@ -142,7 +142,6 @@ def _damage(key: str, text: str) -> Damage:
 
 
 def key_gone(key: str) -> RunDamaged:
-    """Return the error of a key that is gone although its run exists."""
     return RunDamaged(f"{key} is gone, and other keys of the run are there", hint=HINT)
 
 
@@ -183,7 +182,6 @@ def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
 
 
 def are_settings(fields: dict[str, str]) -> bool:
-    """Return whether the fields of `meta`, or of its copy, can be read."""
     try:
         limits_in("", fields)
     except RunDamaged:

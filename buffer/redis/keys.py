@@ -135,7 +135,6 @@ EVERY_CONTROL = "rmq:{*}:control"
 
 
 def run_of_key(key: str) -> str:
-    """Return the name of the run that a `meta` or `control` key belongs to."""
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 

@@ -25,7 +25,6 @@ from buffer.redis.scripts import Arg, KeysByName, Script
 
 
 def unknown_reply(script: str, reply: Sequence[Any]) -> ScriptError:
-    """Return the error for a reply that the caller of a script does not know."""
     return ScriptError(
         f"{script}: unknown reply {list(reply)}",
         hint="do all processes of the run have the same version of rolloutmq?",
@@ -56,7 +55,6 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
 
 
 def role_held(role: str, run: str, silent_ms: int) -> RoleHeld:
-    """Return the error for a process that wants a role while its holder is alive."""
     return RoleHeld(
         f"run {run!r} has a {role} that was alive {silent_ms / 1000:.1f} s ago",
         hint="stop it, or open this one with take_over=True, which fences the other",
@@ -165,7 +163,6 @@ class ScriptRunner:
         return _decoded(reply), answer
 
     def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
-        """Run calls of a read-only script in one round trip, and return the replies."""
         replies = self._run(script, commands, lambda: pipelined(self.client, commands))
         return [_decoded(reply) for reply in replies]
 
@@ -205,10 +202,7 @@ class ScriptRunner:
             raise self._explain(script, _keys(calls), error) from error
 
     def _load(self, missing: NoScriptError) -> None:
-        """Load all missing scripts, also for users who may not. Raises `missing` for such a user.
-
-        That error is transient, as another process loads the scripts.
-        """
+        """Load missing scripts. Raises `missing`, which is transient, for users who may not."""
         scripts = self.scripts.values()
         try:
             # after a restart, a whole fleet finds that they are gone: most of it sends no source
@@ -230,7 +224,6 @@ class ScriptRunner:
             self.durability.check(waited)
 
     def _explain(self, script: Script, keys: Sequence[str], error: ResponseError) -> Exception:
-        """Return the error to raise for a script that failed."""
         text = str(error)
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
@@ -245,9 +238,9 @@ class ScriptRunner:
         return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
 
     def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
-        """Return the keys of another type: of those named, or else of all below the prefixes.
+        """Return the keys of another type: of those named, or else below the prefixes; O(all keys).
 
-        O(keys of the server), once: the process then ends. Users who may not search get [].
+        The process then ends. Users who may not search get [].
         """
         types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
         named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
@@ -285,8 +278,7 @@ def command_of(script: Script, call: ScriptCall) -> Command:
 def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
     """Yield the commands of uploads: large values at once, small ones and calls after several.
 
-    A server that writes to disk before it answers would write once for each small command between
-    two large ones.
+    A server that writes to disk before it answers writes once for all small commands in a row.
     """
     later: list[Command] = []
     for number, (payload, call) in enumerate(uploads, 1):

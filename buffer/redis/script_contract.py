@@ -206,7 +206,6 @@ class ScriptHeader:
         return "\n".join([*lines, *self._locals()])
 
     def _locals(self) -> Iterator[str]:
-        """Yield Lua that declares the keys, and the tails."""
         if names := self.fixed("KEYS"):
             values = ", ".join(f"KEYS[{number}]" for number in range(1, len(names) + 1))
             yield f"local {', '.join(names)} = {values}"

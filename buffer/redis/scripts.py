@@ -44,10 +44,7 @@ class Script:
 
     @property
     def starts_work(self) -> bool:
-        """Return whether a full server refuses this script (I12).
-
-        Such a script frees no memory, and no running work waits for it.
-        """
+        """Return whether a full server refuses this: it frees no memory, no work needs it (I12)."""
         return self.source.startswith("#!lua\n")
 
     def arrange(
@@ -57,10 +54,9 @@ class Script:
         tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """Return KEYS and ARGV in the order of the header.
+        """Return KEYS and ARGV in the order of the header. Raises ScriptError for a wrong name.
 
-        `tail_keys` are keys, or the keys of a unit by name. Raises ScriptError if a name is missing
-        or unknown.
+        `tail_keys` are keys, or the keys of a unit by name.
         """
         header = self.header
         names = header.fixed("ARGV")
@@ -139,5 +135,4 @@ def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
 
 @cache
 def library() -> dict[str, Script]:
-    """Return all scripts by name."""
     return assemble(sources())

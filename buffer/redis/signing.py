@@ -96,10 +96,7 @@ class Signer:
     key: Key
 
     def sign(self, gid: str, token: str, data: Sequence[Data], before: Sequence[str] = ()) -> bytes:
-        """Return the lines to store before the bytes of a claim.
-
-        `before`: the lines of the payload that was read for this claim.
-        """
+        """Return lines to store before a claim's bytes; `before`: lines of the bytes it read."""
         facts = f"{token} {self.key.worker} {_digest(*data)}"
         mac = _mac(self.key.secret, self.run, gid, before, facts)
         return signed_block([*before, f"{facts} {mac}"])
@@ -118,7 +115,6 @@ class Keyring:
     """The keys of all workers of the run with nonce `run`, as its file has them now."""
 
     def __init__(self, run: str, file: Path) -> None:
-        """Read the keys. Raises ConfigError."""
         self._run = run
         self._file = file
         self._lock = threading.Lock()
@@ -127,10 +123,7 @@ class Keyring:
         self._current()
 
     def check(self, ref: PayloadRef, data: Data) -> None:
-        """Raise SignatureError unless owners of keys signed all that these bytes are made of.
-
-        Raises ConfigError where the file can no longer be read.
-        """
+        """Raise SignatureError unless key owners signed all parts; ConfigError for a bad file."""
         keys = self._current()
         lines, content = split_signed(data)
         last = _check_last(ref, lines, content)

@@ -161,10 +161,7 @@ class Store:
         tail_args: Sequence[Arg],
         read: Command,
     ) -> tuple[list[Any], Any]:
-        """Run a script as `call` does, then a command that reads, in the same round trip.
-
-        Returns the reply and the answer. The keys of both lie in one slot.
-        """
+        """Run a script as `call` does, then a read in its slot; return the reply and the answer."""
         entry = self.scripts[script]
         command = command_of(entry, ScriptCall(keys, args, (), tail_args))
 
@@ -177,10 +174,7 @@ class Store:
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
-        """Run a read-only script once for each (keys, args), in one round trip.
-
-        Each call sees one instant; other clients may change the run between two of them.
-        """
+        """Run a read-only script for each (keys, args) in one round trip, each at one instant."""
         entry = self.scripts[script]
         commands = [command_of(entry, ScriptCall(*call)) for call in calls]
         if not commands:

@@ -48,10 +48,7 @@ _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)  # 0.2 s; a round trip takes a
 
 
 def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
-    """Run commands in one round trip and return the answers in order. Raises the first error.
-
-    The server may process a command before the next one is made.
-    """
+    """Run commands in one round trip and return the answers in order. Raises the first error."""
     pool: Any = client.connection_pool
     connection = pool.get_connection()
     try:
@@ -239,10 +236,9 @@ class _Inbox:
         return [None] * missing if missing else [self._aligned().toreadonly()]
 
     def _aligned(self) -> memoryview:
-        """Return the current payload; move a large one to a multiple of ALIGNMENT.
+        """Return the current payload, a large one moved to a multiple of ALIGNMENT.
 
-        The line before it has room for that. Elsewhere, numpy takes twice as long each time it
-        reads a column (measured).
+        The line before it has room. Elsewhere, numpy reads columns in twice the time (measured).
         """
         if self._joined >= _LARGE_BYTES:
             aligned = self._base - self._base % ALIGNMENT
@@ -298,7 +294,6 @@ class _Inbox:
         return received
 
     def _grow(self) -> None:
-        """Move the bytes that are still needed into a larger array."""
         kept = self._base if self._joined else self._start
         larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]

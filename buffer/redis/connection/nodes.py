@@ -66,10 +66,7 @@ class Servers:
         items: Sequence[Item],
         run: Callable[[Any, list[Item]], list[T]],
     ) -> list[T]:
-        """Call `run(client, items)` once per server with the items whose keys it holds.
-
-        Returns all answers, one per item, in the order of `items`.
-        """
+        """Call `run` once per server with the items whose keys it holds; return ordered answers."""
         positions: dict[Any, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(self.client(role, key), []).append(position)

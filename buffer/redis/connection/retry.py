@@ -35,8 +35,6 @@ class WrongType(ResponseError):
 
 
 class NamingClient(redis.Redis):
-    """A client of the library whose commands name the key in WrongType."""
-
     def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
@@ -133,8 +131,7 @@ class LogOnce:
 class OutageLog:
     """Logs the outages of one server. Thread-safe.
 
-    An unreachable server is back with its first answer. A full one answers most calls, so it is
-    back once it accepts the operation that it refused.
+    A full server answers most calls: it is back once it accepts the operation that it refused.
     """
 
     def __init__(self) -> None:
@@ -142,7 +139,6 @@ class OutageLog:
         self._lock = threading.Lock()
 
     def failed(self, operation: str, reason: str, *, is_full: bool) -> None:
-        """Log that an operation will be repeated, if this is the first failure of its outage."""
         cause = operation if is_full else ""
         with self._lock:
             outage = self._outages.setdefault(

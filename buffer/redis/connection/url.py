@@ -200,6 +200,5 @@ def at_node(url: str, host: str, port: int) -> str:
 
 
 def _netloc(parts: SplitResult) -> tuple[str, list[str]]:
-    """Return ("user:password@", hosts)."""
     credentials, at, hosts = parts.netloc.rpartition("@")
     return credentials + at, hosts.split(",")

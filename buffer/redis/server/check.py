@@ -82,7 +82,6 @@ class ServerMemory:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> ServerMemory:
-        """Return the memory in a reply of INFO."""
         return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
 
 
@@ -272,7 +271,6 @@ def _check_eviction(policy: str) -> ServerFinding:
 
 
 def _unknown_fsync(info: Mapping[str, Any]) -> ServerFinding:
-    """Return the finding for a user who may not read `appendfsync`."""
     what = "CONFIG GET is forbidden for this user"
     kind, text, version = _version_of(info)
     if kind == "Valkey" or version >= OLDEST_WAITAOF:

@@ -117,7 +117,6 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Return the pid of the running server, or None."""
         return self._read_pid() if self._is_locked() else None
 
     @property
