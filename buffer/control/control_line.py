@@ -70,7 +70,7 @@ class ControlConnection:
         )
         self._client = client
         self._script = store.scripts["receipt"]
-        # the same for every receipt, but for the epoch, which comes last
+        # every receipt differs only in the epoch, which comes last
         names, values = self._script.arrange(*receipt(keys, worker, nonce, 0))
         self._receipt: tuple[Any, ...] = (len(names), *names, *values[:-1])
         try:

@@ -195,8 +195,8 @@ class Keys:
         self.dead_letters = self.prefix + "dead:"
         self.judge_queue = f"rmq-judge:{run}"
         """rq's name of the queue of judge jobs; the names of its workers begin with it, too"""
-        # rq permits letters, digits, _ and - only; "_-" is in no name that is written in this way,
-        # so that no run's beginning is that of another
+        # rq permits letters, digits, _ and - only; "_-" is in no name written this way, so no
+        # run's prefix begins that of another
         self.judge_jobs = f"rmq-judge-{run.replace('_', '_u').replace('.', '_d')}_-"
         """the beginning of rq's ids of these jobs"""
 

@@ -77,7 +77,7 @@ class MediaFolder:
         try:
             if path.parent.is_symlink():
                 raise MediaError(f"the folder of {uri} is a link", hint="links are never followed")
-            # O_NONBLOCK: to open a named pipe would block
+            # O_NONBLOCK: opening a named pipe would block
             with os.fdopen(
                 os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb"
             ) as file:

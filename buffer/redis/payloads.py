@@ -215,8 +215,7 @@ class PayloadStore:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
         hold = self._keys.snapshot_lock
-        # the hold is read after the choice: what was garbage before a snapshot held it is not part
-        # of the snapshot
+        # read the hold after the choice: garbage older than a snapshot's hold is not in the snapshot
         entries, is_held = self._store.each(
             "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
         )

@@ -285,5 +285,5 @@ def _is_key_type(kind: str) -> bool:
 
 
 def _is_argument_type(kind: str) -> bool:
-    # a single word is the begin of an explanation, behind an argument without a type
+    # a single word begins an explanation, behind an argument without a type
     return "|" in kind or not _accepts(kind, "").startswith(" ==")

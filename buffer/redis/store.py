@@ -218,7 +218,6 @@ class Store:
 
         With `on_payloads`, the commands are writes, and wait for replicas as in `write`.
         """
-
         run = partial(self._replicated, pipelined) if on_payloads else pipelined
         keys = [str(command[1]) for command in commands]
         return self.retrying(what, partial(self.servers.at_each, role, keys, commands, run))
@@ -232,7 +231,6 @@ class Store:
         for `wait_replicas` of their own. `starts_work`: StoreFull at once on a full server, as in
         `call`.
         """
-
         keys = [str(command[1]) for command in commands]
         run = partial(self._replicated, send)
         spread = partial(self.servers.at_each, "bulk", keys, commands, run)
@@ -255,7 +253,6 @@ class Store:
         sizes: Sequence[int],
     ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
-
         keys = [chunks[0] for chunks in names]
         items = list(zip(names, sizes, strict=True))
         return self.retrying(what, partial(self.servers.at_each, "bulk", keys, items, receive))

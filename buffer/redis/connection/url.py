@@ -102,7 +102,7 @@ def open_client(
         options = client.connection_pool.connection_kwargs
         # an unknown option raises TypeError here, not only at the first command
         client.connection_pool.connection_class(**options)
-        # also a host that is no name of a host, and a socket without a path
+        # also for an invalid host, and a socket without a path
         str(options.get("host", "")).encode("idna")
         if url.startswith("unix") and not options.get("path"):
             raise ValueError("no path")

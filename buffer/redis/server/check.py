@@ -190,7 +190,7 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
 def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
     """Return "Redis" or "Valkey", and its version as text and as (major, minor)."""
     is_valkey = "valkey_version" in info or info.get("server_name") == "valkey"
-    # in Valkey, redis_version is that of a compatible Redis: 7.2.4 in all versions
+    # in Valkey, redis_version is a compatible Redis: 7.2.4 in all versions
     text = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
     version = tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
     return "Valkey" if is_valkey else "Redis", text, version

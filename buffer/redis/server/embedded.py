@@ -223,7 +223,7 @@ class EmbeddedServer:
             return True
 
     def _spawn(self, lock: int) -> int:
-        # posix_spawn, not subprocess: the server outlives this object, of which Popen would warn
+        # posix_spawn, not subprocess: the server outlives this object, and Popen would warn
         config = self.folder / "valkey.conf"
         config.write_text(self._settings(), encoding="utf-8")
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
