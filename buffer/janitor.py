@@ -46,7 +46,7 @@ class MediaSweep:
         self._begun_s = float("-inf")
 
     def sweep(self) -> tuple[int, bool]:
-        """Free the next folders; return (groups freed, whether more are to be compared)."""
+        """Free the next folders; return (groups freed, whether folders are left)."""
         try:
             return self._sweep()
         except OSError as error:
@@ -133,7 +133,7 @@ FREE_ROUNDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep did, and whether more is to do."""
+    """What a sweep did, and whether work is left."""
 
     reaped: int = 0  # groups whose worker fell silent; they wait again
     buried: int = 0  # groups whose worker fell silent and whose tries are used up: dead letters

@@ -256,7 +256,7 @@ class Run:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Put the groups of a .jsonl or .parquet file into the pools; all or DatasetError."""
+        """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
         reader = GroupImport(
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
         )

@@ -284,7 +284,7 @@ class JobQueue:
     def requeue(self, gid: str, *, operation: str = "") -> str:
         """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
-        "waiting" means that nothing was to do. The group starts from its prompt; only an aborted
+        "waiting": nothing had to be done. The group starts from its prompt; only an aborted
         group keeps its tokens. `operation` is the same for a repeated call. Raises GroupHeld when
         the group runs, is in a batch, has ended, or never was.
         """
@@ -301,7 +301,7 @@ class JobQueue:
     def drop(self, gid: str, *, revoke: str = "") -> str:
         """End a group that waits, is in a pool, or is dead; return where it was.
 
-        "dropped" means that nothing was to do. A running group is only dropped if `revoke` names
+        "dropped": nothing had to be done. A running group is only dropped if `revoke` names
         its worker: the lease ends in the same step. Raises GroupHeld otherwise, and when the group
         is in a batch, has ended in another way, or never was.
         """

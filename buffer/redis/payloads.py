@@ -215,7 +215,7 @@ class PayloadStore:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
         hold = self._keys.snapshot_lock
-        # read the hold after the choice: garbage older than a snapshot's hold is not in the snapshot
+        # read the hold after the choice: garbage older than the hold is not in the snapshot
         entries, is_held = self._store.each(
             "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
         )
