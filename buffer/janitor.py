@@ -1,7 +1,7 @@
 """Do what is due from time to time: end leases, expire groups, forget batches, free bytes.
 
-Any process may do it. A step that is repeated finds nothing to do (I13), so any number of processes
-may sweep at once, without a leader or a lock, and each may die at any point.
+Any number of processes may sweep at once, without a leader or a lock, and each may die at any
+point: a repeated step finds nothing to do (I13).
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.janitor")
 
-LOOK = 500
-"""Folders that one sweep compares at most."""
+LOOK = 500  # folders that one sweep compares at most
 
-PASS_S = 10.0
-"""Shortest time between the starts of two passes over all folders."""
+PASS_S = 10.0  # shortest time between the starts of two passes over all folders
 
 
 class MediaSweep:
@@ -48,7 +46,7 @@ class MediaSweep:
         self._begun_s = float("-inf")
 
     def sweep(self) -> tuple[int, bool]:
-        """Free the next folders; return (groups freed, whether there are more to compare)."""
+        """Free the next folders; return (groups freed, whether folders are left)."""
         try:
             return self._sweep()
         except OSError as error:
@@ -82,7 +80,6 @@ class MediaSweep:
         return [gid for gid, end in ends.items() if gid not in retained]
 
     def _ends(self, gids: Sequence[str]) -> dict[str, str]:
-        """Return how each group ended that has."""
         keys = self._keys
         commands: list[tuple[str | int, ...]] = []
         for gid in gids:
@@ -101,10 +98,7 @@ class MediaSweep:
         return found
 
     def _retained_gids(self) -> frozenset[str]:
-        """Return archived groups whose batches can be read.
-
-        Read after the ends of the groups, so that batches archived in between are included.
-        """
+        """Return archived groups that can be read; call after `_ends`, to include the newest."""
         kept: dict[tuple[str, int], frozenset[str]] = {}
         halves = []
         for ledger in self._ledgers:
@@ -126,48 +120,33 @@ class MediaSweep:
         return self._store.retrying("media", lambda: getattr(self._store.control, command)(key))
 
 
-REAP = 200
-"""Leases that one sweep takes back at most."""
+REAP = 200  # leases that one sweep takes back at most
 
-EXPIRE = 250
-"""Groups that one sweep moves out of one pool at most."""
+EXPIRE = 250  # groups that one sweep moves out of one pool at most
 
-IN_TURN = 50
-"""Sweeps in the time of one lease, by all processes that sweep in turn."""
+IN_TURN = 50  # sweeps in the time of one lease, by all processes that sweep in turn
 
-FREE = 200
-"""Payloads freed in one round trip; a sweep makes FREE_ROUNDS of them at most."""
+FREE = 200  # payloads freed in one round trip; a sweep makes FREE_ROUNDS of them at most
 
 FREE_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep did, and whether there is more to do."""
+    """What a sweep did, and whether work is left."""
 
-    reaped: int = 0
-    """groups whose worker fell silent; they wait again"""
-    buried: int = 0
-    """groups whose worker fell silent and whose tries are used up: dead letters"""
-    gone_workers: int = 0
-    """workers that were silent for long and hold nothing; they are forgotten"""
-    expired: int = 0
-    """groups that are too old for the next train step"""
-    forgotten: int = 0
-    """archived batches that are no longer retained"""
-    freed: int = 0
-    """payloads whose bytes are freed"""
-    media: int = 0
-    """ended groups whose files are deleted"""
-    has_more: bool = False
-    """a limit of this sweep was reached; sweep again at once"""
-    grace_ms: int = 0
-    """how long leases are still spared after an outage (I11)"""
+    reaped: int = 0  # groups whose worker fell silent; they wait again
+    buried: int = 0  # groups whose worker fell silent and whose tries are used up: dead letters
+    gone_workers: int = 0  # workers that were silent for long and hold nothing; they are forgotten
+    expired: int = 0  # groups that are too old for the next train step
+    forgotten: int = 0  # archived batches that are no longer retained
+    freed: int = 0  # payloads whose bytes are freed
+    media: int = 0  # ended groups whose files are deleted
+    has_more: bool = False  # a limit of this sweep was reached; sweep again at once
+    grace_ms: int = 0  # how long leases are still spared after an outage (I11)
 
 
 class Janitor:
-    """Sweeps one run."""
-
     def __init__(
         self,
         store: Store,
@@ -192,8 +171,8 @@ class Janitor:
         """Do what is due, up to a limit for each kind of work; see `Swept.has_more`.
 
         Without `files`, no disk is touched; without `archive`, no batch, which workers must not do
-        (redis/server/acl.py). Raises LostRun if another run has the name: the limits of this one
-        do not apply to it.
+        (redis/server/acl.py). Raises LostRun if another run has the name, as these limits are not
+        its own.
         """
         if not self._is_there():
             return Swept()
@@ -224,11 +203,7 @@ class Janitor:
         )
 
     def sweep_in_turn(self) -> Swept:
-        """Sweep leases and bytes only, and not if another process did so a moment ago.
-
-        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the
-        server.
-        """
+        """Sweep leases and bytes, unless another process just did: 1,000 workers take turns."""
         fields = self._store.retrying(
             "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
         )

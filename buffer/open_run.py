@@ -1,4 +1,4 @@
-"""Opens the server and the run of a config: for workers, producers and trainers."""
+"""Open the server and the run of a config: for workers, producers and trainers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ log = logging.getLogger("rolloutmq.store")
 
 
 class ServerConfig(Protocol):
-    """What a config says about a run's server."""
-
     @property
     def run(self) -> RunSection: ...
     @property
@@ -37,9 +35,9 @@ def embedded_server(config: ServerConfig) -> EmbeddedServer:
 
 
 def server_url(config: ServerConfig, flag: str | None = None) -> str:
-    """Return the URL from `flag`, [redis] url, REDIS_URL or the embedded server, in this order.
+    """Return the URL of `flag`, [redis] url, REDIS_URL or a running embedded server, in order.
 
-    Raises StoreUnavailable when it would be the embedded server, and that does not run.
+    Raises StoreUnavailable for an embedded server that does not run.
     """
     if url := config.redis.resolve_url(flag):
         return url
@@ -53,9 +51,9 @@ def server_url(config: ServerConfig, flag: str | None = None) -> str:
 
 
 def open_store(config: ServerConfig, url: str, *, name: str, patient: bool = False) -> Store:
-    """Connect to a server, and check that it is new enough and loses no data.
+    """Connect to a server that is new enough and safe, or raise StoreError or StoreUnsafe.
 
-    Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
+    Waits for an unreachable server if `patient`.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
     store.allow_unsafe = config.redis.allow_unsafe
@@ -78,10 +76,10 @@ def open_store(config: ServerConfig, url: str, *, name: str, patient: bool = Fal
 
 
 def can_wait_for_disk(store: Store) -> bool:
-    """Return whether durable calls must wait for the server's disk, and can.
+    """Return whether durable calls must, and can, wait for the server's disk.
 
-    They need not with appendfsync always, and cannot without WAITAOF (Redis 7.2, Valkey). Where the
-    policy is not known, they wait: that costs little, and is right for each.
+    They need not with appendfsync always, cannot without WAITAOF (Redis 7.2, Valkey), and wait
+    under an unknown policy: that costs little, and is right for each.
     """
     policies = []
     for _, client in store.servers.masters():
@@ -94,10 +92,7 @@ def can_wait_for_disk(store: Store) -> bool:
 
 
 def run_nonce(folder: Path) -> str:
-    """Return the nonce of the run in this folder, made on first use.
-
-    It distinguishes this run from others of its name.
-    """
+    """Return the nonce of the run in this folder, made on first use. It tells namesakes apart."""
     file = folder / "run.json"
     if not file.exists():
         write_nonce(folder, new_nonce())
@@ -112,7 +107,6 @@ def run_nonce(folder: Path) -> str:
 
 
 def write_nonce(folder: Path, nonce: str) -> None:
-    """Make `folder` that of the run with this nonce."""
     folder.mkdir(parents=True, exist_ok=True)
     # renamed when it is whole: a process that dies here must not leave half a nonce
     part = folder / "run.tmp"

@@ -64,15 +64,13 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 class Run:
     """Holds all parts of one run; made by `create` or `open`.
 
-    Usage:
-        run = Run.open(Store(url), "demo")
-        run.jobs, run.dead_letters     # queues, claims, releases; groups that failed
-        run.buffer, run.payloads       # pools of finished groups, and their bytes
-        run.ledger, run.evaluations    # batches that were taken and committed
-        run.control, run.fleet         # modes and weights; workers
-        run.account, run.memory        # counts by stage; payload bytes
-        run.groups, run.events         # queries; the event stream
-        run.janitor, run.media         # sweeps; files that payloads refer to
+    run.jobs, run.dead_letters     # queues, claims, releases; groups that failed
+    run.buffer, run.payloads       # pools of finished groups, and their bytes
+    run.ledger, run.evaluations    # batches that were taken and committed
+    run.control, run.fleet         # modes and weights; workers
+    run.account, run.memory        # counts by stage; payload bytes
+    run.groups, run.events         # queries; the event stream
+    run.janitor, run.media         # sweeps; files that payloads refer to
     """
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
@@ -82,15 +80,12 @@ class Run:
         self.nonce = nonce
         # one object for all parts, and for nothing else: `adopt_limits` changes it in place
         self.limits = limits = limits.model_copy(deep=True)
-        self.settings = SettingsRecord()
-        """what the config said, and what was set since; of the same version as `limits`"""
+        self.settings = SettingsRecord()  # of the config, and set since; of the version of `limits`
         self._limits_stamp = parse_stamp(None, None)
-        self.changes: list[str] = []
-        """what `create` changed of a run that existed, in words"""
+        self.changes: list[str] = []  # sentences: what `create` changed of an existing run
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
-        self.observers: list[Observer] = []
-        """optional features that hear what this process does: append to it"""
+        self.observers: list[Observer] = []  # they hear what this process does: append to it
         self.jobs = JobQueue(store, self.keys, limits, self.observers)
         self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
@@ -128,17 +123,13 @@ class Run:
         """Create a run, or continue it with these limits if it exists with this nonce.
 
         `nonce`: 32 random hex digits (`secrets.token_hex(16)`), which distinguish this run from
-        others of its name: keep it, as `rolloutmq create` does in the run's folder. `weights` are
-        the ones that workers start with, at `path`. `origin`: what its draws mean, if a config says
-        so. `Run.changes` is then what differs from the run so far: what `Run.set` changed holds
-        where `limits` is as in the last call. `regeneration`: what the server has of the run is
-        cleared first; a trainer then opens it with the position of the checkpoint, and what that
-        does not prove is generated again. Raises RunExists for another run of the name, ConfigError
-        for limits or an origin that cannot continue it.
-
-        Usage:
-            limits = RunLimits(steps=100, batch_size=16, tasks={"math": TaskLimits()})
-            run = Run.create(Store(url), "mine", nonce, limits)
+        others of its name: keep it, as `rolloutmq create` does. Workers start with `weights`, at
+        `path`. `origin`: what its draws mean, if a config says so. `Run.changes` then lists the
+        differences from the run so far; values of `Run.set` hold where `limits` is as in the last
+        call. `regeneration`: clear first what the server has of the run; a trainer then opens it
+        with the position of the checkpoint, and everything that this does not prove is generated
+        again. Raises RunExists for another run of the name, ConfigError for limits or an origin
+        that cannot continue it.
         """
         store = store.at(Keys(name).meta, limits.wait_replicas)
         keys = Keys(name, spread=store.in_cluster)
@@ -184,10 +175,7 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """Open the run of that name, with its current limits.
-
-        Raises RunNotFound, or SchemaVersionError for a run of another version of this project.
-        """
+        """Open a run with its current limits. Raises RunNotFound, SchemaVersionError."""
         keys = Keys(name)
         store = store.at(keys.meta)
         meta, limits = read_settings(store, keys)
@@ -201,8 +189,8 @@ class Run:
     ) -> SnapshotFacts:
         """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
 
-        The run may continue meanwhile, but its index must not change during one of `attempts`
-        copies of it: SnapshotError otherwise, and no folder.
+        The run may continue, but its index must not change during one of `attempts` copies of it.
+        Otherwise raises SnapshotError and leaves no folder.
         """
         saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
         return saver.save(folder, attempts, advance)
@@ -219,9 +207,9 @@ class Run:
     ) -> Run:
         """Load a run that `save` wrote into a server that has no run of its name, and open it.
 
-        `name` and `media` default to those that the run had: `media` is the folder for the files of
-        its payloads. Raises SnapshotError, SchemaVersionError or RunExists; nothing is then left on
-        the server.
+        `name` and `media` (the folder for the files of its payloads) default to those that the run
+        had. Raises SnapshotError, SchemaVersionError or RunExists, and leaves nothing on the
+        server.
         """
         loader = SnapshotLoader(store, folder, name, media)
         loader.load(advance)
@@ -238,8 +226,7 @@ class Run:
     ) -> Exported:
         """Write living groups to a new .jsonl or .parquet file, one line per rollout.
 
-        `where` is a query (buffer/query/language.py). Without a query and a status, completed
-        groups are written.
+        `where`: a query (buffer/query/language.py). Without it and `status`: completed groups.
         """
         node = parse(where)
         if status or node == TRUE:
@@ -250,8 +237,8 @@ class Run:
     def export_archived(self, path: Path, *, advance: Advance = no_advance) -> Exported:
         """Write the archived batches that were not exported yet to a new file.
 
-        They are marked as exported once the file is on disk: under `retain_until_exported` that
-        frees them. After a crash in between, the next file holds them again.
+        They are marked as exported once the file is on disk, which frees them under
+        `retain_until_exported`. After a crash in between, the next file holds them again.
         """
         done = self._exporter().write_archived(path, advance)
         if done.steps:
@@ -269,11 +256,7 @@ class Run:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Put the groups of a .jsonl or .parquet file into the pools.
-
-        Raises DatasetError, with nothing imported, for a wrong line; see
-        `buffer.curation.group_import`.
-        """
+        """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
         reader = GroupImport(
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
         )
@@ -286,7 +269,7 @@ class Run:
         self.payloads.signer = Signer(self.nonce, key)
 
     def check_signatures(self, keys_file: Path | None) -> None:
-        """Refuse to read groups that no owner of a key in this file has signed; None: read all.
+        """Refuse groups that no owner of a key in this file signed; None: read all.
 
         The file is read again when it changes. Raises ConfigError.
         """
@@ -296,7 +279,7 @@ class Run:
     def names(store: Store, *, damaged: bool = False) -> list[str]:
         """Return the names of the runs on a server. Walks the key space: never for a hot path.
 
-        With `damaged`, also of those that have lost their `meta`, and cannot be opened.
+        `damaged`: also of runs that lost their `meta` and cannot be opened.
         """
         patterns = (EVERY_META, EVERY_CONTROL) if damaged else (EVERY_META,)
 
@@ -348,9 +331,10 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/model/settings_record.py`). `restored`: names
-        of those that get the value of the config again. `by`: who does it. `producer`: the nonce of
-        one that changes them by itself. Raises ConfigError, or Fenced when another was opened.
+        They belong to the run from then on (`buffer/model/settings_record.py`). `restored`:
+        settings that get the value of the config again. `by`: who makes the change. `producer`: the
+        nonce of a producer that makes it by itself. Raises ConfigError, or Fenced when another
+        producer was opened.
         """
         operation = new_nonce()
         while True:
@@ -380,10 +364,7 @@ class Run:
         return unfenced(reply, "producer")
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
-        """Return the progress of these tasks (default: those of training).
-
-        Raises KeyError for a task that the run does not have.
-        """
+        """Return the progress of these tasks (default: those of training). Raises KeyError."""
         names = self.limits.training_tasks if tasks is None else list(tasks)
         thresholds = {name: self.limits.threshold(name) for name in names}
         return read_progress(self.store, self.keys, thresholds)

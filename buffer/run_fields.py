@@ -1,4 +1,4 @@
-"""Read the hashes of a run, and say what is wrong with the one that describes it."""
+"""Read the hashes of a run, and report damage of the one that describes it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
-    """Return the fields of `meta`, and the limits in them.
-
-    Raises RunNotFound, SchemaVersionError, RunDamaged.
-    """
+    """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
     if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
         # a run that was created between these two reads has both
@@ -43,10 +40,7 @@ def settings_left(
     start: Start,
     step: int,
 ) -> Continuation:
-    """Return the settings of a run that is made again at `step`: what is left, with these limits.
-
-    Where `meta` cannot be read, they are those of a new run.
-    """
+    """Return the settings of a run remade at `step`; those of a new run without a valid `meta`."""
     try:
         meta = read_hash(store, "create run", keys.meta)
     except RunDamaged:
@@ -57,7 +51,6 @@ def settings_left(
 
 
 def without_meta(keys: Keys) -> RunDamaged:
-    """Return the error of a run whose `meta` is gone, and which is not a new run."""
     return RunDamaged(
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
         hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest checkpoint",

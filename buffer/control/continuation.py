@@ -1,4 +1,4 @@
-"""How a run that exists takes over an edited config: what changes, from when on, what is refused.
+"""How an existing run takes over an edited config: what changes, from when on, what is refused.
 
     process     compares                     records
     launcher,   settings and origin          the settings, at once; new tasks; not the group sizes,
@@ -6,11 +6,9 @@
     producer    its origin                   its group sizes, once it is the active producer
     worker      its origin                   nothing
 
-A setting keeps the value that `rolloutmq set` gave it, unless the config has another one than at
-the last start by hand. A trainer that a launcher started again takes over no settings: it is no
-start by hand, and the file may be half edited.
-
-Each record is made by one script that refuses if another process changed it since it was read.
+A setting keeps the value of `rolloutmq set`, unless the config has another one than at the last
+start by hand. A trainer that a launcher restarted takes over no settings: the file may be half
+edited. The script that makes a record refuses if another process changed it since it was read.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ from buffer.redis.store import Store
 class Start:
     """How a process starts a run that it creates or continues.
 
-    `by_hand`: a person did, so that an edited config is taken over. `written`: see SettingsRecord.
+    `by_hand`: a person did, so take over an edited config. `written`: see SettingsRecord.
     `remembered`: returns what the run's folder knows of the settings, for a server that lost the
-    run. `is_done`: returns whether a run with so many steps has nothing left to do; it then stays
-    finished.
+    run. `is_done`: returns whether a run of this many steps is complete; it then stays finished.
     """
 
     by_hand: bool = True
@@ -48,16 +45,14 @@ class Start:
     is_done: Callable[[int], bool] = lambda steps: False
 
 
-BY_HAND = Start()
-"""How a process without a config starts a run."""
+BY_HAND = Start()  # for a process without a config
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The settings of a run that is created or continued.
 
-    `version`: of the settings that they are based on; "" for a new run. `changes`: a sentence for
-    each value that differs.
+    `version`: of the settings they are based on; "" for a new run. `changes`: sentences.
     """
 
     limits: RunLimits
@@ -87,9 +82,9 @@ def continue_run(
     step: int,
     start: Start,
 ) -> Continuation:
-    """Return the settings of a run that takes over `limits` and `origin`, from train step `step`.
+    """Return the settings of a run that takes over `limits` and `origin` from train step `step`.
 
-    `meta`: of the run. Raises ConfigError for what would break a guarantee.
+    `meta`: of the run. Raises ConfigError for a change that would break a guarantee.
     """
     before = RunLimits.from_meta(meta)
     record = SettingsRecord.from_meta(meta)
@@ -114,11 +109,7 @@ def continue_run(
 def _settled(
     before: RunLimits | None, known: SettingsRecord, limits: RunLimits, start: Start, step: int
 ) -> tuple[RunLimits, SettingsRecord]:
-    """Return the limits of a config with what was set and still holds, from train step `step`.
-
-    `before`: of the run so far; None for a new one. What was set and does not fit an edited config
-    is given up.
-    """
+    """Return the limits of a config, from train step `step`, with live values that still fit it."""
     config = SettingsRecord.of(limits, start.written)
     record = config.model_copy(update={"overrides": known.kept_by(config)})
     for chosen in (record, *(record.without([name]) for name in record.overrides)):
@@ -149,7 +140,7 @@ def _with_overrides(
 
 
 def check_origin(store: Store, keys: Keys, origin: Origin) -> None:
-    """Raise ConfigError if the run does not draw from what a process with `origin` would use."""
+    """Raise ConfigError if the run draws from other data than a process with `origin` would."""
     known = read_origin(store, keys)
     _refuse(keys.run, [*known.contradictions(origin)] if known else [])
 
@@ -231,7 +222,7 @@ def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
 
 
 _NOT_TOLD = ("tasks", "reweighted", "stale_threshold")
-"""Fields of the limits that are told by the names of settings."""
+"""Fields of the limits that are reported by the names of settings."""
 
 
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
@@ -259,7 +250,7 @@ def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
 
 
 def _fixed(name: str, task: TaskLimits) -> dict[str, object]:
-    """Return what is no setting of a task, by dotted names: of an evaluation, all that it has."""
+    """Return all values of a task that are no settings, by dotted names: all, for an evaluation."""
     values = task.model_dump() if task.eval_of else {"strategy": task.strategy, "eval_of": None}
     return {f"{TASK}{name}.{key}": value for key, value in values.items()}
 

@@ -1,9 +1,8 @@
 """Read and change the control state of a run: pauses, weights, roles (I7, I10); read its events.
 
-The `control` hash and its epoch decide. The message on the channel of the same name is only a hint
-that saves time: a worker that misses it learns of the change with its next claim or heartbeat. The
-trainer's pauses (around weight updates) and the operator's are kept apart, so that the trainer's
-`continue_` does not end an operator's pause.
+The `control` hash and its epoch decide. A message on the channel only saves time: a worker that
+misses it learns of the change with its next claim or heartbeat. The trainer's pauses and the
+operator's are kept apart, so `continue_` of the trainer does not end an operator's pause.
 """
 
 from __future__ import annotations
@@ -29,22 +28,20 @@ from buffer.redis.script_calls import opened, unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 
-Event = tuple[int, str, dict[str, str]]
-"""Milliseconds since 1970, name, fields."""
+Event = tuple[int, str, dict[str, str]]  # milliseconds since 1970, name, fields
 
-START = "0"
-"""The position before the oldest event that is kept."""
+START = "0"  # the position before the oldest event that is kept
 
 
 class EventLog:
-    """Reads the events of one run; the id of an event is the position from which to continue."""
+    """Reads the events of one run; continue after the id of an event."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
     def newest(self) -> str:
-        """Return the id of the newest event; START if there is none."""
+        """Return the id of the newest event; START without events."""
         found: Any = self._store.retrying(
             "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
         )
@@ -53,10 +50,7 @@ class EventLog:
     def read(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:
-        """Return (id, event) of the events after an id, oldest first.
-
-        Waits up to `block_ms` if there is none.
-        """
+        """Return (id, event) of events after an id, oldest first; wait `block_ms` for one."""
         key = self._keys.events
         reply: Any = self._store.retrying(
             "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)
@@ -70,7 +64,6 @@ class EventLog:
 
 
 def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
-    """Return the event in an entry of the stream."""
     identity = entry[0].decode()
     fields = text_fields(entry[1])
     return int(identity.partition("-")[0]), fields.pop("event", "?"), fields
@@ -83,7 +76,7 @@ STATE_FIELDS = (
     *("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum"),
     *("next_weights", "next_weights_path", "next_weights_checksum"),
 )
-"""What `control_state` of lua/include puts into replies, in this order."""
+"""The fields that `control_state` of lua/include puts into replies, in this order."""
 REASON_BYTES = 2000
 
 
@@ -91,14 +84,10 @@ class Mode(StrEnum):
     """What running work must do; `lanes` of the control state are those that may be claimed."""
 
     RUN = "run"
-    DRAIN = "drain"
-    """finish what runs, claim nothing"""
-    ABORT = "abort"
-    """hand back what runs, with its tokens"""
-    KEEP = "keep"
-    """freeze what runs"""
-    FINISH = "finish"
-    """finish what runs, then leave: the run is over"""
+    DRAIN = "drain"  # finish what runs, claim nothing
+    ABORT = "abort"  # hand back what runs, with its tokens
+    KEEP = "keep"  # freeze what runs
+    FINISH = "finish"  # finish what runs, then leave: the run is over
 
 
 class LocatedWeights(NamedTuple):
@@ -173,13 +162,11 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
 
 
 def shorten_reason(reason: str) -> str:
-    """Return as much of a reason as the scripts accept: valid UTF-8 of REASON_BYTES at most."""
+    """Cut a reason to what scripts accept: valid UTF-8 of REASON_BYTES at most."""
     return reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
 
 
 class RunControl:
-    """Reads and changes the control state of one run."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
@@ -200,7 +187,7 @@ class RunControl:
         """Change the mode that the trainer or the operator wants; return the new control state.
 
         `lanes` stay open: none by default, all in run mode. `orphan`: the operator's RUN also ends
-        the pause of a trainer that has left or fallen silent. Raises Fenced, RunNotFound.
+        the pause of a trainer that left or fell silent. Raises Fenced, RunNotFound.
         """
         reply = self._store.call(
             "control",
@@ -231,10 +218,7 @@ class RunControl:
         *,
         stage: Literal["next", "newest"] = "newest",
     ) -> ControlState:
-        """Record the newest weights; workers without them may not claim.
-
-        In the stage "next" workers only begin to fetch them. Raises Fenced.
-        """
+        """Record weights: "newest" to claim with, or "next" to fetch in advance. Raises Fenced."""
         reply = self._store.call(
             "publish_weights",
             self._keys.slots(),
@@ -252,10 +236,7 @@ class RunControl:
     def report(
         self, nonce: str, step: int, metrics: Mapping[str, float], *, task: str = ""
     ) -> None:
-        """Show the metrics of a train step, or of an evaluation of `task`, to all who watch.
-
-        Metrics that are not in `REPORTED` are left out. Raises Fenced.
-        """
+        """Publish the metrics of a step or evaluation that are in `REPORTED`. Raises Fenced."""
         entry = ReportedStep.of(step, metrics).encode()
         reply = self._store.call(
             "report", self._keys.slots(), {"nonce": nonce, "task": task, "entry": entry}
@@ -283,10 +264,7 @@ class RunControl:
         return ControlState.parse(state)
 
     def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
-        """Report why the curriculum's answer after `step` is not followed; "": it is followed.
-
-        Raises Fenced.
-        """
+        """Report why the curriculum is not followed after `step`; "": it is. Raises Fenced."""
         reply = self._store.call(
             "curriculum",
             self._keys.slots(),
@@ -331,10 +309,7 @@ class RunControl:
 
     @contextmanager
     def explaining_loss(self, role: Role) -> Iterator[None]:
-        """Turn Fenced into LostRun if the server has never seen a holder of `role`.
-
-        A server that lost its data fences every process, although none has taken the role over.
-        """
+        """Turn Fenced into LostRun if the server lost its data: it never saw a holder of `role`."""
         try:
             yield
         except Fenced as error:
@@ -352,7 +327,6 @@ class RunControl:
             ) from error
 
     def holder(self, role: Role) -> RoleHolder:
-        """Return who holds `role`, in one round trip."""
         names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))
 
         def read() -> list[Any]:
@@ -372,7 +346,6 @@ class RunControl:
         watch.look(self._store.eviction(), is_allowed=self._store.allow_unsafe)
 
     def _is_damaged(self) -> bool:
-        """Return whether the run exists, but not its control state."""
         keys = (self._keys.meta, self._keys.control)
         return self._store.each("run", [("EXISTS", key) for key in keys], "control") == [1, 0]
 

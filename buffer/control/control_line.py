@@ -1,8 +1,8 @@
 """A worker's own connection for hints of control changes and for its receipts (I10).
 
-With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening
-it blocks, so an event loop can use it directly: no thread is waited for between a hint and its
-receipt. It is never needed: a worker without it exchanges the same with its heartbeats.
+With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening it
+blocks, so an event loop uses it without a thread. A worker without it sends receipts with
+heartbeats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _NOT_YET = object()
 
 
 def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[SlotKeys, dict[str, Arg]]:
-    """Return the keys and the arguments of the script `receipt`."""
     return keys.slots(worker=worker), {"nonce": nonce, "ack": ack}
 
 
@@ -58,10 +57,9 @@ def _parse_reply(reply: list[bytes]) -> ControlState | None:
 
 
 class ControlConnection:
-    """Receives hints and sends receipts for one registration of a worker.
+    """Receives hints and sends receipts for one registration of a worker. Opening it blocks.
 
-    Opening it blocks. Every method raises redis.RedisError if the connection is broken; open
-    another one then.
+    A broken connection raises redis.RedisError: open another one.
     """
 
     def __init__(self, store: Store, keys: Keys, worker: str, nonce: str) -> None:
@@ -72,7 +70,7 @@ class ControlConnection:
         )
         self._client = client
         self._script = store.scripts["receipt"]
-        # the same for every receipt, but for the epoch, which comes last
+        # every receipt differs only in the epoch, which comes last
         names, values = self._script.arrange(*receipt(keys, worker, nonce, 0))
         self._receipt: tuple[Any, ...] = (len(names), *names, *values[:-1])
         try:
@@ -91,15 +89,11 @@ class ControlConnection:
         return int(self._socket.fileno())
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.disconnect()
         self._client.close()
 
     def send_receipt(self, ack: int, known_epoch: int) -> None:
-        """Send the receipt for the control epoch `ack`.
-
-        `known_epoch` is the newest epoch known to the worker; it is returned with the reply.
-        """
+        """Send the receipt for epoch `ack`; `known_epoch`, the newest known, returns with it."""
         # its worker has registered with a script, so that all are loaded
         self._send(("EVALSHA", self._script.sha, *self._receipt, ack))
         self._asked.append((ack, known_epoch))
@@ -111,8 +105,8 @@ class ControlConnection:
     ) -> None:
         """Read what has arrived, and call `hint` or `answer` for each message.
 
-        `hint` gets a state from the channel; `answer` gets (state, ack, known_epoch) for a receipt,
-        where the state is None if the server does not know this registration (any more).
+        `hint` gets a state from the channel. `answer` gets (state, ack, known_epoch) for a receipt;
+        the state is None if the server does not know this registration.
         """
         self._receive()
         while (item := self._next()) is not _NOT_YET:

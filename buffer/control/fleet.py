@@ -17,14 +17,11 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 
-LOST_SLICE = 200
-"""Groups that one call of the server takes from a worker at most."""
+LOST_SLICE = 200  # groups that one call of the server takes from a worker at most
 
-MOST_AGES = 1024
-"""Weights that one heartbeat reports at most."""
+MOST_AGES = 1024  # weights that one heartbeat reports at most
 
-NO_TOKENS: Mapping[Job, PolicyVersion] = {}
-"""The oldest weights of groups of which none has a token."""
+NO_TOKENS: Mapping[Job, PolicyVersion] = {}  # for groups without tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,9 @@ class HeartbeatReply:
     """The reply to a heartbeat: the control state, and the jobs to stop.
 
     `lost` are jobs whose leases are lost, `expiring` those that can serve no train step any more.
-    If the server has forgotten the worker, `known` is False, `control` None, and all are lost.
-    `limits`: the stamp of the run's limits, for `Run.adopt_limits`. `is_agreed`: worker and server
-    did not differ on what is held.
+    If the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
+    `limits`: the stamp for `Run.adopt_limits`. `is_agreed`: worker and server agreed on what is
+    held.
     """
 
     known: bool
@@ -64,7 +61,6 @@ class Refusals:
 
     @property
     def are_all(self) -> bool:
-        """Return whether every live worker refuses them."""
         return len(self.reasons) == self.live
 
     def __str__(self) -> str:
@@ -76,8 +72,6 @@ class Refusals:
 
 
 class Fleet:
-    """Registers, renews, fences and lists the workers of one run."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
@@ -86,10 +80,7 @@ class Fleet:
     def register(
         self, worker: str, nonce: str, facts: Mapping[str, str]
     ) -> tuple[str, ControlState]:
-        """Join the run, or join it again; return the run's nonce and the control state.
-
-        Raises RunNotFound.
-        """
+        """Join or rejoin the run; return its nonce and the control state. Raises RunNotFound."""
         keys = self._keys
         worker = valid_name("worker", worker)
         reply = self._store.call(
@@ -118,11 +109,10 @@ class Fleet:
     ) -> HeartbeatReply:
         """Renew the lease on `held`, and exchange the receipt for the newest control state.
 
-        One round trip, which also reads the stamp of the run's limits.
-
-        Where worker and server differ on what is held, a second call settles it. `oldest`: the
-        weights of the oldest token of each group that has tokens; `reported`: those of which an
-        earlier heartbeat said so. Raises Fenced if another process has registered with the same id.
+        One round trip, which also reads the stamp of the run's limits; a second one settles what is
+        held if worker and server differ. `oldest`: the weights of the oldest token of each group
+        that has tokens; `reported`: the groups whose weights an earlier heartbeat reported. Raises
+        Fenced if another process has registered with the same id.
         """
         ages = self._ages(oldest, reported)
         reply, stamp = self._store.call_and_read(
@@ -178,7 +168,7 @@ class Fleet:
         return (weights.lineage, weights.version, threshold)
 
     def _reconcile(self, worker: str, nonce: str, held: Sequence[Job]) -> tuple[Job, ...] | None:
-        """Return which of `held` the server has taken back; None if it has forgotten the worker.
+        """Return which of `held` the server took back; None if it has forgotten the worker.
 
         It takes back what it holds for the worker and is not in `held`, except for new claims.
         """
@@ -212,10 +202,7 @@ class Fleet:
         return bool(code != "HOLDS")
 
     def fence(self, worker: str) -> int:
-        """Revoke all that a worker holds, and forget it; return the number of groups.
-
-        Slice by slice: a script must not stall the server.
-        """
+        """Forget a worker and revoke all that it holds, in slices; return the number of groups."""
         revoked = 0
         left = 1
         while left:
@@ -225,7 +212,6 @@ class Fleet:
         return revoked
 
     def _fence_slice(self, worker: str) -> tuple[int, int]:
-        """Return how many groups were revoked, and how many are left."""
         _, revoked, left = self._store.call(
             "fence_worker",
             self._keys.slots(worker=worker),
@@ -234,10 +220,7 @@ class Fleet:
         return int(revoked), int(left)
 
     def unbar(self, worker: str) -> int:
-        """Let a barred worker claim again; return how many bad groups it had submitted.
-
-        0: it was not barred.
-        """
+        """Let a barred worker claim again; return its number of bad groups, 0 if not barred."""
         _, bad_groups = self._store.call(
             "unbar_worker", self._keys.slots(), {"worker": valid_name("worker", worker)}
         )

@@ -1,8 +1,7 @@
-"""Durations counted in buckets: unlike quantiles, counts of several workers can be added up.
+"""Durations counted in buckets: counts of several workers can be added up, unlike quantiles.
 
-The bounds are declared here once: workers and trainers count by them, and the views read the counts
-by them. After a change of the bounds, restart all processes of a run: a list of counts with another
-length is ignored.
+Workers, trainers and views share the bounds below. A list of counts with another length is ignored:
+after a change of the bounds, restart all processes of a run.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ PAUSE_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0, 3
 
 
 class Histogram:
-    """Counts durations by upper bound; its size does not grow with their number.
-
-    One thread adds; others may read.
-    """
+    """Counts durations by upper bound, in constant size. One thread adds; others may read."""
 
     def __init__(
         self, bounds_s: Sequence[float], counts: Sequence[int] = (), total_s: float = 0.0
@@ -34,7 +30,6 @@ class Histogram:
         self.total_s = total_s if is_known else 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self.total_s += seconds
 
@@ -45,7 +40,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """The number of durations in all buckets."""
         return sum(self._counts)
 
     def at_most(self) -> dict[float, int]:
@@ -53,10 +47,7 @@ class Histogram:
         return dict(zip(self._bounds_s, accumulate(self._counts), strict=False))
 
     def quantile_s(self, share: float) -> float:
-        """Return the seconds within which `share` of the durations ended; 0 if there are none.
-
-        Interpolates within a bucket like Prometheus' `histogram_quantile`; at most the last bound.
-        """
+        """Return the `share` quantile, interpolated as Prometheus does; 0 without durations."""
         counts = self.counts
         rank = share * sum(counts)
         below = 0
@@ -70,7 +61,6 @@ class Histogram:
 
 
 def join_counts(counts: Sequence[int]) -> str:
-    """Return counts as heartbeats carry them: numbers with a space between two."""
     return " ".join(map(str, counts))
 
 

@@ -1,9 +1,9 @@
 """What may be changed while a run continues: `rolloutmq set max_staleness=2 tasks.math.weight=3`.
 
-A change is checked like a config file, stored under a new version of the run's limits by one
-script, and adopted by every process at its next heartbeat, round or batch. It belongs to the run
-(buffer/model/settings_record.py). The run's folder keeps a copy of what was set (`KeptSettings`),
-since a server may lose everything.
+One script stores a checked change under a new version of the run's limits. Every process adopts it
+at its next heartbeat, round or batch. The change belongs to the run
+(buffer/model/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
+may lose everything.
 """
 
 from __future__ import annotations
@@ -28,21 +28,16 @@ from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_va
 from buffer.model.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import stale_threshold
 
-CONFIG = "config"
-"""In place of a value: that of the config."""
+CONFIG = "config"  # in place of a value: that of the config
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """`limits` and `record` after a change. `changed`: (before, after) by setting.
-
-    None is the value of a task that has none of its own.
-    """
+    """`changed`: (before, after) by setting; None for a task without a value of its own."""
 
     limits: RunLimits
     record: SettingsRecord
-    fields: Collection[str]
-    """the limits that differ"""
+    fields: Collection[str]  # the limits that differ
     changed: Mapping[str, tuple[Any, Any]]
 
     def to_meta(self) -> list[str]:
@@ -58,10 +53,7 @@ def change_settings(
     taken: int,
     by: str,
 ) -> SettingChange:
-    """Return what becomes of `limits` and `record` after train step `taken`; see `Run.set`.
-
-    Raises ConfigError.
-    """
+    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError."""
     inherited, values = _restore(limits, record, restored)
     values |= wanted.values()
     after = LiveSettings.of(values).applied(inherited, taken)
@@ -77,10 +69,7 @@ def change_settings(
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
-    """Return what assignments set, and the settings that get the value of the config again.
-
-    For example, "steps=300" sets one, and "steps=config" restores one. Raises ConfigError.
-    """
+    """Parse "steps=300", and "steps=config", which restores a setting. Raises ConfigError."""
     restored = [word for word in assignments if word.partition("=")[2].strip() == CONFIG]
     given = [word for word in assignments if word not in restored]
     return parse_settings(LiveSettings, given), [".".join(key_path(word)) for word in restored]
@@ -105,7 +94,7 @@ def _restore(
 
 
 def _require_known(name: str, record: SettingsRecord) -> None:
-    """Raise ConfigError for a name that is no setting, or whose value in the config is unknown."""
+    """Raise ConfigError for an unknown setting, or one whose value in the config is unknown."""
     task, field = task_of(name), name.rpartition(".")[2]
     if task:
         is_known = field in LiveTaskSettings.model_fields and record.knows(name)
@@ -123,11 +112,7 @@ FILE = "settings.json"
 
 
 class KeptSettings:
-    """Keeps the record of a run in its folder.
-
-    Each process of the run that has the folder writes what it read last from the server; the
-    trainer does before each step.
-    """
+    """Keeps the record of a run in its folder: what each process last read from the server."""
 
     def __init__(self, folder: Path, nonce: str) -> None:
         self._file = folder / FILE
@@ -135,7 +120,7 @@ class KeptSettings:
         self._last: SettingsRecord | None = None
 
     def keep(self, record: SettingsRecord) -> None:
-        """Write the record, unless it is the one that was written last. It is on disk then."""
+        """Write the record to disk, unless it is the one that was written last."""
         if record == self._last:
             return
         data = orjson.dumps({"nonce": self._nonce, "record": record.model_dump(mode="json")})
@@ -149,10 +134,7 @@ class KeptSettings:
         self._last = record
 
     def read(self) -> SettingsRecord | None:
-        """Return the record; None if the folder has none of this run.
-
-        Raises ConfigError for a file that cannot be read.
-        """
+        """Return the record; None if the folder has none of this run. Raises ConfigError."""
         try:
             content = orjson.loads(self._file.read_bytes())
             if content["nonce"] != self._nonce:
@@ -208,7 +190,6 @@ class LiveSettings(Section, LiveLimits):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the change that sets these values, by the names of the settings."""
         tree: dict[str, Any] = {}
         tasks: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
@@ -217,7 +198,6 @@ class LiveSettings(Section, LiveLimits):
         return cls.model_validate({**tree, "tasks": tasks})
 
     def values(self) -> dict[str, Any]:
-        """Return what is set, by the names of the settings."""
         names = self.model_fields_set - {"tasks"}
         own = {name: getattr(self, name) for name in type(self).model_fields if name in names}
         for task, settings in self.tasks.items():
@@ -226,10 +206,7 @@ class LiveSettings(Section, LiveLimits):
         return own
 
     def applied(self, limits: RunLimits, taken: int) -> RunLimits:
-        """Return `limits` with these changes. `taken`: the newest train step.
-
-        Raises ConfigError for an unknown task, and for values that do not fit together.
-        """
+        """Return changed limits after train step `taken`. Raises ConfigError for invalid ones."""
         changed = limits.model_copy(deep=True)
         for name in self.model_fields_set & LiveLimits.model_fields.keys():
             setattr(changed, name, getattr(self, name))

@@ -1,10 +1,4 @@
-"""Observers: optional features hear what a process does with groups, and change nothing of it.
-
-class Slowest(Observer):
-    def taken(self, manifest: Manifest, began_ns: int) -> None: ...
-
-run.observers.append(Slowest())
-"""
+"""Observers: optional features that hear what a process does with groups, and change nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +12,11 @@ from buffer.wire.rollout import PolicyVersion
 
 
 class Observer:
-    """Receives the moments of one process: override those that matter.
+    """Receives the moments of one process: append an instance to `Run.observers`.
 
-    Each is called in the thread that acts, after the server has accepted the change, in the order
-    of `Run.observers`. `began_ns` is when the call began, in ns since 1970 (`time.time_ns`). An
-    exception reaches the caller, for whom the change is made already.
+    Override the methods that matter. Each is called in the thread that acts, after the server has
+    accepted the change, in the order of `Run.observers`. `began_ns` is when the call began, in ns
+    since 1970 (`time.time_ns`). An exception reaches the caller, but the change is already made.
     """
 
     def enqueued(self, samples: Mapping[str, int], began_ns: int) -> None:

@@ -1,8 +1,7 @@
 """Read how far a run is, as the scripts count it (XTuner's `ProduceProgress`).
 
-Every number is absolute and cumulative, and changes in the same script as the groups that it
-counts. What happened in a period is the difference of two readings. Nothing is ever reset, so
-readers do not disturb each other.
+Every number is absolute, and changes in the same script as the groups that it counts. Subtract two
+readings to get a period: nothing is ever reset, so readers do not disturb each other.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ NO_SUMS = (
     "awaited",
     "awaited_step",
     "stopped",
-)
-"""Fields of `TaskProgress` that are not sums: a difference keeps the newer value."""
+)  # fields that are no sums: a difference keeps the newer value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,49 +40,31 @@ class TaskProgress:
     """groups in all that may be started or used, as the producer or an evaluation last set it"""
     enqueued: int = 0
     consumed: int = 0
-    raw_rewards_sum: float = 0.0
-    """sum of the scores of completed groups, before any is filtered"""
-    raw_rewards_count: int = 0
-    """number of these scores"""
-    unparsed: int = 0
-    """rollouts of these groups in which no judge found an answer"""
-    produced_groups: int = 0
-    """groups that were completed or filtered"""
-    produced_ms: int = 0
-    """time that workers held these groups, in sum"""
-    produced_samples: int = 0
-    """rollouts in submitted groups"""
-    produced_tokens: int = 0
-    """generated tokens; those of an earlier claim are not counted again"""
-    failed: int = 0
-    """tries that ended in an error or a lost lease"""
+    raw_rewards_sum: float = 0.0  # scores of completed groups, before any is filtered
+    raw_rewards_count: int = 0  # number of these scores
+    unparsed: int = 0  # rollouts of these groups in which no judge found an answer
+    produced_groups: int = 0  # groups completed or filtered
+    produced_ms: int = 0  # time that workers held these groups, in sum
+    produced_samples: int = 0  # rollouts in submitted groups
+    produced_tokens: int = 0  # without those of an earlier claim
+    failed: int = 0  # tries that ended in an error or a lost lease
     filtered: int = 0
     dropped: int = 0
     expirations: int = 0
-    ended_early: int = 0
-    """groups ended while they ran or waited, as they could serve no train step any more"""
-    discarded_tokens: int = 0
-    """tokens that these groups had"""
-    unmade_tokens: int = 0
-    """tokens that these groups could still have generated, at most (up to max_tokens)"""
+    ended_early: int = 0  # groups, running or waiting, that could serve no train step any more
+    discarded_tokens: int = 0  # tokens that these groups had
+    unmade_tokens: int = 0  # tokens that these groups could still generate, at most
     dead: int = 0
-    running: int = 0
-    """groups that run now; the following fields are of the moment, too"""
-    cursor: int = 0
-    """number of the next draw"""
-    reentered: int = 0
-    """groups submitted beyond the cursor, after the server lost data"""
+    running: int = 0  # groups; this and the following fields are of the moment
+    cursor: int = 0  # the next draw
+    reentered: int = 0  # groups submitted beyond the cursor, after the server lost data
     failures_in_row: int = 0
     filtered_in_row: int = 0
-    tail_step: int = 0
-    """last train step of the newest tail batch"""
-    draws_to: int = 0
-    """draw at which an evaluation ends, however many of its groups failed; 0: none was requested"""
-    awaited: int = 0
-    """groups that the batch of step `awaited_step` lacked when the trainer last waited for some"""
+    tail_step: int = 0  # last train step of the newest tail batch
+    draws_to: int = 0  # draw at which an evaluation ends, also if groups failed; 0: none requested
+    awaited: int = 0  # groups that batch `awaited_step` lacked when the trainer last waited
     awaited_step: int = 0
-    stopped: str = ""
-    """why the scripts start nothing more of the task; empty while they do"""
+    stopped: str = ""  # why the scripts start nothing more of the task; empty while they do
 
     @property
     def seconds_per_group(self) -> float | None:
@@ -120,16 +100,14 @@ class Leftovers:
     aborted: int
     expired: int
     waiting: int = 0
-    expiring: int = 0
-    """waiting and running groups that can serve no train step any more"""
+    expiring: int = 0  # waiting and running groups that can serve no train step any more
 
 
 @dataclass(frozen=True, slots=True)
 class ProduceProgress:
-    """One reading of a run; `tasks` and `leftovers` have an entry for every task asked for.
+    """One reading of a run, by task. `next_consumer_step` is the train step to take next.
 
-    `next_consumer_step` is the train step that is taken next. `awaits` is a step that was taken and
-    lacks groups, while the trainer waits for them.
+    `awaits` is a taken step for whose missing groups the trainer waits.
     """
 
     next_consumer_step: int
@@ -138,7 +116,6 @@ class ProduceProgress:
     awaits: int | None = None
 
     def since(self, earlier: ProduceProgress) -> dict[str, TaskProgress]:
-        """Return what each task did since an earlier reading."""
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
@@ -147,10 +124,9 @@ def _steps(keys: Keys, values: Sequence[bytes | None]) -> list[int]:
 
 
 def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
-    """Return the progress of some tasks, in two round trips for runs of every size.
+    """Return the progress of the tasks of `thresholds`, in two round trips. Raises RunDamaged.
 
     `thresholds`: the stale threshold of each of these tasks; "" for one whose groups do not age.
-    Raises RunDamaged for a counter that cannot be read.
     """
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups count as expiring, and too little starts

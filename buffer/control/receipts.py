@@ -1,13 +1,11 @@
-"""Waiting until the workers of a run have carried out a change of its control state (I10).
+"""Wait until the workers of a run have carried out a change of its control state (I10).
 
-A worker sends a receipt, the number of the control epoch that it has carried out, with a heartbeat
-or by the script `receipt`. One policy holds for workers without one, for every caller:
-
-* A worker whose last heartbeat is older than a lease is dead. It is not waited for: its leases have
-  run out, and the next sweep takes its groups back.
-* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for
-  that (the trainer does): its groups wait again. Otherwise PauseTimeout names it (for commands).
-* Time during which the server did not answer does not count: no worker could send a receipt.
+A receipt is the number of the control epoch that a worker has carried out; it comes with a
+heartbeat or by the script `receipt`. A worker whose last heartbeat is older than a lease is dead,
+and is not waited for: the next sweep takes its groups back. A live worker that stays silent for
+`pause_timeout_s` is fenced if the caller asks for that (the trainer does), so that its groups wait
+again; otherwise PauseTimeout names it (for commands). Time without an answer of the server does not
+count, since no worker could send a receipt.
 """
 
 from __future__ import annotations
@@ -26,13 +24,11 @@ from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.control")
 
-WORKERS = 10_000
-"""Workers that one call of the server inspects at most."""
+WORKERS = 10_000  # inspected by one call of the server at most
 RECEIPT_S = 20e-6
+# What the server needs for one receipt, and the longest time between two polls. Receipts arrive in
+# crowds: polling after each of them would keep the server from taking the others.
 POLL_S = 0.01
-"""What the server needs for one receipt, and the longest time between two polls. Receipts arrive in
-crowds: polling after each of them would keep the server from taking the others.
-"""
 OPERATOR_POLL_S = 0.05
 
 
@@ -45,12 +41,10 @@ def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
 
 
 def _ignore(_: list[str]) -> None:
-    """For callers that need not see who is still silent."""
+    """Ignore who is still silent."""
 
 
 class Receipts:
-    """Reads the receipts of one run's workers and waits for them."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, fleet: Fleet) -> None:
         self._store = store
         self._keys = keys
@@ -82,7 +76,7 @@ class Receipts:
 
         Without a `state`, the newest epoch counts, also if another caller changes the mode
         meanwhile. `watch` gets the silent workers after every poll, and may raise to end the wait.
-        `timeout_s` replaces the run's `pause_timeout_s`; after it, silent workers are fenced if
+        After `timeout_s` (default: the run's `pause_timeout_s`), silent workers are fenced if
         `fences`, else PauseTimeout names them.
         """
         started = time.monotonic()

@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-SHORT_S = 1.0
-"""Work that takes less is not reported."""
+SHORT_S = 1.0  # work that takes less is not reported
 
 
 class Work:
-    """Written by the loop of a process, read by its heartbeat thread.
-
-    `turns` counts the turns of the loop: while it does not change, the loop has not come round.
-    """
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -24,7 +20,6 @@ class Work:
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Note that the loop does `what` during the block."""
         self._current = (what, time.monotonic())
         try:
             yield
@@ -41,15 +36,14 @@ class Work:
 Role = Literal["trainer", "producer"]
 
 OF_A_HOLDER = ("seen_ms", "name", "turns", "doing", "doing_ms")
-"""Fields of the control hash about the holder of a role, after "trainer_" or "producer_"."""
+"""Fields of the control hash about a holder, after "trainer_" or "producer_"."""
 
 
 def silence_ms(now_ms: int, seen_ms: int) -> int:
-    """Return how long the holder of a role has been silent.
+    """Return how long the holder of a role has been silent, as `lua/include/role_silence.lua` does.
 
-    A time of its last heartbeat that lies ahead counts as equally long ago: the clock was stepped
-    back, and a live holder has sent heartbeats since. `lua/include/role_silence.lua` decides the
-    same.
+    A last heartbeat in the future counts as equally long ago: the clock was stepped back, and a
+    live holder has sent heartbeats since.
     """
     return abs(now_ms - seen_ms)
 
@@ -59,26 +53,19 @@ class RoleHolder:
     """The newest holder of a role; times are in milliseconds of the server's clock."""
 
     role: Role
-    nonce: str
-    """empty if the role was given up, or never opened"""
-    seen_ms: int
-    """its last heartbeat; 0 if the role was never opened"""
+    nonce: str  # empty if the role was given up, or never opened
+    seen_ms: int  # its last heartbeat; 0 if the role was never opened
     now_ms: int
     timeout_ms: int
-    name: str = ""
-    """where a producer runs"""
-    turns: int = 0
-    """turns of the loop of the process"""
-    doing: str = ""
-    """what its loop is busy with; empty if with nothing for long"""
-    doing_ms: int = 0
-    """for how long, at its last heartbeat"""
+    name: str = ""  # where a producer runs
+    turns: int = 0  # of the loop of the process
+    doing: str = ""  # what its loop is busy with; empty if with nothing for long
+    doing_ms: int = 0  # for how long, at its last heartbeat
 
     @classmethod
     def parse(
         cls, role: Role, control: Mapping[str, str], now_ms: int, timeout_ms: int
     ) -> RoleHolder:
-        """Return the holder of `role` from the fields of `control`."""
         return cls(
             role,
             nonce=control.get(role, ""),
@@ -103,7 +90,7 @@ class RoleHolder:
 
     @property
     def word(self) -> str:
-        """One or two words for screens and programs: never opened, closed, alive or silent."""
+        """The state for screens and programs: never opened, closed, alive or silent."""
         if self.silent_ms is None:
             return "never opened"
         if not self.nonce:

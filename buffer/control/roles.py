@@ -1,11 +1,11 @@
 """A role of a run as one process holds it: opened, renewed, lost and given up (I7).
 
     vacant ──open──▶ held ──close──▶ vacant
-                      │ ▲
-                renew └─┘ └──another process opened it, or the server lost the run──▶ lost
+                     │ ▲
+               renew └─┘ └──another process opened it, or the server lost the run──▶ lost
 
-A run has one trainer and one producer. Each is known by a nonce and fenced by it: the scripts
-refuse every other process that still believes to hold the role.
+A run has one trainer and one producer. A nonce identifies each: the scripts refuse every other
+process that still believes that it holds the role.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from buffer.redis.eviction import EvictionWatch
 
 log = logging.getLogger("rolloutmq.control")
 
-VACANCY_POLL_S = 0.5
-"""Between two reads of who holds the role, while a process stands by."""
+VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process stands by
 
-HUNG_S = 600.0
-"""A loop that is busy with one thing for longer hangs: its thread sends no heartbeats for it."""
+HUNG_S = 600.0  # a loop busy with one thing for longer hangs: its thread sends no heartbeats
 
 
 def _no_wait() -> float:
@@ -38,9 +36,9 @@ def _no_wait() -> float:
 class HeldRole:
     """One process's hold on a role of a run.
 
-    `waited_s` and `pauses` are the trainer's statistics, `work` is what the producer's loop does;
-    they are sent with every heartbeat. While one piece of work takes longer than HUNG_S, the thread
-    sends none: the loop hangs, and another process may take the role.
+    Every heartbeat carries `waited_s` and `pauses` (the trainer's statistics) and `work` (what the
+    producer's loop does). While one piece of work takes longer than HUNG_S, the thread sends none:
+    the loop hangs, and another process may take the role.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class HeldRole:
     def wait_until_vacant(self, stop: threading.Event) -> bool:
         """Wait until no process holds the role; return False if `stop` is set or the run finished.
 
-        A holder that could send no heartbeat because the server was unreachable gets the time of
-        a whole timeout to send one.
+        A holder that the server's outage kept silent gets a whole timeout to send a heartbeat.
         """
         holder = self._control.holder(self._role)
         clock = OutageClock()
@@ -85,10 +82,7 @@ class HeldRole:
         return False
 
     def renew(self) -> ControlState:
-        """Send a heartbeat of the process's own loop; return the control state.
-
-        Raises Fenced, LostRun.
-        """
+        """Send a heartbeat of the process's own loop. Raises Fenced, LostRun."""
         self._work.turns += 1
         return self._beat(closing=False)
 
@@ -111,10 +105,7 @@ class HeldRole:
             raise self.lost
 
     def close(self) -> None:
-        """Give the role up, so that the next process need not wait until it has timed out.
-
-        A role that was lost, or whose server is unreachable, is left as it is.
-        """
+        """Give up the role, unless it was lost or the server is unreachable."""
         self.ended.set()
         if self.thread:
             self.thread.join()

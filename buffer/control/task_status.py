@@ -1,16 +1,14 @@
 """Whether more is produced for a task and a train step, as producer and trainer see it (I11).
 
-The producer reports a task of which it starts nothing more as a `TaskStop`, so that a trainer that
-waits for it knows why:
+A `TaskStop` tells a waiting trainer why the producer starts nothing more of a task:
 
     enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
     broken   prompts can no longer be drawn: the task is stopped until
              `rolloutmq resume --task TASK`
-
     failing  every try fails: the scripts count that themselves, and stop the task likewise
 
-`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state,
-the train step and the limits. Both sides read these, so they cannot disagree.
+`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: both sides derive it from the
+control state, the train step and the limits, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ HaltKind = Literal["", "enough", "broken", "failing"]
 
 @dataclass(frozen=True, slots=True)
 class TaskStop:
-    """Why the producer starts nothing more of a task; `kind` "" means that it does.
+    """Why the producer starts nothing more of a task, if `kind` is not "".
 
     `step` is the last train step that "enough" applies to.
     """
@@ -43,7 +41,6 @@ class TaskStop:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the task is stopped until `rolloutmq resume --task TASK`."""
         return self.kind in ("broken", "failing")
 
     def fix(self, task: str) -> str:
@@ -57,14 +54,12 @@ class TaskStop:
 
 
 class TaskStops:
-    """Reads and reports the halts of one run's tasks."""
-
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
     def of(self, task: str) -> TaskStop:
-        """Return the halt of a task; `TaskStop()` if there is none."""
+        """Return the halt of a task; `TaskStop()` without one."""
         names = ("halt", "halt_step", "halt_reason", "stopped")
         command = ("HMGET", self._keys.progress(task), *names)
         (fields,) = self._store.each("halt", [command], "control")
@@ -74,10 +69,7 @@ class TaskStops:
         return TaskStop(cast(HaltKind, kind), int(step or 0), reason)
 
     def publish(self, nonce: str, task: str, halt: TaskStop) -> None:
-        """Publish, as the producer `nonce`, why a task stopped; `TaskStop()` ends it.
-
-        Raises Fenced.
-        """
+        """Publish as producer `nonce` why a task stopped; `TaskStop()` ends it. Raises Fenced."""
         reply = self._store.call(
             "halt",
             self._keys.slots(task=task),
@@ -96,8 +88,7 @@ class TaskStops:
 class ProduceBatchStatus(StrEnum):
     """The status of production for a train step: the first that applies, in this order."""
 
-    FINISH = "finish"
-    """the run is over; nothing more is produced"""
+    FINISH = "finish"  # the run is over; nothing more is produced
     UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"
     """training lanes are closed, for new weights or by the operator; nothing is started"""
     EXPIRED_BATCH = "expired_batch"
@@ -106,11 +97,7 @@ class ProduceBatchStatus(StrEnum):
 
 
 def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBatchStatus:
-    """Return the status of production for train step `step` under a control state.
-
-    The producer asks about the step that it would produce next, the trainer about the one that it
-    takes next.
-    """
+    """Return the status for `step`: the next to produce (producer) or to take (trainer)."""
     if state.mode is Mode.FINISH:
         return ProduceBatchStatus.FINISH
     if "fresh" not in state.lanes:

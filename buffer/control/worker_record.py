@@ -1,9 +1,8 @@
 """What a worker reports with its heartbeats, and the record that the server keeps of it.
 
-A number of a heartbeat is a field of `HeartbeatNumbers`, an argument of `lua/heartbeat.lua`, and a
-value that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
-`WorkerRecord`. A worker of another language may write anything into its record: what is not a
-valid number counts as not written, and texts are kept as they are.
+A number is a field of `HeartbeatNumbers`, an argument of `lua/heartbeat.lua`, and a value that
+`producer_workers/worker/heartbeat.py` fills in. A worker of another language may write anything
+into its record: an invalid number counts as not written, and texts are kept as they are.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from buffer.wire.rollout import PolicyVersion
 class WorkerState(StrEnum):
     """States that workers of this project report; one in another language may report any word."""
 
-    STARTING = "starting"
-    """registered, and no heartbeat yet"""
-    IDLE = "idle"
-    """holds no group and may claim"""
+    STARTING = "starting"  # registered, and no heartbeat yet
+    IDLE = "idle"  # holds no group and may claim
     WORKING = "working"
     PAUSED = "paused"
-    DRAINING = "draining"
-    """finishes what it holds, then leaves"""
+    DRAINING = "draining"  # finishes what it holds, then leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,34 +33,21 @@ class HeartbeatNumbers:
     """The numbers of a heartbeat. Counts without another remark are since the worker started."""
 
     tokens_per_s: float = 0.0
-    concurrency: int = 0
-    """groups sampled at once at most; 0 = not reported"""
-    requests: int | None = None
-    """running and waiting in the engine; None where the engine does not report them"""
-    done: int = 0
-    """completed groups"""
-    failed: int = 0
-    """failed groups"""
-    judging: int = 0
-    """groups held now that only wait for their judge: all of their samples are generated"""
-    judged: int = 0
-    """answers of judges, failures too"""
-    judging_ms: int = 0
-    """the time that all of these answers took together"""
+    concurrency: int = 0  # groups sampled at once at most; 0: not reported
+    requests: int | None = None  # running and waiting in the engine; None: not reported
+    done: int = 0  # completed groups
+    failed: int = 0  # failed groups
+    judging: int = 0  # groups held now that only wait for their judge: all samples are generated
+    judged: int = 0  # answers of judges, failures too
+    judging_ms: int = 0  # the time that all of these answers took together
     judge_failures: int = 0
-    judge_buckets: tuple[int, ...] = ()
-    """how many of these answers took how long: see `WorkerRecord.judge_times`"""
-    replaced: int = 0
-    """processes of a user's functions that were ended, as a call hung, crashed or had no memory"""
+    judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
+    replaced: int = 0  # processes of a user's functions that hung, crashed or ran out of memory
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport(HeartbeatNumbers):
-    """What a worker reports with a heartbeat.
-
-    `ack` is the control epoch that it has carried out. `known_epoch` is the newest one that it knew
-    when the numbers were read; it is not sent.
-    """
+    """`ack` is the control epoch carried out, `known_epoch` the newest one known (not sent)."""
 
     ack: int
     weights: PolicyVersion
@@ -74,7 +57,6 @@ class HeartbeatReport(HeartbeatNumbers):
     known_epoch: int = 0
 
     def arguments(self) -> dict[str, str | int]:
-        """Return the arguments of the script `heartbeat` that a worker reports, by name."""
         numbers = {each.name: getattr(self, each.name) for each in fields(HeartbeatNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
@@ -85,11 +67,10 @@ class HeartbeatReport(HeartbeatNumbers):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord(HeartbeatNumbers):
-    """One worker as the server knows it.
+    """One worker as the server knows it. Missing numbers are 0 (`requests`: None), texts empty.
 
-    Numbers that were not written are 0 (None for `requests`), and texts are empty. `silent_ms` is
-    the time since its last heartbeat, `holds` the number of its groups. `bad_groups` and
-    `barred_for_ms` are None unless the worker is barred for what it submitted.
+    `silent_ms` is the time since its last heartbeat, `holds` the number of its groups. `bad_groups`
+    and `barred_for_ms` are None unless the worker is barred for what it submitted.
     """
 
     id: str
@@ -97,16 +78,12 @@ class WorkerRecord(HeartbeatNumbers):
     holds: int
     bad_groups: int | None = None
     barred_for_ms: int | None = None
-    state: str = ""
-    """a `WorkerState`, or any text of a foreign worker"""
-    weights: str = ""
-    """"lineage:version", or any text of a foreign worker"""
-    refusal: str = ""
-    """"lineage:version reason" of published weights that it could not load"""
+    state: str = ""  # a `WorkerState`, or any text of a foreign worker
+    weights: str = ""  # "lineage:version", or any text of a foreign worker
+    refusal: str = ""  # "lineage:version reason" of published weights that it could not load
     engine: str = ""
     ack: int = 0
-    quarantined: int = 0
-    """groups that a trainer could not use"""
+    quarantined: int = 0  # groups that a trainer could not use
     joined_ms: int = 0
     seen_ms: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -136,11 +113,7 @@ _PRIVATE = ("nonce", "claim", "claimed")
 def read_record(
     worker: str, written: Mapping[bytes, bytes], holds: int, suspicion: bytes | None, now_ms: int
 ) -> WorkerRecord:
-    """Return the record of a worker.
-
-    `written` is its hash, `holds` the number of its groups, and `suspicion` its entry in
-    `bad_submissions` ("since_ms bad barred_ms").
-    """
+    """`suspicion` is the entry of the worker in `bad_submissions`: "since_ms bad barred_ms"."""
     texts = {
         name.decode(errors="replace"): value.decode(errors="replace")
         for name, value in written.items()
@@ -162,7 +135,7 @@ def read_record(
 
 
 def _suspicion(entry: bytes) -> tuple[int, int, int]:
-    """Return the numbers of an entry of `bad_submissions`; what is none counts as not written."""
+    """Return the numbers of an entry of `bad_submissions`; 0 for an invalid entry."""
     found = re.fullmatch(rb"(\d+) (\d+) (\d+)", entry)
     return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 

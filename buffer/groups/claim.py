@@ -1,4 +1,4 @@
-"""What the scripts of the job queue reply, as types: claimed jobs, enqueued draws, moved groups."""
+"""The replies of the job queue's scripts as types: claimed jobs, enqueued draws, moved groups."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from buffer.redis.script_calls import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 
-JOBS_FROM = 1 + len(STATE_FIELDS)
-"""Where the jobs begin in a reply of `claim.lua`."""
+JOBS_FROM = 1 + len(STATE_FIELDS)  # where the jobs begin in a reply of `claim.lua`
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The jobs that a worker got, or why it got none.
+    """The jobs that a worker got, or `refusal`, which is None when the queues are empty.
 
-    `refusal` is None without jobs when the queues are empty. `control` is None for a worker whose
-    registration is unknown.
+    `control` is None for a worker whose registration is unknown.
     """
 
     control: ControlState | None
@@ -31,7 +29,6 @@ class Claim:
 
     @classmethod
     def parse(cls, reply: Sequence[str], token: str) -> Claim:
-        """Return the meaning of a reply of `claim.lua`."""
         match reply:
             case ["OK", *_]:
                 rows = [reply[i : i + 8] for i in range(JOBS_FROM, len(reply), 8)]
@@ -47,10 +44,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """The number of jobs that were enqueued, and the cursor: where the next draw begins.
+    """The number of enqueued jobs, and the cursor: where the next draw begins.
 
-    `refusal` is why there could be none: CLOSED (the lane is closed), FULL (the run holds too many
-    payload bytes, I12), STOPPED (too many tries of the task failed in a row, I11).
+    `refusal`: CLOSED (the lane is closed), FULL (the run holds too many payload bytes, I12),
+    STOPPED (too many tries of the task failed in a row, I11).
     """
 
     count: int
@@ -59,7 +56,6 @@ class Enqueued:
 
     @classmethod
     def parse(cls, reply: Sequence[str], cursor: int) -> Enqueued:
-        """Return the meaning of a reply of `enqueue.lua` that is not FENCED."""
         match reply:
             case ["OK", count, moved_cursor]:
                 return cls(int(count), int(moved_cursor))
@@ -76,10 +72,7 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What happened to the groups of expired leases: back in a queue, or dead letters.
-
-    `grace_ms` is how long leases are still spared after an outage (I11).
-    """
+    """The groups of expired leases. `grace_ms`: time left of the grace after an outage (I11)."""
 
     waiting: int = 0
     buried: int = 0
@@ -92,7 +85,6 @@ class Reaped:
 
     @classmethod
     def parse(cls, reply: Sequence[str]) -> Reaped:
-        """Return the meaning of a reply of `reap.lua`."""
         match reply:
             case ["OK", waiting, buried, gone_workers]:
                 return cls(int(waiting), int(buried), int(gone_workers))
@@ -122,7 +114,6 @@ def released(reply: Sequence[str], job: Job) -> str:
 
 
 def fenced(job: Job) -> Fenced:
-    """Return the error for a worker that lost its lease of a group."""
     return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
 
 
@@ -146,10 +137,8 @@ def stage_before(reply: Sequence[str], gid: str) -> str:
 
 
 def has_ended(gid: str, stage: str) -> GroupHeld:
-    """Return the error for a group that cannot be changed because it has ended."""
     return GroupHeld(f"{gid} has ended: it is {stage}")
 
 
 def never_started(gid: str) -> GroupHeld:
-    """Return the error for a group that the run does not know."""
     return GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")

@@ -1,7 +1,6 @@
 """Dead letters: groups whose tries are used up, or that a trainer could not use (I11).
 
-Each is kept with the reason until an operator requeues or drops it (`buffer.groups.job_queue`), so
-that the run continues and nothing is forgotten.
+Each is kept with its reason until an operator requeues or drops it, and the run continues.
 """
 
 from __future__ import annotations
@@ -20,19 +19,14 @@ from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
-_SLICE = 500
-"""Letters that one round trip reads."""
+_SLICE = 500  # letters that one round trip reads
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 _LONGEST_CAUSE = 160
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Describes one dead group.
-
-    `age_ms` is measured by the server's clock. `step` is that of the batch from which the group was
-    quarantined, else None.
-    """
+    """`age_ms`: by the server's clock. `step`: of the batch it was quarantined from, else None."""
 
     gid: str
     reason: str
@@ -53,8 +47,6 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """Reads the dead letters of one run."""
-
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
@@ -72,10 +64,7 @@ class DeadLetters:
         return _parse(gid, letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:
-        """Yield all letters, the newest first.
-
-        Slices are read at different times: a letter may be missed if others are requeued meanwhile.
-        """
+        """Yield all letters, newest first; may miss one if others are requeued meanwhile."""
         start = 0
         while letters := self._store.retrying("dead letters", partial(self._slice, start)):
             yield from filter(None, letters)

@@ -1,8 +1,7 @@
 """The job queue: prompts become jobs, jobs become leases, leases expire.
 
-The stream *is* the queue: `claim` reads its head in order of lane, deletes the entry and grants the
-lease in one script, so `XLEN` is the backlog, and no second record of ownership exists that could
-drift.
+The stream *is* the queue: `claim` reads its head, deletes the entry and grants the lease in one
+script, so `XLEN` is the backlog, and no second record of ownership exists that could drift.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Serves:
     lanes: frozenset[str] = frozenset(LANES)
 
     def __contains__(self, queue: tuple[str, str]) -> bool:
-        """Return whether the worker takes jobs of (task, lane)."""
         task, lane = queue
         return task in self.tasks and lane in self.lanes
 
@@ -49,8 +47,7 @@ def serving_order(
 
     Evaluations come first, then groups that were begun, then new ones. Among tasks, the one of
     which the worker holds least for its weight comes first (`held`: groups by task), so that a slow
-    task does not fill the worker. Where tasks are even, they are drawn by weight, anew for every
-    claim.
+    task does not fill the worker. Ties are drawn by weight, anew for every claim.
     """
     weights = limits.newest_weights()
     held_groups = held or {}
@@ -70,19 +67,14 @@ def serving_order(
     return [queue for queue in queues if serves is None or queue in serves]
 
 
-MAX_CLAIM = 128
-"""Jobs in one claim: more would keep the server busy, and leave other workers without jobs."""
+MAX_CLAIM = 128  # more would keep the server busy and leave other workers without jobs
 
-MAX_PASSED_OVER = 500
-"""Draws that one call of `pass_over` inspects."""
+MAX_PASSED_OVER = 500  # draws that one call of `pass_over` inspects
 
-MAX_REASON_CHARS = 2000
-"""Characters that a dead letter keeps of a reason."""
+MAX_REASON_CHARS = 2000  # characters of a reason that a dead letter keeps
 
 
 class JobQueue:
-    """Moves the groups of one run between queues, workers and dead letters."""
-
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, observers: Sequence[Observer] = ()
     ) -> None:
@@ -126,9 +118,9 @@ class JobQueue:
     ) -> Enqueued:
         """Enqueue draws from the cursor on, as far as there is room, and move the cursor with them.
 
-        `samples` are the rollouts of each draw, 0 for a draw that cannot be used; their INIT
-        payloads must be stored. `operation` is the same for a repeated call. Raises Fenced when
-        another producer was opened, PayloadMissing for a draw without a prompt.
+        `samples`: rollouts of each draw, 0 for an unusable draw; their INIT payloads must be
+        stored. `operation` is the same for a repeated call. Raises Fenced when another producer was
+        opened, PayloadMissing for a draw without a prompt.
         """
         began_ns = time.time_ns()
         keys = self._keys
@@ -173,11 +165,10 @@ class JobQueue:
         tail_step: int | None = None,
         limit: int = 256,
     ) -> int:
-        """Put groups of the aborted or expired pool back into a queue, as far as there is room.
+        """Put groups of the aborted or expired pool back into a queue; return how many.
 
-        Does nothing for fewer than `at_least` groups. `tail_step` is recorded with them: the last
-        train step of the tail batch that they begin. Returns how many there were: none above the
-        high mark (I12). Raises Fenced.
+        Moves none if there are fewer than `at_least`, or above the high mark (I12). `tail_step` is
+        recorded with them: the last train step of the tail batch that they begin. Raises Fenced.
         """
         reply = self._store.call(
             "reissue",
@@ -197,7 +188,6 @@ class JobQueue:
         return reissued(unfenced(reply, "producer"))
 
     def resume_task(self, task: str) -> None:
-        """Start groups of a stopped task again, and count its failures from 0."""
         self._store.call("resume_task", self._keys.slots(task=task), {"task": task})
 
     # -- for workers ---------------------------------------------------------
@@ -212,10 +202,9 @@ class JobQueue:
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`.
+        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`, beside those `held`.
 
-        `held` are the jobs that the worker has already. The same `token` repeats a claim whose
-        reply was lost (I13).
+        The same `token` repeats a claim whose reply was lost (I13).
         """
         keys = self._keys
         limits = self._limits
@@ -252,10 +241,7 @@ class JobQueue:
         reason: str = "",
         ended: EndedEarly | None = None,
     ) -> str:
-        """Release a group without a result, and return its stage.
-
-        `ended`: what an `expired` group has. Raises Fenced when the lease was lost.
-        """
+        """Release a group without a result; return its stage. Raises Fenced for a lost lease."""
         began_ns = time.time_ns()
         task = job.task
         # half a surrogate pair, say, in the message of a foreign exception
@@ -298,9 +284,9 @@ class JobQueue:
     def requeue(self, gid: str, *, operation: str = "") -> str:
         """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
-        "waiting" means that there was nothing to do. The group starts from its prompt; only an
-        aborted group keeps its tokens. `operation` is the same for a repeated call. Raises
-        GroupHeld when the group runs, is in a batch, has ended, or never was.
+        "waiting": nothing had to be done. The group starts from its prompt; only an aborted
+        group keeps its tokens. `operation` is the same for a repeated call. Raises GroupHeld when
+        the group runs, is in a batch, has ended, or never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
@@ -315,9 +301,9 @@ class JobQueue:
     def drop(self, gid: str, *, revoke: str = "") -> str:
         """End a group that waits, is in a pool, or is dead; return where it was.
 
-        "dropped" means that there was nothing to do. A running group is only dropped if `revoke`
-        names the worker that holds it: its lease ends in the same step. Raises GroupHeld otherwise,
-        and when the group is in a batch, has ended in another way, or never was.
+        "dropped": nothing had to be done. A running group is only dropped if `revoke` names
+        its worker: the lease ends in the same step. Raises GroupHeld otherwise, and when the group
+        is in a batch, has ended in another way, or never was.
         """
         task, draw = split_group_id(gid)
         reply = self._store.call(
@@ -331,10 +317,7 @@ class JobQueue:
     # -- for all processes ---------------------------------------------------
 
     def expire_waiting(self, task: str, limit: int = 250) -> int:
-        """Move waiting groups whose tokens became too old out of the queue.
-
-        Returns how many there were, up to `limit`. Workers end those that run.
-        """
+        """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
         moved = running = 0
         read = limit
         while read == limit and moved < limit:

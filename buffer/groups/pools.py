@@ -1,12 +1,10 @@
-"""Reads the pools of a run: which groups of a task are completed, aborted or expired.
+"""Read the pools of a run: which groups of a task are completed, aborted or expired.
 
 A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
-arrival. The groups that are too stale are a range of scores, never a scan, and no answer relies on
-expiry having run (I8): what the next train step may not use is neither counted nor returned.
-
-Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or
-the order index lacks ready groups (its policy was changed), they change nothing and report it; the
-caller then calls `expire_all` or `fill_index`.
+arrival. Too stale groups are a range of scores, which is neither counted nor returned, also if
+expiry has not run yet (I8). Scripts never search without a bound: where too many stale groups stand
+before the fresh ones, or the order index lacks ready groups (its policy was changed), they change
+nothing and report it; the caller then calls `expire_all` or `fill_index`.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import AgeLimit, next_step
 
-_SLICE = 250
-"""Groups that one call moves or adds: the server answers other clients in between."""
+_SLICE = 250  # groups that one call moves or adds: the server answers other clients in between
 
 
-AGING = ("completed", "aborted")
-"""The pools whose groups become too stale."""
+AGING = ("completed", "aborted")  # the pools whose groups become too stale
 
 
 def expire_all(
@@ -47,10 +43,7 @@ def expire_all(
     limit: int = _SLICE,
     threshold: int | str | None = None,
 ) -> int:
-    """Expire all stale groups of a pool, slice by slice; return how many there were.
-
-    `threshold`: in train steps; None: that of the task.
-    """
+    """Expire all stale groups of a pool, in slices; return how many. `threshold`: train steps."""
     moved = 0
     while (some := expire(store, keys, limits, task, status, limit, threshold)) == limit:
         moved += some
@@ -66,10 +59,7 @@ def expire(
     limit: int,
     threshold: int | str | None = None,
 ) -> int:
-    """Move up to `limit` groups out of a pool that are too stale for the next train step.
-
-    Returns how many there were.
-    """
+    """Expire up to `limit` groups that are too stale for the next train step; return how many."""
     _, moved = store.call(
         "refresh",
         keys.slots(task=task, status=status),
@@ -98,8 +88,7 @@ def fill_index(store: Store, keys: Keys, limits: RunLimits, nonce: Arg, task: st
 
 PoolStatus = Literal["completed", "aborted", "expired"]
 
-MAX_READ = 1024
-"""Groups that one call reads at most: as many as a batch may hold."""
+MAX_READ = 1024  # groups that one call reads: as many as a batch may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +106,6 @@ class PoolSizes:
 
 
 class Pools:
-    """Counts and reads the groups in the pools of one run."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
         self._store = store
         self._keys = keys
@@ -126,10 +113,7 @@ class Pools:
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus | Literal["filtered"] = "completed") -> int:
-        """Return how many groups of a task are in a pool, or were filtered. O(log N).
-
-        Raises ConfigError for an unknown task or status.
-        """
+        """Return the size of a pool, or how many were filtered. O(log N). Raises ConfigError."""
         if status == "filtered":
             progress = self._keys.progress(self._known(task))
             found = self._store.retrying(
@@ -156,10 +140,7 @@ class Pools:
         return {task: PoolSizes(*numbers[4 * i : 4 * i + 4]) for i, task in enumerate(names)}
 
     def is_ready(self, counts: Mapping[str, int]) -> bool:
-        """Return whether each task has N ready groups, by `counts`. O(tasks * log N).
-
-        For display only: `take_batch` decides for itself, in the step that takes.
-        """
+        """Return whether each task has N ready groups; for display only. O(tasks * log N)."""
         wanted = {task: count for task, count in counts.items() if count > 0}
         if not wanted:
             return True
@@ -170,7 +151,7 @@ class Pools:
         """Return the first `count` groups of a pool (at most 1,024) without removing them.
 
         Completed groups come in the order of the run's policy (by age, until the trainer has
-        rebuilt the index for a changed policy); others as `reissue` finds them, the oldest first. A
+        rebuilt the index for a changed policy), others oldest first, as `reissue` finds them. A
         group that leaves the pool while its bytes are read is left out.
         """
         if count <= 0:
@@ -214,10 +195,9 @@ class Pools:
         )
 
     def age_limit(self, gid: str) -> AgeLimit | None:
-        """Return what decides which members of a group start again; None for an evaluation.
+        """Return the limit by which members of a group start again; None for an evaluation.
 
-        A member that a `refresh` found too old is too old for good, even if thresholds were raised
-        since.
+        A member that a `refresh` found too old stays too old, even if thresholds were raised since.
         """
         task = split_group_id(gid)[0]
         threshold = self._limits.threshold(task)

@@ -1,10 +1,8 @@
-"""Puts groups that no worker holds into a run: from a user's own loop, or from a file (`put.lua`).
+"""Put groups that no worker holds into a run: from a user's own loop, or from a file (`put.lua`).
 
-They get draws of their own (from `IMPORTED_FROM` on) and counters of their own:
-`enqueued + put + imported = sum of all stages` (I1). From then on they are groups like any other:
-they are taken in the order of the run's policy, the producer starts that many fewer, and members
-that become too old start again. A lineage of weights that this run never had counts as old as the
-run's oldest fork (I8).
+They get draws (from `IMPORTED_FROM` on) and counters of their own: `enqueued + put + imported = sum
+of all stages` (I1). From then on they are like any other group, and the producer starts that many
+fewer. A lineage of weights that this run never had counts as old as the run's oldest fork (I8).
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup, prompt_of
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
-_MAX_RACES = 100
-"""How often another import may take the draw before this one gives up."""
+_MAX_RACES = 100  # how often another import may take the draw first
 
 _REFUSED = {
     Status.INIT: "nothing was generated yet: the producer starts prompts, from a data set",
@@ -44,9 +41,8 @@ def stamped(
 ) -> list[RolloutState]:
     """Return copies of the rollouts, with tokens after the last span attributed to `weights`.
 
-    `ageless` means that no policy of this run made them. Raises WireError for a rollout with
-    tokens, but without spans, unless one of the two is given: a guess would falsify its staleness
-    (I9).
+    `ageless`: no policy of this run made them. Raises WireError for a rollout with tokens, but
+    without spans, unless one of the two is given: a guess would falsify its staleness (I9).
     """
     copies = [state.model_copy() for state in states]
     for state in copies:
@@ -105,7 +101,7 @@ class GroupPut:
         self._counts = dict.fromkeys(limits.training_tasks, 0)
 
     def close(self) -> None:
-        """Delete the traces of the operation: none of its calls will be repeated any more."""
+        """Delete the traces of the operation, of which no call will be repeated."""
         used = [task for task, count in self._counts.items() if count]
         self._store.each(
             "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
@@ -189,7 +185,6 @@ class GroupPut:
 
 
 def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
-    """Return the error for a group that `put.lua` refused for good."""
     match reply:
         case ["NO_DRAWS", cursor]:
             return ConfigError(f"{task} has drawn {cursor} groups: no draws are left for others")

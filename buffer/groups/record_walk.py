@@ -1,8 +1,7 @@
-"""Walks over the records of all living groups of a run, in order of their draws, page by page.
+"""Walk over the records of all living groups of a run, in order of their draws, page by page.
 
-No key scan, and no set whose members could move meanwhile: draws that have ended are bits, so
-living ones are found in O(living groups) plus one bit per draw. On a live run the records are of
-different times; a group that ends meanwhile is left out.
+Ended draws are bits, so no keys are scanned: O(living groups) plus one bit per draw. On a live run
+the records are of different times; a group that ends meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -17,27 +16,20 @@ from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
-PAGE = 500
-"""Members, entries or records that one round trip reads."""
+PAGE = 500  # members, entries or records that one round trip reads
 
-PAGE_DRAWS = 2**19
-"""Draws whose bits one round trip reads: 64 KiB of each bitmap."""
+PAGE_DRAWS = 2**19  # draws whose bits one round trip reads: 64 KiB of each bitmap
 
 Record = dict[str, str]
 
 
 class RecordWalk:
-    """Reads the records of one run."""
-
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
-        """Yield (gid, record) of the living groups of a task: drawn ones before others.
-
-        Raises RunDamaged for a record that cannot be read.
-        """
+        """Yield (gid, record) of a task's living groups, drawn ones first. Raises RunDamaged."""
         for gid, record in self.unchecked(task):
             require_fields("group", self._keys.group(gid), record)
             yield gid, record

@@ -1,8 +1,8 @@
 """Submit: finished groups on their way from a worker into the pools (`submit.lua`).
 
-One straight path: a group is checked and encoded, its bytes are uploaded, and the script moves it.
-Several groups share one round trip, but each has its own bytes and its own script call, so that one
-refused group does not hold up the others (I2).
+A group is checked and encoded, its bytes are uploaded, and the script moves it. Several groups
+share one round trip, but each has its own script call, so one refused group does not hold up others
+(I2).
 """
 
 from __future__ import annotations
@@ -25,23 +25,19 @@ from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import Status
 
-GROUPS_PER_TRIP = 32
-"""Bounds what is sent again after a lost connection."""
+GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A group was submitted: the server keeps it with this status, or only counted it if filtered.
-
-    `arrival` is its number in the order in which groups of its task arrived.
-    """
+    """A submitted group, not kept if filtered. `arrival`: its number in its task, by arrival."""
 
     status: Status
     arrival: int
 
 
 class _Uploads:
-    """Makes uploads one by one, while the server receives the ones before; each of them once."""
+    """Makes each upload once, while the server receives the ones before."""
 
     def __init__(self, making: Iterator[Upload | Exception]) -> None:
         self._making = making
@@ -56,11 +52,11 @@ class _Uploads:
 
 
 SubmitOutcome = Stored | Exception
-"""What became of one submitted group.
+"""The result for one submitted group.
 
 An exception is that group's own, and nothing of it was changed: `Fenced` (the lease was lost),
 `PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
-what the order policy raised.
+an error of the order policy.
 """
 
 
@@ -82,7 +78,6 @@ class Submission:
         payloads: PayloadStore,
         order_function: OrderFunction | None,
     ) -> None:
-        """Prepare to submit; `order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
@@ -91,10 +86,7 @@ class Submission:
         self._tasks: dict[tuple[str, str], _OfTask] = {}
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        """Submit results and return what became of each, in order.
-
-        Raises StoreUnavailable when the server does not answer: all may be submitted again (I13).
-        """
+        """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
         return [
             outcome
             for start in range(0, len(results), GROUPS_PER_TRIP)
@@ -113,8 +105,8 @@ class Submission:
     def _prepare(self, worker: str, result: Result) -> Upload | Exception:
         """Return what stores and submits a group, or why it cannot be submitted.
 
-        All checks are made here, before the upload: later ones only protect the trainer from bytes
-        that were damaged on their way.
+        All checks are here, before the upload: later ones only protect the trainer from bytes that
+        were damaged on their way.
         """
         try:
             _require_result(result.group)
@@ -202,7 +194,6 @@ def _require_result(group: RolloutGroup) -> None:
 
 
 def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
-    """Return the meaning of a reply of `submit.lua`."""
     job = result.job
     match reply:
         case ["OK", arrival]:

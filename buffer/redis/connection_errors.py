@@ -1,4 +1,4 @@
-"""Explain errors of the Redis client to people: what is wrong at which address, and what to do."""
+"""Explain errors of the Redis client: what is wrong at which address, and what to do."""
 
 from __future__ import annotations
 
@@ -144,20 +144,17 @@ _UNKNOWN = re.compile(r"unknown (?:sub|redis )?command(?: called|,? ['`\"]?(\w+)
 
 
 def is_missing_command(text: str) -> bool:
-    """Return whether a server does not know a command: it was renamed, or the service lacks it."""
+    """Return whether the server lacks a command: it was renamed, or is not offered."""
     return bool(_UNKNOWN.search(text))
 
 
 def is_acl_failure(text: str) -> bool:
-    """Return whether a script was refused a command or key; Redis 7.0 has words of its own."""
+    """Return whether a script was refused a command or key; Redis 7.0 words it differently."""
     return "ACL failure in script" in text or "The user executing the script" in text
 
 
 def describe_connection_error(url: str, error: Exception) -> StoreError:
-    """Return an error of the client as a StoreError: address, cause, and what to do.
-
-    Passwords are masked.
-    """
+    """Return an error of the client as a StoreError with a hint. Passwords are masked."""
     words = f"{type(error).__name__} {error}".lower()
     where = mask_url(url)
     if isinstance(error, NotDurable):

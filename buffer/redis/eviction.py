@@ -1,8 +1,8 @@
-"""Notices a server that deletes keys to make room: its `maxmemory-policy` was changed in mid-run.
+"""Notice a server whose `maxmemory-policy` was changed in mid-run, and that now deletes keys.
 
-A run cannot be complete there, and what it lacks is missed late, in places that blame others: a
-trainer whose `control` is gone is fenced. So the policy and the number of deleted keys are read
-with heartbeats of roles, with every snapshot of a run, and where a script refuses its caller.
+Missing keys surface late and elsewhere: a trainer whose `control` is gone is fenced. So the policy
+and the number of deleted keys are read with heartbeats of roles, with every snapshot, and where a
+script refuses its caller.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from buffer.redis.connection.retry import LogOnce
 
 log = logging.getLogger("rolloutmq.store")
 
-LOOK_S = 5.0
-"""Seconds between two looks of one process, at least."""
+LOOK_S = 5.0  # shortest time between two looks of one process
 
 SAFE = "noeviction"
 
@@ -31,13 +30,12 @@ class Eviction:
     """What the servers of a run do when they are full, and how many keys they deleted so far."""
 
     policy: str = SAFE
-    """`maxmemory-policy` of a server that may delete keys, if there is one"""
-    keys: int = 0
-    """deleted keys since the start of each server, of whatever application"""
+    """`maxmemory-policy` of a server that may delete keys, if one does"""
+    keys: int = 0  # deleted since the start of each server, of all applications
 
     @classmethod
     def read(cls, clients: Sequence[Any]) -> Eviction:
-        """Ask each server. One that does not tell (ACL, hosting) counts as safe."""
+        """Ask each server. One that refuses to tell (ACL, hosting) counts as safe."""
         found = []
         for client in clients:
             try:
@@ -58,7 +56,6 @@ class Eviction:
         return f"{what}; {self.keys} keys were evicted so far" if self.keys else what
 
     def error(self) -> StoreUnsafe:
-        """Return the error for a run that lost keys."""
         return StoreUnsafe(
             f"the server evicted keys, and the run is not whole: {self}",
             hint="redis-cli CONFIG SET maxmemory-policy noeviction (and in its config file), raise "
@@ -79,7 +76,6 @@ class EvictionWatch:
         self._warning = LogOnce(log, "the server is not safe for a run any more")
 
     def is_due(self) -> bool:
-        """Return whether the last look was LOOK_S ago."""
         return time.monotonic() >= self._next_s
 
     def look(self, found: Eviction, *, is_allowed: bool = False) -> None:

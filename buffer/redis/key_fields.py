@@ -1,8 +1,7 @@
-"""What the fields of the hashes of a run look like: what readers demand, and what `fsck` checks.
+"""The fields of a run's hashes: what readers demand, and what `fsck` checks.
 
-The scripts write every one of these fields. One that is missing or of another form was changed by
-something else, so a process that needs it stops with the name of the key (RunDamaged), and `fsck`
-lists it.
+The scripts write every field. Something else changed one that is missing or malformed: a process
+that needs it raises RunDamaged with the name of the key, and `fsck` lists it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _MODE = "run|drain|abort|keep|finish"
 _LANES = "(eval|resume|fresh| )*"
 _WEIGHTS = rf"{_NAME}:\d{{1,16}}"
 
-Forms = Mapping[str, str]
-"""The form of a field by its name, as a regular expression."""
+Forms = Mapping[str, str]  # regular expressions by the name of the field
 
 META: Forms = {"nonce": _TOKEN, "schema": _NAME, "created_ms": _COUNT}
 CONTROL: Forms = {
@@ -64,8 +62,7 @@ OF_A_STAGE: Mapping[str, Forms] = {
     "running": {"lane": "eval|resume|fresh", "token": _TOKEN, "owner": _NAME, "claimed_ms": _COUNT},
     "pool": {"arrival": r"\d{10,}"},
     "taken": {"arrival": r"\d{10,}", "batch": r"(train|eval):\d+"},
-}
-"""Further fields of a record, by its stage."""
+}  # further fields of a record
 
 OPTIONAL: Mapping[str, Forms] = {
     "meta": {"limits_version": _COUNT},
@@ -104,7 +101,7 @@ OPTIONAL: Mapping[str, Forms] = {
         "reward": _NUMBER,
     },
 }  # fmt: skip
-"""Fields that need not be there, by the kind of key."""
+"""Fields that may be missing, by the kind of key."""
 
 _REQUIRED: Mapping[str, Forms] = {
     "meta": META,
@@ -145,12 +142,11 @@ def _damage(key: str, text: str) -> Damage:
 
 
 def key_gone(key: str) -> RunDamaged:
-    """Return the error of a key that is gone although its run exists."""
     return RunDamaged(f"{key} is gone, and other keys of the run are there", hint=HINT)
 
 
 def text_fields(raw: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Return the fields of a hash as text; bytes that are no text become �."""
+    """Return the fields of a hash as text; invalid UTF-8 becomes �."""
     return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in raw.items()}
 
 
@@ -161,7 +157,7 @@ def require_fields(kind: str, key: str, fields: Mapping[str, str]) -> None:
 
 
 def read_counts(kind: str, key: str, names: Sequence[str], values: Sequence[Any]) -> list[int]:
-    """Return whole numbers of a hash, 0 for a field that is not there. Raises RunDamaged."""
+    """Return whole numbers of a hash, 0 for a missing field. Raises RunDamaged."""
     counts = []
     for name, value in zip(names, values, strict=True):
         try:
@@ -186,7 +182,6 @@ def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
 
 
 def are_settings(fields: dict[str, str]) -> bool:
-    """Return whether the fields of `meta`, or of its copy, can be read."""
     try:
         limits_in("", fields)
     except RunDamaged:

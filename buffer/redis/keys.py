@@ -1,8 +1,7 @@
 """Every Redis key of the project; no other module builds keys.
 
-A new key is a row of `TABLE`, an attribute or method of `Keys`, and, if it is not an attribute,
-an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
-`make docs` adds it to the page of all keys.
+A new key is a row of `TABLE`, an attribute or method of `Keys` or an entry of `SLOTS`, and a name
+in the header of a script. `make docs` adds it to the page of all keys.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from buffer.ids import ENDS, LANES, POOLS, valid_name
 
 
 class KeyRow(NamedTuple):
-    """Describes one kind of key: its Redis type, and what it holds."""
-
     type: str
     holds: str
 
@@ -131,27 +128,22 @@ CLUSTER_TABLE: Mapping[str, KeyRow] = {
 }
 """Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
 
-EVERY_META = "rmq:{*}:meta"
-"""Pattern of the `meta` keys of all runs on a server."""
+EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
 
 EVERY_CONTROL = "rmq:{*}:control"
-"""The same of the `control` keys."""
 
 
 def run_of_key(key: str) -> str:
-    """Return the name of the run that a `meta` or `control` key belongs to."""
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 
 def type_below(prefix: str) -> str:
-    """Return the type of the keys that begin with a prefix of `Keys`."""
     kind = prefix.partition("}:")[2].partition(":")[0]
     return next(row.type for name, row in TABLE.items() if name.startswith(f"{kind}:<"))
 
 
 def clock_beside(key: str) -> str:
-    """Return the `clock` key of the run that a key belongs to."""
     return key.partition("}:")[0] + "}:clock"
 
 
@@ -166,17 +158,13 @@ def payload_name(gid: str, token: str, chunk: int = 0) -> str:
 
 
 class Keys:
-    """Builds the keys of one run.
-
-    With `spread`, payloads have slots of their own, as in a cluster.
-    """
+    """Builds the keys of one run. With `spread` (in a cluster), payloads have their own slots."""
 
     def __init__(self, run: str, *, spread: bool = False) -> None:
         self.run = valid_name("run", run)
         self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
         self.spread_prefix = f"rmq:{{{run}:"
-        """the beginning of payload keys in a cluster"""
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -207,8 +195,8 @@ class Keys:
         self.dead_letters = self.prefix + "dead:"
         self.judge_queue = f"rmq-judge:{run}"
         """rq's name of the queue of judge jobs; the names of its workers begin with it, too"""
-        # rq permits letters, digits, _ and - only; "_-" is in no name that is written in this way,
-        # so that no run's beginning is that of another
+        # rq permits letters, digits, _ and - only; "_-" is in no name written this way, so no
+        # run's prefix begins that of another
         self.judge_jobs = f"rmq-judge-{run.replace('_', '_u').replace('.', '_d')}_-"
         """the beginning of rq's ids of these jobs"""
 
@@ -250,7 +238,6 @@ class Keys:
 
     @property
     def pattern(self) -> str:
-        """Return the pattern that matches the keys of the run, and no others."""
         return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
 
     def in_slot(self, payloads: list[str]) -> list[str]:
@@ -298,8 +285,8 @@ class Keys:
 class SlotKeys(dict[str, str]):
     """Finds the keys of a script by the names in its header, each once.
 
-    Keys of the run, and prefixes, are attributes of `Keys`. All others depend on facts (task, lane,
-    status, worker, gid, ledger, step), and SLOTS builds them. The default ledger is the trainer's.
+    Keys of the run, and prefixes, are attributes of `Keys`. SLOTS builds the others from facts
+    (task, lane, status, worker, gid, ledger, step); the default ledger is the trainer's.
     """
 
     __slots__ = ("_facts", "_keys")
@@ -309,7 +296,7 @@ class SlotKeys(dict[str, str]):
         self._facts = {"ledger": "train", **facts}
 
     def __missing__(self, slot: str) -> str:
-        """Return the key; ScriptError for a name without one, or where a fact is missing."""
+        """Raise ScriptError for an unknown name, or a missing fact."""
         key = self._keys.__dict__.get(slot)
         if key is None:
             pattern = SLOTS.get(slot)

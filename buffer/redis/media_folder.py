@@ -1,13 +1,11 @@
 """Files that payloads refer to, such as features of images or routed experts.
 
-A run may own one folder. Its files are named by the group that they belong to and freed by that
-name, so that no index is needed and no script reads a payload (I14).
-
     <folder>/owner.json        the run that this folder belongs to
     <folder>/<gid>/<name>      in a payload: run://<gid>/<name>
 
-`run://` is relative, so a URI stays valid when the folder moves. All other URIs (http, s3, file)
-are passed on as they are: never opened, copied or deleted.
+Files are named by their group and freed by that name, so no index is needed and no script reads a
+payload (I14). A run:// URI is relative, so it stays valid when the folder moves. Files of other
+URIs (http, s3, file) are never opened, copied or deleted.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class MediaFolder:
-    """Reads and writes the media folder of one run."""
-
     def __init__(self, root: Path, run: str, nonce: str) -> None:
         self.root = root
         self.run = run
@@ -50,7 +46,7 @@ class MediaFolder:
         self._write(self.root / OWNER, orjson.dumps(self._owner()))
 
     def is_ours(self) -> bool:
-        """Return whether it exists and is this run's: else nothing in it may be deleted."""
+        """Return whether the folder exists and is this run's. If not, delete nothing in it."""
         file = self.root / OWNER
         return file.is_file() and bool(orjson.loads(file.read_bytes()) == self._owner())
 
@@ -76,15 +72,12 @@ class MediaFolder:
         return self.root / gid / name
 
     def read(self, uri: str, max_bytes: int) -> bytes:
-        """Return the bytes of a run:// file of this run.
-
-        Raises MediaError if it is missing, a link, or larger than `max_bytes`.
-        """
+        """Return the bytes of a run:// file. Raises MediaError if missing, a link, or too large."""
         path = self.path(uri)
         try:
             if path.parent.is_symlink():
                 raise MediaError(f"the folder of {uri} is a link", hint="links are never followed")
-            # O_NONBLOCK: to open a named pipe would block
+            # O_NONBLOCK: opening a named pipe would block
             with os.fdopen(
                 os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb"
             ) as file:
@@ -106,7 +99,7 @@ class MediaFolder:
             yield from (path.name for path in self.root.iterdir() if GID.fullmatch(path.name))
 
     def names(self, gid: str) -> list[str]:
-        """Return the files of a group, without links: their targets are not of this folder."""
+        """Return the files of a group, without links, whose targets may lie elsewhere."""
         folder = self.root / gid
         if not folder.is_dir() or folder.is_symlink():
             return []
@@ -117,7 +110,7 @@ class MediaFolder:
         )
 
     def free(self, gid: str) -> None:
-        """Delete the files of a group. Harmless when repeated, or run twice at a time."""
+        """Delete the files of a group. Harmless when repeated or run concurrently."""
         try:
             shutil.rmtree(self.root / gid)
         except FileNotFoundError:

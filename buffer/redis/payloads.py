@@ -1,16 +1,14 @@
-"""Payload bytes: written and read outside of scripts, under keys with the writer's token.
+"""Payload bytes: written and read outside scripts, under keys with the writer's token.
 
-A worker that was fenced can never overwrite the bytes of its successor (I2). Bytes are written with
-an expiry, which a script removes when it accepts them; bytes that no script accepted expire. The
-scripts list what is not needed any more in `garbage`, and `collect` frees it. Any process may run
-it: it is harmless when repeated, interrupted, or run twice at a time.
+A fenced worker can never overwrite the bytes of its successor (I2). Bytes are written with an
+expiry, which the script that accepts them removes. Scripts list unneeded payloads in `garbage`; any
+process may run `collect` to free them, at the same time as others, and may die at any point.
 
-In a cluster, bytes lie in other slots than the script that accepts them. The script believes its
-caller and lists them in `unpinned`; right after it, the caller removes their expiry (`pin_listed`).
-If that process died first, a janitor does so long before they expire. Each step is harmless when
-repeated (I13). With `wait_replicas`, the replicas of every node are waited for before the script is
-called, and before an entry of the list is removed. Without it, bytes may be lost with their node:
-a reader then raises PayloadMissing, and the group is generated again.
+In a cluster, the script that accepts bytes runs on another node: it lists them in `unpinned`, and
+its caller then removes their expiry (`pin_listed`). If the caller dies first, a janitor does so
+long before they expire. Each step is harmless when repeated (I13). With `wait_replicas`, the
+replicas of every node are waited for before the script, and before an entry is removed. Without it,
+bytes may be lost with their node: readers raise PayloadMissing, and the group is generated again.
 """
 
 from __future__ import annotations
@@ -36,44 +34,32 @@ from buffer.wire.framing import Compression, compress
 T = TypeVar("T")
 
 CHUNK_BYTES = 1_048_000
-"""The largest chunk. Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
+"""Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
 
-UNPINNED_S = 3600
-"""Seconds until bytes expire that no script has accepted."""
+UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 
+# At most: larger round trips delay all other clients (measured). Smaller ones are received more
+# slowly: from 4 MiB on, numpy asks the kernel for huge pages.
 ROUND_BYTES = 8 * 2**20
-"""Bytes of one round trip at most: larger ones delay all other clients (measured).
 
-Smaller ones are received more slowly: from 4 MiB on, numpy asks the kernel for huge pages.
-"""
+PIN = 200  # payloads whose expiry one round removes
 
-PIN = 200
-"""Payloads whose expiry one round removes."""
+PROMPT = "-prompt"  # ends the token of an imported prompt, which becomes its group's `init`
 
-PROMPT = "-prompt"
-"""The end of the token of a prompt that was imported with a group and becomes its `init`."""
+_HEADER_BYTES = 16  # more than Redis puts around a string in the same allocation (10)
 
-_HEADER_BYTES = 16
-"""More than Redis puts around a string in the same allocation (10)."""
+_CUT_FROM_BYTES = 8192  # below it, a second key costs more than it saves
 
-_CUT_FROM_BYTES = 8192
-"""Below it, a second key costs more than it saves."""
+_MOST_WASTE = 1 / 16  # share of a payload that may be wasted; above it, cut once more
 
-_MOST_WASTE = 1 / 16
-"""The share of a payload that may be wasted before it is cut once more."""
+_AHEAD = 2  # round trips under way while another one's values are used: the server never waits
 
-_AHEAD = 2
-"""Round trips under way while the values of another one are used: the server never waits."""
-
-Whole = bytes | memoryview
-"""The bytes of one payload."""
+Whole = bytes | memoryview  # of one payload
 
 SetCommand = tuple[str, str, Pieces, str, int, str]
 
 
 class Upload(NamedTuple):
-    """The bytes of one claim that are to be stored."""
-
     gid: str
     token: str
     data: bytes
@@ -89,23 +75,20 @@ def checksum(*pieces: bytes | memoryview) -> str:
 
 
 class PayloadStore:
-    """Reads, writes and frees the payloads of one run."""
-
     def __init__(self, store: Store, keys: Keys, compression: Compression = "none") -> None:
         self._store = store
         self._keys = keys
         self._compression = compression
         self.signer: Signer | None = None
         """signs what this process stores, and checks what it continues"""
-        self.keyring: Keyring | None = None
-        """checks what this process reads"""
+        self.keyring: Keyring | None = None  # checks what this process reads
 
     def commands(
         self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()
     ) -> tuple[PayloadRef, list[SetCommand]]:
-        """Return the reference of the bytes of one claim, and the commands that store them.
+        """Return the reference of the bytes of one claim, and commands that store them uncopied.
 
-        The bytes are sent from where they lie. `signatures`: those of what they were made of.
+        `signatures`: those of what the bytes were made of.
         """
         if self._compression != "none":
             data = [compress(b"".join(data), self._compression)]
@@ -121,7 +104,6 @@ class PayloadStore:
         return self.write_many([Upload(gid, token, data)])[0]
 
     def write_many(self, uploads: Sequence[Upload]) -> list[PayloadRef]:
-        """Store the bytes of many claims, in round trips of bounded size."""
         refs: list[PayloadRef] = []
         commands: list[SetCommand] = []
         for upload in uploads:
@@ -151,12 +133,11 @@ class PayloadStore:
         self._store.write("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
-        """Return whether `write_prompts` accepts a prompt."""
         is_short = len(prompt) <= CHUNK_BYTES
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """Return the bytes; raise PayloadMissing or WireError as `join` does, or SignatureError."""
+        """Return the bytes. Raises what `join` raises, or SignatureError."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
@@ -166,8 +147,7 @@ class PayloadStore:
     ) -> list[T]:
         """Return what `use` makes of the payloads of each round trip, in order.
 
-        Round trips have a bounded size, and the bytes of one share memory. While `use` works on
-        them, the next two round trips are under way.
+        The payloads of a round trip share memory. The next two are under way while `use` works.
         """
         rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
         used: list[T] = []
@@ -199,7 +179,7 @@ class PayloadStore:
         return wholes
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
-        """Return the chunks of many payloads, unchecked; None for one that is gone."""
+        """Return the chunks of many payloads, unchecked; None for a missing one."""
         # a chunk of a payload of unknown size may have the largest size
         expected = [(ref.size // ref.chunks or CHUNK_BYTES, ref) for ref in refs]
         names = [
@@ -226,7 +206,7 @@ class PayloadStore:
         return all(sum(next(sizes) for _ in range(ref.chunks)) == ref.size for ref in refs)
 
     def discard(self, refs: Sequence[PayloadRef]) -> None:
-        """List payloads as garbage whose bytes no record names."""
+        """List payloads that no record names as garbage."""
         if refs:
             entries = [f"{ref.gid} {ref.token} {ref.chunks}" for ref in refs]
             self._store.each("discard", [("SADD", self._keys.garbage, *entries)])
@@ -235,8 +215,7 @@ class PayloadStore:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
         hold = self._keys.snapshot_lock
-        # the hold is read after the choice: what was garbage before a snapshot held it is not part
-        # of the snapshot
+        # read the hold after the choice: garbage older than the hold is not in the snapshot
         entries, is_held = self._store.each(
             "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
         )
@@ -250,7 +229,6 @@ class PayloadStore:
         return len(entries)
 
     def _chunks(self, entry: bytes) -> list[str]:
-        """Return the keys of an entry that a script has listed."""
         return [
             key
             for gid, token, chunks in _listed([entry])
@@ -259,7 +237,7 @@ class PayloadStore:
 
 
 def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:
-    """Return (gid, token, chunks) of entries that scripts list; others name no payload."""
+    """Return (gid, token, chunks) of entries that scripts list, without malformed ones."""
     texts = [entry.decode(errors="replace") for entry in entries]
     matches = [re.fullmatch(r"(\S+) (\S+) (\d{1,4})", text) for text in texts]
     return [(match[1], match[2], int(match[3])) for match in matches if match]
@@ -285,12 +263,11 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Return the bytes of each chunk of a payload of `size` bytes; readers accept any other cut.
+    """Return the bytes of each chunk of a payload; readers accept any other cut.
 
-    Redis 7 allocates with jemalloc, in four size classes per doubling: 165,888 bytes in one value
-    occupy 196,608. Cut at the largest class that fits, the same bytes occupy 163,840 and 2,560. Two
-    chunks are enough: the second is less than a fifth of the whole, and wastes at most a fifth of
-    that.
+    jemalloc has four size classes per doubling: 165,888 bytes in one value occupy 196,608. Cut at
+    the largest class that fits, they occupy 163,840 and 2,560. A third chunk would save little: the
+    second is less than a fifth of the whole, and wastes at most a fifth of that.
     """
     full, rest = divmod(size, CHUNK_BYTES)
     sizes = [CHUNK_BYTES] * full
@@ -321,10 +298,7 @@ def cut(data: Pieces) -> list[Pieces]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would scan thousands of new maps in vain.
-
-    It takes an eighth of the time of a take (measured); msgpack's documentation advises the same.
-    """
+    """Pause the garbage collector: scanning new maps takes an eighth of a take (measured)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -335,10 +309,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
-    """Return the whole payload.
-
-    Raises PayloadMissing if a chunk is gone, WireError if these are not the bytes submitted.
-    """
+    """Return the payload. Raises PayloadMissing for a lost chunk, WireError for other bytes."""
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
         raise PayloadMissing(
@@ -353,10 +324,7 @@ def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes |
 
 
 def pin_listed(store: Store, keys: Keys) -> int:
-    """Remove the expiry of listed payloads, and return how many there were.
-
-    More may be left if it is PIN.
-    """
+    """Remove the expiry of listed payloads; return how many. If PIN, more may be left."""
     if not keys.spread:
         return 0
     (found,) = store.each("pin", [("SRANDMEMBER", keys.unpinned, PIN)])
@@ -373,10 +341,7 @@ def pin_listed(store: Store, keys: Keys) -> int:
 
 
 def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
-    """Copy imported prompts to the key under which their groups read them.
-
-    Outside of a cluster, the script does that.
-    """
+    """Copy imported prompts to their groups' keys, as the script does outside a cluster."""
     copies = [
         ("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts
     ]

@@ -1,10 +1,9 @@
 """Calls of scripts on one server: one, several in one round trip, or behind payloads.
 
-Nothing is retried here: `buffer.redis.store` does that. A reply is a list: a status word, which is
-OK or names a refusal, and then fields; the module that calls a script makes a typed result of it.
-
-A durable call waits for the server's disk and for replicas (I6). WAIT and WAITAOF count the writes
-of their own connection, and a repeated call may have made none: they follow a write of their own.
+A reply is a list of a status word (OK, or a refusal) and fields. Nothing is retried here: see
+`buffer.redis.store`. A durable call waits for the server's disk and for replicas (I6). WAIT and
+WAITAOF count the writes of their own connection, and a repeated call may have made none, so a write
+of their own precedes them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from buffer.redis.scripts import Arg, KeysByName, Script
 
 
 def unknown_reply(script: str, reply: Sequence[Any]) -> ScriptError:
-    """Return the error for a reply that the caller of a script does not know."""
     return ScriptError(
         f"{script}: unknown reply {list(reply)}",
         hint="do all processes of the run have the same version of rolloutmq?",
@@ -34,7 +32,7 @@ def unknown_reply(script: str, reply: Sequence[Any]) -> ScriptError:
 
 
 def unfenced(reply: list[str], role: str) -> list[str]:
-    """Return the reply of a script that only the holder of a role may run, or raise Fenced."""
+    """Return the reply of a script that only the holder of a role may run. Raises Fenced."""
     status, *_ = reply
     if status == "FENCED":
         raise Fenced(f"this is no longer the {role} of the run: another one was opened")
@@ -42,7 +40,7 @@ def unfenced(reply: list[str], role: str) -> list[str]:
 
 
 def opened(reply: list[str], role: str, run: str) -> list[str]:
-    """Return the reply of trainer_open or producer_open; raise LostRun or RoleHeld."""
+    """Return the reply of trainer_open or producer_open. Raises LostRun or RoleHeld."""
     match reply:
         case ["LOST", found, *_]:
             holds = f"run {found[:8]}…" if found else "no run of that name"
@@ -57,7 +55,6 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
 
 
 def role_held(role: str, run: str, silent_ms: int) -> RoleHeld:
-    """Return the error of a process that wants a role of which the holder is alive."""
     return RoleHeld(
         f"run {run!r} has a {role} that was alive {silent_ms / 1000:.1f} s ago",
         hint="stop it, or open this one with take_over=True, which fences the other",
@@ -66,11 +63,11 @@ def role_held(role: str, run: str, silent_ms: int) -> RoleHeld:
 
 
 Advance = Callable[[str, int], object]
-"""Receives the name of the current stage, and the number of items that it has finished so far."""
+"""Receives the name of the current stage, and the number of items finished so far."""
 
 
 def no_advance(what: str, done: int) -> None:
-    """Ignore progress, for callers that show none."""
+    """Ignore progress."""
 
 
 WAIT_MS = 5_000
@@ -85,7 +82,6 @@ class Durability(NamedTuple):
 
     @property
     def must_wait(self) -> bool:
-        """Return whether a durable call has to wait behind its answer."""
         return self.disk or self.replicas > 0
 
     def behind_script(self, sync: str, key: str) -> list[Command]:
@@ -96,10 +92,7 @@ class Durability(NamedTuple):
         return [("EVALSHA", sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
 
     def behind_payloads(self, key: str) -> list[Command]:
-        """Return commands to follow writes of payloads on one node of a cluster.
-
-        The replicas for which a script waits are those of another node.
-        """
+        """Return commands to follow writes of payloads on one node, which has its own replicas."""
         return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
 
     def check(self, answers: Sequence[Any]) -> None:
@@ -116,11 +109,10 @@ class Durability(NamedTuple):
 T = TypeVar("T")
 
 _LARGE_BYTES = 32 * 2**10
-"""From this size on, a server reads a value by itself; smaller ones are read together."""
+"""A server reads a value of this size by itself, and smaller ones together."""
 
 
-_TOGETHER = 8
-"""Payloads after which their scripts are called."""
+_TOGETHER = 8  # payloads after which their scripts are called
 
 
 class ScriptCall(NamedTuple):
@@ -138,10 +130,10 @@ Upload = tuple[Sequence[Command], ScriptCall]
 
 @dataclass(frozen=True, slots=True)
 class ScriptRunner:
-    """Runs scripts of a library through one client.
+    """Runs scripts of a library through one client. Strings in replies are decoded.
 
-    Replies are lists whose strings are decoded. Raises ScriptError where a script refused its keys
-    or arguments, RunDamaged where it cannot read what it finds, and redis.RedisError.
+    Raises ScriptError where a script refused its keys or arguments, RunDamaged where it cannot read
+    what it finds, and redis.RedisError.
     """
 
     client: Any
@@ -171,15 +163,14 @@ class ScriptRunner:
         return _decoded(reply), answer
 
     def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
-        """Run calls of a read-only script in one round trip, and return the replies."""
         replies = self._run(script, commands, lambda: pipelined(self.client, commands))
         return [_decoded(reply) for reply in replies]
 
     def upload(self, script: Script, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """Store payloads and call a script for each, durably, in one round trip.
 
-        On one connection, a payload is stored before its script runs. Uploads may be made while
-        earlier ones are sent. `key` is any key of the run.
+        A payload is stored before its script runs. Later uploads may be made while earlier ones are
+        sent. `key` is any key of the run.
         """
         waits = self._waits(key)
         sent: list[Command] = []
@@ -211,10 +202,7 @@ class ScriptRunner:
             raise self._explain(script, _keys(calls), error) from error
 
     def _load(self, missing: NoScriptError) -> None:
-        """Load all scripts that the server lacks: other processes may have users who cannot.
-
-        Raises `missing` where this is such a user; it is transient, as another process loads them.
-        """
+        """Load missing scripts. Raises `missing`, which is transient, for users who may not."""
         scripts = self.scripts.values()
         try:
             # after a restart, a whole fleet finds that they are gone: most of it sends no source
@@ -236,7 +224,6 @@ class ScriptRunner:
             self.durability.check(waited)
 
     def _explain(self, script: Script, keys: Sequence[str], error: ResponseError) -> Exception:
-        """Return what to raise for a script that failed."""
         text = str(error)
         if text.startswith("RMQ_ARG "):
             return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
@@ -251,9 +238,9 @@ class ScriptRunner:
         return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
 
     def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
-        """Return the keys of another type: of those named, or else of all below the prefixes.
+        """Return the keys of another type: of those named, or else below the prefixes; O(all keys).
 
-        O(keys of the server); the process that asks for it ends. Users who may not search get [].
+        The process then ends. Users who may not search get [].
         """
         types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
         named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
@@ -279,12 +266,11 @@ class ScriptRunner:
         ]
 
 
-FIRST_KEY = 3
-"""Position of the first key in EVALSHA sha count key …"""
+FIRST_KEY = 3  # its position in EVALSHA sha count key …
 
 
 def command_of(script: Script, call: ScriptCall) -> Command:
-    """Return the command that makes a call; ScriptError where its names are not the header's."""
+    """Return the command for a call. Raises ScriptError where its names are not the header's."""
     keys, args = script.arrange(*call)
     return ("EVALSHA", script.sha, len(keys), *keys, *args)
 
@@ -292,8 +278,7 @@ def command_of(script: Script, call: ScriptCall) -> Command:
 def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
     """Yield the commands of uploads: large values at once, small ones and calls after several.
 
-    A server that writes to disk before it answers would write once for each small command that
-    stands between two large ones.
+    A server that writes to disk before it answers writes once for all small commands in a row.
     """
     later: list[Command] = []
     for number, (payload, call) in enumerate(uploads, 1):

@@ -1,4 +1,4 @@
-"""The header of a Lua script is its contract, which this module parses and enforces.
+"""Parse and enforce the contract of a Lua script, which is its header.
 
     -- KEYS control    HASH*
     -- KEYS groups     prefix  of the group records (HASH)
@@ -9,30 +9,25 @@
     -- ARGV strict     0|1
     -- ARGV lane  eval|resume|fresh xKEYS  of each pair
 
-The order of the lines is the order in which a caller sends the values. A key has a Redis type, or
-is a prefix; its name identifies the key (`SLOTS` in `buffer/redis/keys.py`). An argument has a
-type, or several with `|` between: a word, `''` (empty), a range of integers (`0..` ends at
-2^53 - 1), `text..N` (at most N bytes of UTF-8), `bytes..N`, or one that is NAMED or JUDGED below.
-The rest of the line is for people.
+Callers send the values in the order of the lines. A key has a Redis type, or is a prefix; its name
+identifies it (`SLOTS` in `buffer/redis/keys.py`). An argument has one type, or several with `|`
+between: a word, `''` (empty), a range of integers (`0..` ends at 2^53 - 1), `text..N` (at most N
+bytes of UTF-8), `bytes..N`, or a type in NAMED or JUDGED below. The rest of the line is a comment.
 
-Every name is a local of the script. An integer is a number there (nil where it is empty), `0|1` is
-false or true, and everything else is a string. Convert a number with `int` before it is stored:
-Redis may write 1e+8.
+Every name is a local of the script: an integer is a number (nil where it is empty), `0|1` is false
+or true, everything else is a string. Convert a number with `int` before you store it: Redis may
+write 1e+8.
 
 A line with a number of units (`x0..64`; `xKEYS`: as many as KEYS has) is a tail, the last of its
-array. A tail of one name is a list of that name. A tail of several names is walked unit by unit;
+array. A tail of one name is a list of that name. Walk a tail of several names unit by unit;
 arguments with `xKEYS` come with the keys of their unit:
 
     for n, jobs, progress, lane in each_unit do
 
-A wrong type of a key is found by reading its length (0.5 microseconds), before anything is
-written. Scripts that run for every group leave that to Redis where they can: `HASH*` means that the
-body reads this key before it writes anything, or that the key only carries a hint and is written
-last. A script reads keys with a prefix, or their length, before it writes. A test puts a wrong type
-at every key of every script.
-
-`ScriptHeader.prologue` is Lua that refuses what does not fit, before the script does anything,
-and declares the locals.
+The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
+written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
+before it writes anything, or the key only carries a hint and is written last. A script reads keys
+with a prefix, or their length, before it writes. A test puts a wrong type at every key.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ LENGTH_OF = {
     "STREAM": "XLEN",
     "STRING": "STRLEN",
 }
-"""The command for each type of key that returns its length in O(1), and fails on other types."""
+"""The command that returns the length of each type in O(1), and fails on other types."""
 
 NAMED = {
     "bucket": (9, "bucket:%d%d?"),
@@ -69,11 +64,9 @@ NAMED = {
 bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 
-JUDGED = ("lanes", "number")
-"""Types of arguments with a check of their own, `lua/include/is_<name>.lua`."""
+JUDGED = ("lanes", "number")  # types with a check of their own, `lua/include/is_<name>.lua`
 
-BIGGEST = 2**53 - 1
-"""The largest integer that is exact in Lua."""
+BIGGEST = 2**53 - 1  # the largest integer that is exact in Lua
 
 _SLOT = re.compile(
     r"^-- (?P<array>KEYS|ARGV) +(?P<names>\w+(?:, \w+)*)"
@@ -89,10 +82,7 @@ _BYTES = re.compile(r"bytes\.\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One line of a header.
-
-    A tail has `least` to `most` units; None: as many as KEYS has.
-    """
+    """One line of a header. A tail has `least` to `most` units; None: as many as KEYS has."""
 
     array: str
     first: int
@@ -166,14 +156,12 @@ def _accepts(kind: str, at: str) -> str:
 # eq=False: there is one header of each script, so identity is equality, and its hash is cheap
 @dataclass(frozen=True, slots=True, eq=False)
 class ScriptHeader:
-    """The contract of one script."""
-
     slots: tuple[Slot, ...]
     writes: bool
 
     @classmethod
     def parse(cls, body: str) -> ScriptHeader:
-        """Parse the header of a script. Raises ScriptError for a line that is not one."""
+        """Parse the header of a script. Raises ScriptError for a malformed line."""
         matches = list(_SLOT.finditer(body))
         if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):
             raise ScriptError(f"a line of this header cannot be read: {body.splitlines()[1]}")
@@ -194,12 +182,10 @@ class ScriptHeader:
 
     @cache  # noqa: B019
     def tail(self, array: str) -> Slot | None:
-        """Return the tail of KEYS or ARGV, if there is one."""
         return next((slot for slot in self.slots if slot.array == array and slot.is_tail), None)
 
     @cache  # noqa: B019
     def tail_names(self, array: str) -> tuple[str, ...]:
-        """Return the names of a unit of the tail of KEYS or ARGV."""
         tail = self.tail(array)
         return tail.names if tail else ()
 
@@ -220,7 +206,6 @@ class ScriptHeader:
         return "\n".join([*lines, *self._locals()])
 
     def _locals(self) -> Iterator[str]:
-        """Yield Lua that declares the keys, and the tails."""
         if names := self.fixed("KEYS"):
             values = ", ".join(f"KEYS[{number}]" for number in range(1, len(names) + 1))
             yield f"local {', '.join(names)} = {values}"
@@ -300,5 +285,5 @@ def _is_key_type(kind: str) -> bool:
 
 
 def _is_argument_type(kind: str) -> bool:
-    # a single word is the begin of an explanation, behind an argument without a type
+    # a single word begins an explanation, behind an argument without a type
     return "|" in kind or not _accepts(kind, "").startswith(" ==")

@@ -1,13 +1,8 @@
-"""The Lua scripts: one file per state change under `lua/`, each opening with its contract.
-
-`script_contract.py` reads the contract. The names in the header give the order in which a caller's
-keys and arguments are sent, so that a caller cannot mix them up. Types and bounds are enforced on
-the server before a script reads or writes. Every name of the header is a local of the script.
+"""The Lua scripts: one file per state change under `lua/`, each with its contract as header.
 
 `-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` before the
-script, each file once and behind the files that it includes itself. Lua creates all functions of a
-script anew in every call, so an include file holds only functions of one topic that are used
-together.
+script, each once and behind the files that it includes itself. Lua creates all functions of a
+script anew in every call, so an include file holds only functions that are used together.
 """
 
 from __future__ import annotations
@@ -38,8 +33,6 @@ _FOLDER = "include/"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and its contract."""
-
     name: str
     source: str
     header: ScriptHeader
@@ -51,10 +44,7 @@ class Script:
 
     @property
     def starts_work(self) -> bool:
-        """Return whether a server refuses this script while its memory is full (I12).
-
-        Such a script frees no memory, and no running work waits for it.
-        """
+        """Return whether a full server refuses this: it frees no memory, no work needs it (I12)."""
         return self.source.startswith("#!lua\n")
 
     def arrange(
@@ -64,10 +54,9 @@ class Script:
         tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """Return KEYS and ARGV in the order of the header.
+        """Return KEYS and ARGV in the order of the header. Raises ScriptError for a wrong name.
 
-        `tail_keys` are keys, or the keys of a unit by name. Raises ScriptError if a name is missing
-        or unknown.
+        `tail_keys` are keys, or the keys of a unit by name.
         """
         header = self.header
         names = header.fixed("ARGV")
@@ -97,15 +86,11 @@ def _sha(source: str) -> str:
 
 
 def includes(text: str) -> list[str]:
-    """Return the names of the files that a Lua file includes."""
     return [name for line in _INCLUDE.findall(text) for name in line.split(", ")]
 
 
 def _assemble(name: str, texts: Mapping[str, str]) -> Script:
-    """Join name, includes, the checks of the header and the body to one script.
-
-    The name comes first, so that it is seen in SLOWLOG.
-    """
+    """Join name (first, so that SLOWLOG shows it), includes, checks of the header, and body."""
     shebang, _, rest = texts[name].partition("\n")
     header = ScriptHeader.parse(texts[name])
     included: dict[str, str] = {}
@@ -144,12 +129,10 @@ def sources() -> dict[str, str]:
 
 
 def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
-    """Return the scripts that these files make, by name."""
     names = [name for name in sorted(texts) if not name.startswith(_FOLDER)]
     return {name: _assemble(name, texts) for name in names}
 
 
 @cache
 def library() -> dict[str, Script]:
-    """Return all scripts by name."""
     return assemble(sources())

@@ -4,10 +4,9 @@
     producer   signs prompts, if it has a key                   [producer] key_file
     trainer    has all keys, and refuses other bytes            [trainer] keys_file
 
-A MAC covers the nonce of the run, the group, the token of the claim, the worker, the SHA-256 of the
-bytes and all lines before its own (`buffer.wire.framing`). A token is random and of one
-claim, so signed bytes are of no use for another claim, group or run. Keys are symmetric: a trainer
-could sign for every worker.
+A MAC covers the run's nonce, the group, the token of the claim, the worker, the SHA-256 of the
+bytes and all lines before its own (`buffer.wire.framing`). A token is random and of one claim, so
+signed bytes are useless for another one. Keys are symmetric: a trainer could sign for every worker.
 """
 
 from __future__ import annotations
@@ -27,19 +26,14 @@ from buffer.job import PayloadRef
 from buffer.wire.framing import Data, Line, signed_block, split_signed
 
 PRODUCER = "producer"
-"""The name of the producer's key. Where the trainer has it, each group must begin with a line of
-the producer.
-"""
+"""The name of the producer's key. If the trainer has it, each group must begin with its line."""
 
 KeysOfAll = Mapping[str, Sequence[str]]
 """The keys of each worker, the newest last: an earlier one is valid until its line is removed."""
 
 
 def read_keys(file: Path) -> dict[str, list[str]]:
-    """Return the keys in a file of lines "worker key" that only its owner may read.
-
-    Raises ConfigError.
-    """
+    """Return the keys in a private file of lines "worker key". Raises ConfigError."""
     try:
         mode = file.stat().st_mode
         lines = file.read_text(encoding="ascii", errors="replace").splitlines()
@@ -71,17 +65,12 @@ def write_keys(file: Path, keys: KeysOfAll) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of one worker."""
-
     worker: str
     secret: str = field(repr=False)
 
     @classmethod
     def read(cls, file: Path, worker: str | None = None) -> Key:
-        """Return the newest key of `worker`, by default of the only one, in a file of keys.
-
-        Raises ConfigError.
-        """
+        """Return the newest key of `worker`, or the only key of a file. Raises ConfigError."""
         keys = read_keys(file)
         if worker is None and len(keys) == 1:
             worker = next(iter(keys))
@@ -95,7 +84,7 @@ class Key:
 
     @classmethod
     def new(cls, worker: str) -> Key:
-        """Return a random key. Raises ConfigError for a name that no worker can have."""
+        """Return a random key. Raises ConfigError for an invalid name of a worker."""
         return cls(valid_name("worker", worker), secrets.token_hex(32))
 
 
@@ -107,10 +96,7 @@ class Signer:
     key: Key
 
     def sign(self, gid: str, token: str, data: Sequence[Data], before: Sequence[str] = ()) -> bytes:
-        """Return what to store before the bytes of a claim.
-
-        `before`: the lines of the payload that was read for this claim.
-        """
+        """Return lines to store before a claim's bytes; `before`: lines of the bytes it read."""
         facts = f"{token} {self.key.worker} {_digest(*data)}"
         mac = _mac(self.key.secret, self.run, gid, before, facts)
         return signed_block([*before, f"{facts} {mac}"])
@@ -126,10 +112,9 @@ class Signer:
 
 
 class Keyring:
-    """The keys of all workers of the run with nonce `run`, as they are in a file at the moment."""
+    """The keys of all workers of the run with nonce `run`, as its file has them now."""
 
     def __init__(self, run: str, file: Path) -> None:
-        """Read the keys. Raises ConfigError."""
         self._run = run
         self._file = file
         self._lock = threading.Lock()
@@ -138,10 +123,7 @@ class Keyring:
         self._current()
 
     def check(self, ref: PayloadRef, data: Data) -> None:
-        """Raise SignatureError unless owners of keys have signed all that these bytes are made of.
-
-        Raises ConfigError where the file cannot be read any more.
-        """
+        """Raise SignatureError unless key owners signed all parts; ConfigError for a bad file."""
         keys = self._current()
         lines, content = split_signed(data)
         last = _check_last(ref, lines, content)
@@ -163,7 +145,7 @@ class Keyring:
 
 
 def _check_last(ref: PayloadRef, lines: Sequence[str], content: Data) -> Line:
-    """Return the last line of a payload, if it is of these bytes. Raises SignatureError."""
+    """Return the last line of a payload. Raises SignatureError if it is of other bytes."""
     if not lines:
         raise SignatureError(
             f"group {ref.gid} is not signed",

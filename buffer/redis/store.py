@@ -1,9 +1,8 @@
 """The connection to the server: one process's view of a server or cluster, with all retries.
 
-The client library's own retries are off (they would run a script again whose reply was lost).
-`Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
-when repeated: every script has a natural key (I13), and payload keys are written once under a token
-of their own. `buffer.redis.connection.nodes` knows which server holds a key.
+The client library's own retries are off, since they would run a script again whose reply was lost.
+`Store` repeats only harmless operations, with full jitter and a deadline: every script has a
+natural key (I13), and payload keys are written once under a token of their own.
 """
 
 from __future__ import annotations
@@ -51,22 +50,14 @@ T = TypeVar("T")
 _BACKOFF = Backoff(0.05, 2.0)
 
 _LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
-"""Replies to a process whose run is not what it knows."""
+"""Replies to a process that no longer knows the state of its run."""
 
 
 class Store:
     """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
 
-    An operation is repeated for `deadline_s`; then it raises StoreUnavailable.
-
-    Usage:
-
-        store = Store("redis://127.0.0.1:6379", deadline_s=10.0)
-        reply = store.call("peek", keys.slots(task="math"), {"limit": 10})
-        size = store.retrying("size", lambda: store.control.dbsize())
-
-    In a cluster, `control` and `bulk` are clients of the node that holds the run for which `at`
-    made this store. A slot may move: get them anew in every attempt.
+    After `deadline_s`, an operation raises StoreUnavailable. In a cluster, `control` and `bulk` are
+    clients of the node that holds the run of `at`. Get them anew in every attempt: a slot may move.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -74,17 +65,13 @@ class Store:
         self.name = name
         self.deadline_s = deadline_s
         self.servers = Servers(url, name)
-        self.scripts: Mapping[str, Script] = library()
-        """by name; a test may put changed scripts here"""
+        self.scripts: Mapping[str, Script] = library()  # by name; a test may replace some
         self.waits_for_disk = False
         self.wait_replicas = 0
-        self.allow_unsafe = False
-        """the user accepts that this server may lose data"""
+        self.allow_unsafe = False  # the user accepts that this server may lose data
         self.retries = 0
         self.patience: Callable[[], bool] = lambda: False
-        """Return whether to continue after the deadline. The holder of a role does until it is
-        stopped.
-        """
+        """whether to continue after the deadline, as the holder of a role does until stopped"""
         self.watchers: list[Callable[[str, float, int], object]] = []
         """called for every answered operation with its name, its seconds, and its repetitions"""
         self._outages = OutageLog()
@@ -120,7 +107,6 @@ class Store:
         return self.servers.client("bulk", self._home)
 
     def close(self) -> None:
-        """Close all connections."""
         self.servers.close()
 
     def call(
@@ -133,17 +119,13 @@ class Store:
         *,
         durable: bool = False,
     ) -> list[Any]:
-        """Run a script by name and return its reply, with strings decoded.
+        """Run a script by name, repeated until the deadline (I13), and return its decoded reply.
 
-        Repeated until the deadline (I13). `keys` are those that the script's header names, as
-        `Keys.slots` finds them; `tail_keys`: see `Script.arrange`.
-
-        A durable call is answered once the change is on the server's disk, and on as many replicas
-        as `wait_replicas` says (I6). Fewer replicas count as a server that is unreachable: the call
-        waits, and raises StoreUnavailable at the deadline.
-
-        Raises StoreFull at once for a script that starts work on a full server, so that the caller
-        can do what frees memory.
+        `keys` are those that the script's header names, as `Keys.slots` finds them; `tail_keys`:
+        see `Script.arrange`. A durable call is answered once the change is on the server's disk and
+        on `wait_replicas` replicas (I6); with fewer replicas, it waits and raises StoreUnavailable
+        at the deadline. Raises StoreFull at once for a script that starts work on a full server, so
+        that the caller can free memory.
         """
         entry = self.scripts[script]
         call = ScriptCall(keys, args, tail_keys, tail_args)
@@ -165,7 +147,7 @@ class Store:
             raise found.error()
 
     def eviction(self) -> Eviction:
-        """Return whether the servers delete keys when they are full, and how many they did."""
+        """Return whether the servers delete keys when they are full, and how many they deleted."""
         return self.retrying(
             "eviction",
             lambda: Eviction.read([client for _, client in self.servers.masters()]),
@@ -179,10 +161,7 @@ class Store:
         tail_args: Sequence[Arg],
         read: Command,
     ) -> tuple[list[Any], Any]:
-        """Run a script as `call` does, then a command that reads, in the same round trip.
-
-        Return the reply and the answer. The keys of both lie in one slot.
-        """
+        """Run a script as `call` does, then a read in its slot; return the reply and the answer."""
         entry = self.scripts[script]
         command = command_of(entry, ScriptCall(keys, args, (), tail_args))
 
@@ -195,10 +174,7 @@ class Store:
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
-        """Run a read-only script once for each (keys, args), in one round trip.
-
-        Each call sees one instant; other clients may change the run between two of them.
-        """
+        """Run a read-only script for each (keys, args) in one round trip, each at one instant."""
         entry = self.scripts[script]
         commands = [command_of(entry, ScriptCall(*call)) for call in calls]
         if not commands:
@@ -206,11 +182,10 @@ class Store:
         return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        """Store payloads, call a script for each, and return the replies, as of a durable `call`.
+        """Store payloads and call a script for each in one round trip, as a durable `call` does.
 
-        All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
-        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13);
-        it iterates over `uploads` again.
+        All keys lie in the slot of `key`. In a cluster, payloads are written to their own nodes
+        first. A repeated attempt is harmless (I13); it iterates over `uploads` again.
         """
         entry = self.scripts[script]
         if self.in_cluster:
@@ -225,7 +200,6 @@ class Store:
 
     @property
     def durability(self) -> Durability:
-        """Return what a durable call waits for."""
         return Durability(self.wait_replicas, self.waits_for_disk)
 
     def _runner(self, role: Role, key: str = "") -> ScriptRunner:
@@ -240,12 +214,10 @@ class Store:
         *,
         on_payloads: bool = False,
     ) -> list[Any]:
-        """Run each command where its key lies, one pipeline per server, and return all answers.
+        """Run each command where its key lies, one pipeline per server; return answers in order.
 
-        The answers are in the order of the commands. With `on_payloads`, the commands are writes,
-        and wait for replicas as in `write`.
+        With `on_payloads`, the commands are writes, and wait for replicas as in `write`.
         """
-
         run = partial(self._replicated, pipelined) if on_payloads else pipelined
         keys = [str(command[1]) for command in commands]
         return self.retrying(what, partial(self.servers.at_each, role, keys, commands, run))
@@ -255,11 +227,10 @@ class Store:
     ) -> list[Any]:
         """Run commands with large values as `each` does, without copies of the values.
 
-        In a cluster, payloads lie on other nodes than the script that accepts them. The replicas
-        that the script waits for are not theirs, so this waits for `wait_replicas` of their own.
-        `starts_work`: StoreFull at once on a full server, as in `call`.
+        In a cluster, payloads have other replicas than those that a script waits for, so this waits
+        for `wait_replicas` of their own. `starts_work`: StoreFull at once on a full server, as in
+        `call`.
         """
-
         keys = [str(command[1]) for command in commands]
         run = partial(self._replicated, send)
         spread = partial(self.servers.at_each, "bulk", keys, commands, run)
@@ -282,7 +253,6 @@ class Store:
         sizes: Sequence[int],
     ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
-
         keys = [chunks[0] for chunks in names]
         items = list(zip(names, sizes, strict=True))
         return self.retrying(what, partial(self.servers.at_each, "bulk", keys, items, receive))
@@ -290,9 +260,9 @@ class Store:
     def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.
 
-        The list is cleared before the caller polls what the wake-up was for, so that a later one is
-        never lost. A lost one costs one time-out. In a `shared` list, each wake-up is for one
-        waiting client, and the others are left there.
+        The list is cleared before the caller polls, so a later wake-up is never lost; a lost one
+        costs one time-out. In a `shared` list, each wake-up is for one waiting client, and the
+        others stay.
         """
 
         def block() -> bool:
@@ -316,9 +286,9 @@ class Store:
     ) -> T:
         """Return the result of `operation`, which is repeated after transient errors.
 
-        `what` names it in logs and errors. Raises StoreUnavailable once `deadline_s` (or the
-        store's own) is over and `patience` does not ask for more, StoreFull where memory is full,
-        RunDamaged for a key of another type, StoreError for another error that is not transient.
+        `what` names it in logs and errors. Raises StoreUnavailable after `deadline_s` (or the
+        store's own) unless `patience` asks for more, StoreFull where memory is full, RunDamaged for
+        a key of another type, StoreError for another error that is not transient.
         """
         started_s = time.monotonic()
         end_s = started_s + (self.deadline_s if deadline_s is None else deadline_s)
@@ -338,7 +308,7 @@ class Store:
         return result
 
     def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
-        """Wait before the next attempt, or raise why there is none."""
+        """Wait before the next attempt, or raise the reason for having none."""
         if not is_transient(error):
             raise self._refusal(what, error) from error
         left_s = end_s - time.monotonic()

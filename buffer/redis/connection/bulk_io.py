@@ -1,10 +1,8 @@
-"""Transfer of payloads to and from one server, without the copies that a client library makes.
+"""Send and receive payloads without the copies that redis-py makes (benchmarks/README.md).
 
-redis-py packs each command into one piece of memory, and returns every value in another. Most of
-the time of a put or a take of payloads was spent on copies, and on pages that the kernel maps for
-them (benchmarks/README.md). Here, a value is sent from where it lies, and values are received into
-one array, one behind the other. Connections, time-outs and errors are the library's, and so is
-everything but plain values.
+A value is sent from where it lies, and values are received into one array, one behind the other.
+redis-py still provides connections, time-outs and errors, and handles all that is not a plain
+value.
 """
 
 from __future__ import annotations
@@ -26,40 +24,31 @@ from buffer.redis.connection.retry import named
 log = logging.getLogger("rolloutmq.buffer")
 
 Pieces = list[bytes | memoryview]
-"""One value that lies in several places, to be sent one behind the other; views are of bytes."""
+"""One value that lies in several places, sent in order. Views are of bytes."""
 
 Part = str | int | float | bytes | memoryview | Pieces
 
-Command = Sequence[Part]
-"""The name of a command, a key, and its arguments."""
+Command = Sequence[Part]  # its name, a key, its arguments
 
 Parts = list[memoryview | bytes | None]
 
-ALIGNMENT = 8
-"""Columns lie at multiples of it in a payload (`buffer.wire.columns`)."""
+ALIGNMENT = 8  # columns lie at multiples of it in a payload (`buffer.wire.columns`)
 
 _PACKED_IN_C = frozenset({str, int, float})
 
-_LARGE_BYTES = 4096
-"""A value of this size is sent by itself; smaller ones are cheaper to copy than to send apart."""
+_LARGE_BYTES = 4096  # from here on, sending a value apart is cheaper than copying it
 
-_LINE_BYTES = 64
-"""Longer than the line before a value."""
+_LINE_BYTES = 64  # longer than the line before a value
 
+# Kernel memory of a Unix socket. The default holds about one payload: the client could not
+# encode the next group while the server runs a script. TCP adapts its own.
 _SEND_BUFFER_BYTES = 1 << 21
-"""What the kernel holds of a Unix socket: with its default, about one payload, the client could not
-encode the next group while the server runs a script. TCP adapts its own.
-"""
 
-_RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
-"""A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
+_RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)  # 0.2 s; a round trip takes a few hundredths
 
 
 def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
-    """Run commands in one round trip and return the server's answers in order.
-
-    The server may process a command before the next one is made. Raises the first error.
-    """
+    """Run commands in one round trip and return the answers in order. Raises the first error."""
     pool: Any = client.connection_pool
     connection = pool.get_connection()
     try:
@@ -84,9 +73,8 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
 def receive(client: redis.Redis, entries: Sequence[tuple[Sequence[str], int]]) -> list[Parts]:
     """Return the values of the keys of each entry (keys, size), in one round trip.
 
-    The size is that of all values in bytes; 0 if unknown. The values of an entry are joined
-    to one part; if some are missing, there is a None for each of those instead. Parts are
-    read-only, and share memory that this call allocates.
+    `size` is the bytes of all values of the entry, 0 if unknown. They are joined to one part; if
+    some are missing, the entry has None for each of those. Parts are read-only and share memory.
     """
     commands = [("GET", name) for keys, _ in entries for name in keys]
     sizes = [size for _, size in entries]
@@ -117,7 +105,7 @@ def _is_real(connection: Any) -> bool:
 def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     """Run commands in one round trip with the client library, and return the answers.
 
-    Raises the first error: the library would put the command before it, with the whole payload.
+    Raises the first error. The library would put the command, with the whole payload, before it.
     """
     pipe: Any = client.pipeline(transaction=False)
     sent = list(commands)
@@ -138,7 +126,6 @@ def _answer(connection: Any) -> Any:
 
 
 def _transmit(sock: Any, commands: Iterable[Command]) -> int:
-    """Send commands, and return their number."""
     small = bytearray()
     count = 0
     for command in commands:
@@ -178,7 +165,7 @@ def _pieces(start: bytearray, command: Command) -> list[Any]:
 
 
 def _send_pieces(sock: Any, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-    """Send pieces with one call of the kernel, if they fit into its memory."""
+    """Send pieces with one system call, if they fit into the kernel's buffer."""
     try:
         # TLS sockets encrypt one piece of memory at a time
         sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces)
@@ -197,14 +184,14 @@ def _as_bytes(part: Part) -> bytes | memoryview:
 
 
 class _NotAValue(Exception):
-    """The server answered with no value, probably an error, which the library then reports."""
+    """The server answered something else, probably an error, which the library then reports."""
 
 
 def _memory(size: int) -> memoryview:
-    """Return memory of one read alone, which lives as long as any view of it.
+    """Return new memory for one read. It lives as long as any view of it.
 
-    It is never lent again: views of views refer to its array only, so nothing can tell which part
-    is still in use. (A bytearray would be cleared first.)
+    It is never reused, because views of views refer to its array only, and nothing can tell which
+    part is still in use. (A bytearray would be cleared first.)
     """
     return np.empty(size, np.uint8).data
 
@@ -212,8 +199,8 @@ def _memory(size: int) -> memoryview:
 class _Inbox:
     """Receives answers into one piece of memory, one behind the other.
 
-    Received bytes are in [0, _end), and those in [_start, _end) are not parsed yet. The values of
-    the current payload are joined in [_base, _base + _joined).
+    Received bytes are in [0, _end), those not parsed yet in [_start, _end), and the joined values
+    of the current payload in [_base, _base + _joined).
     """
 
     def __init__(self, sock: Any, size: int) -> None:
@@ -222,7 +209,7 @@ class _Inbox:
         self._start = self._end = self._base = self._joined = 0
 
     def fill(self, count: int) -> None:
-        """Receive `count` bytes in one call of the kernel, or fewer if they take too long."""
+        """Receive `count` bytes in one system call, or fewer if they take too long."""
         if isinstance(self._sock, ssl.SSLSocket):
             return  # TLS sockets accept no flags
         timeout = self._sock.gettimeout()
@@ -249,10 +236,9 @@ class _Inbox:
         return [None] * missing if missing else [self._aligned().toreadonly()]
 
     def _aligned(self) -> memoryview:
-        """Return the current payload, moved to a multiple of eight bytes if it is large.
+        """Return the current payload, a large one moved to a multiple of ALIGNMENT.
 
-        The line before it has room for that. Numpy takes twice as long for columns elsewhere, each
-        time that one is read (measured).
+        The line before it has room. Elsewhere, numpy reads columns in twice the time (measured).
         """
         if self._joined >= _LARGE_BYTES:
             aligned = self._base - self._base % ALIGNMENT
@@ -308,7 +294,6 @@ class _Inbox:
         return received
 
     def _grow(self) -> None:
-        """Move the bytes that are still needed into a larger array."""
         kept = self._base if self._joined else self._start
         larger = _memory(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]

@@ -1,13 +1,7 @@
-"""A server in the memory of this process, for tests of code that uses a run.
+"""A server in this process, for tests: stores with the same memory:// URL share it.
 
-Usage:
-
-    store = Store("memory://name")
-
-All stores of the process with the same URL share one server, which ends with the process. It is
-fakeredis (extra `testing`), which runs the scripts of `lua/`, so that no rule of the contract is
-written twice. It is for tests and never for training: no other process can connect to it, and
-nothing in it is durable.
+It is fakeredis (extra `testing`), which runs the scripts of `lua/`, so no rule of the contract is
+written twice. Nothing in it is durable.
 """
 
 from __future__ import annotations
@@ -45,10 +39,10 @@ def _sha1hex(text: bytes) -> bytes:
 
 
 class _Runtime:
-    """A Lua runtime that compiles a script once, and leaves it to Lua when to collect garbage.
+    """A Lua runtime that compiles each script once and leaves garbage collection to Lua.
 
-    fakeredis does both for each call, and looks for new global variables at each command of a
-    script: servers do that, and every script of `lua/` runs there.
+    fakeredis does both in each call, and looks for new global variables at each command of a
+    script. Real servers check that too, and every script of `lua/` runs on them.
     """
 
     def __init__(self, lua: Any) -> None:
@@ -117,7 +111,6 @@ class MemoryClient(NamingClient):
 
 
 def open_memory(url: str, name: str) -> MemoryClient:
-    """Return a client, called `name`, of the server of a URL (memory:// or memory://name)."""
     with _lock:
         if url not in _servers:
             _servers[url] = FakeServer(version=(7, 0))

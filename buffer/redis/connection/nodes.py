@@ -1,10 +1,9 @@
-"""Which server holds a key: the only one there is, or a node of a cluster.
+"""Find the server that holds a key: the only one, or a node of a cluster.
 
-The server reports whether it is a cluster. There, each key is used at its own node with a plain
-client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub work as on one server.
-redis-py's cluster client is not used: its pipelines repeat commands whose connection broke,
-even without a retry policy (I13). A slot that has moved, or is moving, causes a transient error:
-`Store` waits, and the slot map is read again.
+In a cluster, a plain client uses each key at its own node, so that scripts, WATCH, blocking calls,
+WAITAOF and pub/sub work as on one server. redis-py's cluster client repeats commands of pipelines
+whose connection broke, even without a retry policy (I13). A slot that moves causes a transient
+error: `Store` waits and reads the slot map again.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Servers:
             self._client("control", seed)
 
     def client(self, role: Role, key: str = "") -> Any:
-        """Return the client of the server that holds `key`; without a key, of the first server.
-
-        Raises redis.RedisError.
-        """
+        """Return the client of the server with `key`, or of the first. Raises redis.RedisError."""
         # Any: redis-py types its replies as unions over all protocols, which only their readers
         # can narrow
         return self._client(role, self.url_of(key) if key else self._seeds[0])
@@ -70,10 +66,7 @@ class Servers:
         items: Sequence[Item],
         run: Callable[[Any, list[Item]], list[T]],
     ) -> list[T]:
-        """Call `run(client, items)` once per server and return all answers in order of `items`.
-
-        Each call gets the items whose keys the server holds; `run` returns an answer for each.
-        """
+        """Call `run` once per server with the items whose keys it holds; return ordered answers."""
         positions: dict[Any, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(self.client(role, key), []).append(position)
@@ -89,13 +82,11 @@ class Servers:
         return [(url, self._client("control", url)) for url in urls]
 
     def forget_slots(self) -> None:
-        """Read the slot map again before the next use: a slot may have moved."""
         with self._lock:
             if self._slots:
                 self._slots = None
 
     def close(self) -> None:
-        """Close all connections."""
         with self._lock:
             for client in self._clients.values():
                 client.close()
@@ -108,7 +99,7 @@ class Servers:
             return self._clients[role, url]
 
     def _map(self) -> list[str]:
-        """Return the URL of each slot's master ("": none); an empty list outside of a cluster."""
+        """Return the URL of each slot's master ("": none); an empty list outside a cluster."""
         with self._lock:
             if self._slots is None:
                 self._slots = self._ask()

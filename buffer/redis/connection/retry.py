@@ -1,7 +1,4 @@
-"""Retries: which errors are transient, how long to pause, and how an outage is reported.
-
-All modules that try something again share these parts, so that a change of policy is made once.
-"""
+"""Retries: which errors are transient, how long to pause, and how an outage is reported."""
 
 from __future__ import annotations
 
@@ -32,18 +29,13 @@ from redis.exceptions import (
 
 
 class WrongType(ResponseError):
-    """A command found another type of value under `key`."""
-
     def __init__(self, key: str) -> None:
         super().__init__(f"WRONGTYPE {key} is of another type")
         self.key = key
 
 
 class NamingClient(redis.Redis):
-    """A client of the library whose commands name the key in such an error."""
-
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Run a command as the library does. Raises WrongType."""
         try:
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except ResponseError as error:
@@ -63,16 +55,13 @@ def named(error: Exception, command: Sequence[Any]) -> Exception:
 
 log = logging.getLogger("rolloutmq.store")
 
+# Not the generator of the process, which a judge or a trainer may seed: two workers with one seed
+# would pause and retry in step.
 SYSTEM_RANDOM = random.SystemRandom()
-"""The source of pauses and random choices.
-
-A judge or a trainer may seed the generator of the process. Two workers with one seed would then
-pause and retry in step.
-"""
 
 
 class NotDurable(TimeoutError):
-    """A write is done, but not yet where it must be before it is answered."""
+    """A write is done, but not yet on the disk or the replicas that it must reach."""
 
 
 _TRANSIENT = (
@@ -90,10 +79,7 @@ _TRANSIENT_PREFIXES = ("NOREPLICAS", "MISCONF", "BUSY", "UNBLOCKED", "LOADING")
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether the same operation may succeed later.
-
-    True for a server that is unreachable, starting, full or busy; False for one that refuses.
-    """
+    """Return whether a retry may succeed: the server is unreachable, starting, full or busy."""
     # these three are ConnectionErrors in redis-py, but no amount of waiting changes a password
     if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
         return False
@@ -115,7 +101,7 @@ class Backoff:
     jitter: float = 1.0
 
     def pause_s(self, attempt: int) -> float:
-        """Return the seconds to wait after a failed attempt; the first attempt has number 0."""
+        """Return the seconds to wait after a failed attempt; attempts count from 0."""
         # bounded exponent: 2.0 ** 1024 is an OverflowError after some hours of outage
         longest_s = min(self.longest_s, self.first_s * 2.0 ** min(attempt, 30))
         return longest_s * SYSTEM_RANDOM.uniform(1.0 - self.jitter, 1.0)
@@ -125,14 +111,14 @@ class LogOnce:
     """Logs a state when it changes, not at every attempt that finds it unchanged."""
 
     def __init__(self, log: logging.Logger, what: str, *, ended: str = "") -> None:
-        """Log reasons behind `what`, and `ended`, if given, when there is no reason any more."""
+        """Log reasons behind `what`, and `ended`, if given, once no reason is left."""
         self._log = log
         self._what = what
         self._ended = ended
         self._reason = ""
 
     def report(self, reason: str, detail: str = "") -> None:
-        """Log `detail`, or else the reason, if the reason is new; "" means that all is well."""
+        """Log `detail`, or else `reason`, if `reason` is new; "" means that all is well."""
         if reason == self._reason:
             return
         if reason:
@@ -145,8 +131,7 @@ class LogOnce:
 class OutageLog:
     """Logs the outages of one server. Thread-safe.
 
-    A server that was unreachable is back with its first answer. A full one answers most calls, so
-    it is back once it accepts the operation that it refused.
+    A full server answers most calls: it is back once it accepts the operation that it refused.
     """
 
     def __init__(self) -> None:
@@ -154,7 +139,6 @@ class OutageLog:
         self._lock = threading.Lock()
 
     def failed(self, operation: str, reason: str, *, is_full: bool) -> None:
-        """Log that an operation will be repeated, if this is the first failure of its outage."""
         cause = operation if is_full else ""
         with self._lock:
             outage = self._outages.setdefault(
@@ -163,7 +147,6 @@ class OutageLog:
             outage.report("failed", f"{reason}, during {operation}; waiting for it")
 
     def worked(self, operation: str) -> None:
-        """Log that an outage is over, if this operation shows it."""
         if not self._outages:
             return  # no lock on the path of every call
         with self._lock:
@@ -186,7 +169,6 @@ class OutageClock:
     def __init__(self) -> None:
         self._since = self._polled = time.monotonic()
         self.had_outage = False
-        """whether a poll has found an outage so far"""
 
     def poll(self) -> float:
         """Return the seconds of uninterrupted service so far. Call it after each answer."""

@@ -7,11 +7,9 @@
     rediss+sentinel://…                                      the same with TLS
     memory://  memory://name                                 inside this process, for tests only
 
-User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=`
-and `&sentinel_password=`. Behind `?` stand OPTIONS, and no others of redis-py.
-
-Passwords must not reach a log, a screen or an error message: URLs are masked before they are
-shown.
+User and password are the server's; those of Sentinels are `?sentinel_username=` and
+`&sentinel_password=`. Of redis-py's options, only OPTIONS may follow `?`. Mask every URL before it
+is logged, shown or put into an error, since it may hold a password.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ def mask_url(text: str) -> str:
 
 
 def _mask_user_info(word: re.Match[str]) -> str:
-    """Return a word without the password before its last "@".
-
-    A password may hold unescaped ":" and "@", and it is safe to mask too much.
-    """
+    """Mask the password up to the last "@": it may hold unescaped ":" and "@"."""
     text = word[0]
     colon = _COLON.search(text)
     end = text.rfind("@")
@@ -65,12 +60,12 @@ OPTIONS = frozenset(
     )
 )
 """Options that a URL may have. Others of redis-py change the types of replies, repeat commands
-(I13), or replace the time-outs on which leases depend."""
+(I13), or replace the time-outs on which leases depend.
+"""
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
-SOCKET_TIMEOUT_S = 15.0
-"""Longer than any script runs, shorter than a lease lasts."""
+SOCKET_TIMEOUT_S = 15.0  # longer than any script runs, shorter than a lease lasts
 
 _CONNECT_TIMEOUT_S = 5.0
 _SENTINEL_TIMEOUT_S = 2.0
@@ -80,10 +75,7 @@ _SENTINEL_PORT = 26379
 def open_client(
     url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S
 ) -> redis.Redis:
-    """Return a client that retries nothing by itself and connects lazily.
-
-    Raises ConfigError for a bad URL.
-    """
+    """Return a client that connects lazily and never retries. Raises ConfigError for a bad URL."""
     if url.startswith("memory:"):
         from buffer.redis.connection.in_memory import open_memory
 
@@ -110,7 +102,7 @@ def open_client(
         options = client.connection_pool.connection_kwargs
         # an unknown option raises TypeError here, not only at the first command
         client.connection_pool.connection_class(**options)
-        # also a host that is no name of a host, and a socket without a path
+        # also for an invalid host, and a socket without a path
         str(options.get("host", "")).encode("idna")
         if url.startswith("unix") and not options.get("path"):
             raise ValueError("no path")
@@ -126,7 +118,7 @@ def open_client(
 
 
 def _check_options(url: str) -> None:
-    """Raise ConfigError for the first option that a URL may not have."""
+    """Raise ConfigError for the first option that is not in OPTIONS."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -151,10 +143,7 @@ def _check_options(url: str) -> None:
 
 
 def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
-    """Return a client that asks the Sentinels for the primary whenever it connects.
-
-    Raises ValueError for a bad URL.
-    """
+    """Return a client that asks Sentinels for the primary at each connect. Raises ValueError."""
     parts = urlsplit(url)
     credentials, hosts = _netloc(parts)
     service, _, database = parts.path.strip("/").partition("/")
@@ -181,8 +170,6 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
 
 
 class _Primary(NamingClient):
-    """A client of the primary that also owns the connections to its Sentinels."""
-
     def close(self) -> None:
         """Close all connections; the library leaves those to Sentinels open."""
         super().close()
@@ -213,6 +200,5 @@ def at_node(url: str, host: str, port: int) -> str:
 
 
 def _netloc(parts: SplitResult) -> tuple[str, list[str]]:
-    """Return ("user:password@", hosts)."""
     credentials, at, hosts = parts.netloc.rpartition("@")
     return credentials + at, hosts.split(",")

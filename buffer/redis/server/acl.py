@@ -9,15 +9,15 @@
     viewer    nothing                                                status, top, ls, show, fsck
     operator  everything of the run                                  every command
 
-Commands on keys are named one by one, so that a newer server or a module adds none to a role. No
-role reads or changes the server's settings, users, functions or other clients: CONFIG GET would
-also read its passwords, and no rule of an ACL can exclude these.
+Commands on keys are named one by one, so that no newer server or module adds one to a role. No role
+reads or changes the server's settings, users, functions or other clients: CONFIG GET would also
+read its passwords, and no ACL rule can exclude these.
 
-A script may only do what its caller may do: the server checks each command inside it. So a user has
-three parts: keys to read, a selector for keys to write, and a selector that permits to call scripts
-with any key of the run, which alone permits nothing. Scripts are called by their hash; producer,
-trainer and operator load them. Every role but judge reads all of its run, and how many rollouts
-wait for judges; of other runs, trainer, viewer and operator see the names of the keys.
+The server checks each command inside a script, too. So a user has keys to read, a selector for keys
+to write, and a selector that permits to call scripts with any key of the run, which alone permits
+nothing. Scripts are called by their hash; producer, trainer and operator load them. Every role but
+judge reads all of its run, and how many rollouts wait for judges; trainer, viewer and operator also
+see the names of the keys of other runs.
 """
 
 from __future__ import annotations
@@ -64,18 +64,11 @@ _GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What the user of one role may do."""
-
-    writes: tuple[str, ...] = ()
-    """patterns of keys to write, behind the run's prefix"""
-    more: tuple[str, ...] = ()
-    """further commands"""
-    sees: bool = True
-    """whether the user may read the run"""
-    asks_judges: bool = False
-    """whether the user may use the run's judge queue"""
-    judges: bool = False
-    """whether the user may do the work of rq's workers on that queue"""
+    writes: tuple[str, ...] = ()  # patterns of keys, behind the run's prefix
+    more: tuple[str, ...] = ()  # further commands
+    sees: bool = True  # whether the user may read the run
+    asks_judges: bool = False  # may use the run's judge queue
+    judges: bool = False  # may do the work of rq's workers on that queue
 
 
 ROLES = {
@@ -112,12 +105,11 @@ _RQ = _allow(
 
 
 def user_name(run: str, role: str) -> str:
-    """Return the name of the user for a role of a run."""
     return f"{run}-{role}"
 
 
 def is_of_role(user: str) -> bool:
-    """Return whether this is the name of a user that `rolloutmq acl` printed, of any run."""
+    """Return whether `rolloutmq acl` printed a user of this name, for any run."""
     return user.rpartition("-")[2] in ROLES and "-" in user
 
 

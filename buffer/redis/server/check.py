@@ -1,8 +1,7 @@
-"""Checks whether a server may hold a run: version, role, and settings that could lose data.
+"""Check whether a server may hold a run: version, role, and settings that could lose data.
 
-There are two kinds of errors: a server that *cannot* be used (too old, a Sentinel, a replica), and
-one whose settings could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`).
-In a cluster, every master is checked.
+Only settings that could lose data can be overruled (`redis.allow_unsafe`); a server that is too
+old, a Sentinel or a replica cannot be used. In a cluster, every master is checked.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from buffer.redis.server.acl import is_of_role
 Level = Literal["ok", "warning", "error"]
 
 FULL = 0.98
-"""The share of maxmemory from which on a call that needs room for a payload may be refused."""
+"""The share of maxmemory above which a call that needs room for a payload may be refused."""
 
 MANY_CLIENTS = 0.8
-"""The share of maxclients from which on a fleet that grows may find no connection."""
+"""The share of maxclients above which a growing fleet may find no connection."""
 
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
@@ -83,7 +82,6 @@ class ServerMemory:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> ServerMemory:
-        """Return the memory in a reply of INFO."""
         return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
 
 
@@ -94,12 +92,10 @@ def read_memory(servers: Servers) -> dict[str, ServerMemory]:
 
 
 def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[ServerFinding]:
-    """Refuse a server that cannot hold a run; return the warnings that are left.
+    """Return the warnings about a server. Raises StoreUnsafe if it cannot hold a run.
 
-    Raises:
-        BusyLoadingError: it still loads its data.
-        ClusterDownError: its cluster does not serve all slots.
-        StoreUnsafe: it cannot be used, or could lose data and `allow_unsafe` is not set.
+    `allow_unsafe` only permits settings that could lose data. Raises BusyLoadingError while the
+    server loads its data, ClusterDownError while its cluster does not serve all slots.
     """
     info = _read_info(client)
     if info is None:
@@ -130,10 +126,9 @@ def _read_info(client: Any) -> dict[str, Any] | None:
 
 
 def fsync_policy(client: redis.Redis) -> str | None:
-    """Return `appendfsync`, the one setting that INFO does not have.
+    """Return `appendfsync`, which INFO lacks; None if an ACL or the host forbids CONFIG GET.
 
-    None if an ACL or a hosting service forbids CONFIG GET. Users of `rolloutmq acl` do not ask: it
-    would tell them the server's passwords, too.
+    Users of `rolloutmq acl` do not ask: CONFIG GET would tell them the server's passwords, too.
     """
     if is_of_role(str(client.connection_pool.connection_kwargs.get("username") or "")):
         return None
@@ -195,7 +190,7 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
 def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
     """Return "Redis" or "Valkey", and its version as text and as (major, minor)."""
     is_valkey = "valkey_version" in info or info.get("server_name") == "valkey"
-    # in Valkey, redis_version is that of a compatible Redis: 7.2.4 in all versions
+    # in Valkey, redis_version is a compatible Redis: 7.2.4 in all versions
     text = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
     version = tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
     return "Valkey" if is_valkey else "Redis", text, version
@@ -276,7 +271,6 @@ def _check_eviction(policy: str) -> ServerFinding:
 
 
 def _unknown_fsync(info: Mapping[str, Any]) -> ServerFinding:
-    """Return what it means that this user may not read `appendfsync`."""
     what = "CONFIG GET is forbidden for this user"
     kind, text, version = _version_of(info)
     if kind == "Valkey" or version >= OLDEST_WAITAOF:

