@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 INTERRUPTED = 130
-"""Exit code of a process that a signal stopped before the run was over; replace the process."""
+"""Exit code of a process that a signal stopped before the run was over: to be replaced."""
 
 
 class RolloutMQError(Exception):
-    """The base of all errors; `exit_code` is that of the command.
+    """The base of all errors.
 
     `hint` says what to do, in Python names where a program can do it; `command_hint` uses flags.
     """

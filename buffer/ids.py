@@ -21,10 +21,7 @@ POOLS = ("completed", "aborted", "expired")  # statuses that have a pool
 ENDS = ("archived", "filtered", "dropped")  # a bit in a bitmap remains, no record
 
 IMPORTED_FROM = 2**25
-"""The first draw of groups from outside (put, imported): draws of the data set stay unbroken (I3).
-
-A bitmap of ended draws up to it takes 4 MiB.
-"""
+"""The first draw of put and imported groups (I3); a bitmap of ended draws up to it takes 4 MiB."""
 
 
 def valid_name(kind: str, name: str) -> str:

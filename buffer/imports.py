@@ -122,6 +122,7 @@ def search_in(folder: Path) -> None:
         sys.path.append(name)
 
 
+# package, as it is imported, to extra
 EXTRAS = {
     "PIL": "images",
     "aiohttp": "http",
@@ -146,7 +147,7 @@ EXTRAS = {
     "uvicorn": "web",
     "vllm": "vllm-cuda",
     "zstandard": "zstd",
-}  # package, as it is imported, to extra
+}
 
 
 def missing_extra(error: ImportError) -> ConfigError | None:

@@ -180,7 +180,7 @@ class ReplayBuffer(Pools):
     ) -> dict[str, list[RolloutGroup]] | NotReady:
         """Take the groups of train step `step`, and return them by task.
 
-        `counts` of each task are taken as a whole, or not at all (NotReady); without `strict`,
+        `counts`: groups of each task, of which it takes all or none (NotReady); without `strict`,
         those that are ready. `nonce` is that of the open trainer. A step that was taken before is
         returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
         `RolloutConsumer` instead waits, and quarantines unreadable groups.

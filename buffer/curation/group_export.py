@@ -1,7 +1,7 @@
 """Export groups to a file for data curators, one line per rollout: living groups, or batches.
 
-On a live run the groups are of different times. A group whose bytes are missing or damaged is left
-out and reported.
+On a live run, groups are read at different times. A group whose bytes are missing or damaged is
+left out and reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.staleness import staleness
 
-_MAX_READS = 3  # of a group whose bytes are freed between record and payload
+_MAX_READS = 3  # attempts, if the bytes are freed after the record was read
 
 
 @dataclass(slots=True)

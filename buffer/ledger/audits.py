@@ -1,7 +1,8 @@
 """The account of audits: which batches were audited, and what was found in them.
 
 An auditor (`consumer/grpo/audit`) chooses groups after they were taken, so no worker can know them.
-One script records all findings of a batch and its position; one that dies earlier chooses anew.
+One script records all findings of a batch and its position; an auditor that dies before that call
+chooses anew.
 """
 
 from __future__ import annotations

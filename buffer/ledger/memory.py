@@ -1,7 +1,7 @@
 """Payload bytes of a run, compared with its two marks (I12).
 
 Fresh prompts start below the low mark; begun groups (aborted, expired, released) and evaluations
-below the high one. Submit is never refused: the memory above is room for running groups. The
+below the high one. No submit is refused: the memory above is room for running groups. The
 scripts count bytes that came and went, without those not submitted yet, or waiting in `garbage`.
 """
 

@@ -48,10 +48,7 @@ Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 
 
 LimitsStamp = tuple[int, str]
-"""Number and nonce of the last change of a run's limits.
-
-A server that lost data repeats numbers: the nonce distinguishes two changes.
-"""
+"""Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
 
 STAMP_FIELDS = ("limits_version", "limits_op")
 """Fields of `meta` with the stamp."""

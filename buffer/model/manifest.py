@@ -116,8 +116,8 @@ class Manifest:
 class NotReady:
     """Why a batch cannot be taken yet.
 
-    `missing`: (ready, wanted) groups of each task; empty while recovering. `checkpoint_now`: only a
-    checkpoint frees memory, so no group is started (I12).
+    `missing`: (ready, wanted) groups of each task; empty while recovering. `checkpoint_now`: no
+    group is started, because only a checkpoint frees memory (I12).
     """
 
     missing: Mapping[str, tuple[int, int]]

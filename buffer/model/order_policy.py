@@ -30,8 +30,8 @@ BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 class Finished:
     """What an order policy knows of a group.
 
-    `longest`: tokens of the longest rollout. `reward`: mean score or None. `version`: of
-    the oldest weights as the worker knows them, None where nothing was sampled.
+    `longest`: tokens of the longest rollout. `reward`: mean score or None. `version`: of the oldest
+    weights as the worker knows them, None where nothing was sampled.
     """
 
     gid: str

@@ -1,6 +1,6 @@
 """What the draws of a run mean: the data set, seed and tokenizer that make a prompt of a number.
 
-The run records them when it is created; every process that reads a config compares it first.
+The run records them when it is created; every process with a config compares first.
 """
 
 from __future__ import annotations

@@ -15,10 +15,7 @@ MOST_PARTS = 64
 
 
 class Reweighting(BaseModel):
-    """Weights by training task that hold from a train step on.
-
-    `before`: groups of each task in all earlier batches, where earlier changes are not kept.
-    """
+    """Task weights from a train step on; `before`: groups of each task in all earlier batches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

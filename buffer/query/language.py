@@ -55,13 +55,14 @@ FIELDS: Mapping[str, Field] = {
     "time": Field("time_ms", "number", may_be_missing=True),
 }
 
+# false where a group has no value
 ORDERINGS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
     "$lt": operator.lt,
     "$lte": operator.le,
     "$between": lambda value, ends: bool(ends[0] <= value <= ends[1]),
-}  # false where a group has no value
+}
 
 EQUALITIES: Mapping[str, Callable[[Any, Any], bool]] = {
     "$eq": operator.eq,

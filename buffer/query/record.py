@@ -10,10 +10,11 @@ from buffer.ids import split_group_id
 
 STAGES = ("waiting", "running", "pool", "taken", "dead")  # stages of groups with a record, in order
 
+# read of `group:<gid>`
 RECORD_FIELDS = (
     *("stage", "status", "version", "tries", "aborts", "owner", "samples", "tokens", "size"),
     *("reward", "arrival", "batch", "entry", "claimed_ms", "submitted_ms"),
-)  # read of `group:<gid>`
+)
 
 
 class Moment(NamedTuple):

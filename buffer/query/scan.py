@@ -72,10 +72,7 @@ class GroupScan:
         return self._sorted(node, attribute, limit, descending=order.startswith("-"))
 
     def count(self, query: object = TRUE) -> int:
-        """Return how many groups match.
-
-        O(log N) for task, stages waiting and pool, status, version, staleness; else O(N).
-        """
+        """Count matches: O(log N) by task, waiting/pool, status, version, staleness; else O(N)."""
         node = parse(query)
         moment = moment_of(self._store, self._ledgers[0])
         if (named := self._named(node)) is not None:

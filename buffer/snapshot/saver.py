@@ -126,10 +126,7 @@ class SnapshotSaver:
         self._media = media
 
     def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
-        """Save the run; return the manifest.
-
-        Raises SnapshotError for a missing payload, or an index that changes in all `attempts`.
-        """
+        """Save the run. Raises SnapshotError: a payload is missing, or the index kept changing."""
         with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
             with PartSection(hidden, "index") as index:
                 cut = self._cut(index, attempts, advance, hold)

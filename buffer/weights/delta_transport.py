@@ -1,7 +1,7 @@
 """Versions as changes to the one before (delta.py), over any transport that carries folders.
 
-The trainer keeps the last version whole. It publishes every n-th version whole, the first after a
-start too, and the others as changes where these are smaller. A worker applies changes to the
+The trainer keeps the last version whole. It publishes the first version after a start and every
+n-th one whole, the others as changes where these are smaller. A worker applies changes to the
 version that its engine runs, or fetches the chain down to a whole one, which the transport keeps.
 """
 

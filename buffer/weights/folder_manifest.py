@@ -27,10 +27,7 @@ def write(
     algorithm: Algorithm = "xxh3",
     saved: object = None,
 ) -> str:
-    """Write the manifest of all files in `folder` and return its checksum.
-
-    `label` is for people. Files are hashed by `algorithm`, except `WrittenFiles` in `saved`.
-    """
+    """Write a folder's manifest; return its checksum. `WrittenFiles` in `saved` are not hashed."""
     known = saved if isinstance(saved, WrittenFiles) else WrittenFiles()
     others = [file for file in sorted(folder.iterdir()) if file.name not in known]
     files = known | hash_files(others, algorithm)

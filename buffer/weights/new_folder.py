@@ -39,10 +39,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def temporary_prefix(folder: Path) -> str:
-    """Return the prefix of temporary folders of a trainer that publishes in `folder`.
-
-    It depends on the folder alone: the same if the run is created anew on a server that lost it.
-    """
+    """Return the prefix of a trainer's temporary folders, the same after its run is made anew."""
     return f"rolloutmq-{blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()}-"
 
 

@@ -170,10 +170,7 @@ class RedisSender:
 
 
 class RedisReceiver(WeightsReceiver):
-    """Downloads versions, once for all processes of the host (host_folders.py).
-
-    The one that an engine has loaded stays there, as the way back from an update that fails.
-    """
+    """Downloads versions, once for the host; the loaded one stays, in case an update fails."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._versions = VersionStore(store, keys)

@@ -21,11 +21,12 @@ from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 
+# by scheme; the empty one matches all, so it is last
 _RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
     redis_chunks.SCHEME: RedisReceiver,
     transfer_receiver.SCHEME: TransferReceiver,
     shared_folder.SCHEME: lambda store, keys: FolderReceiver(),
-}  # by scheme; the empty one matches all, so it is last
+}
 
 _SENDERS: dict[str, Callable[..., WeightsSender]] = {
     "folder": lambda store, keys, folder, **options: FolderSender(folder, **options),

@@ -21,6 +21,7 @@ CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
 tensor is read as a whole."""
 
+# safetensors -> torch
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -34,7 +35,7 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
-}  # safetensors -> torch
+}
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"

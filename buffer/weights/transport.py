@@ -58,10 +58,7 @@ class Announcement:
 
 
 Save = Callable[[Path], object]
-"""Writes the files of a version of weights into an existing folder.
-
-Files whose checksums it returns, as `WrittenFiles`, are not read again.
-"""
+"""Writes files of weights into a folder; those it returns as `WrittenFiles` are not read again."""
 
 
 class PublishedWeights(NamedTuple):

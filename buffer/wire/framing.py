@@ -88,10 +88,7 @@ def compress(data: bytes, method: Compression) -> bytes:
 
 
 def expand(data: Data) -> Data:
-    """Return the document in a payload, which may be signed and compressed.
-
-    Raises WireError for a damaged frame or a wrong size, ConfigError without `zstandard`.
-    """
+    """Return the document in a payload. Raises WireError, or ConfigError without `zstandard`."""
     data = split_signed(data)[1]
     if bytes(data[:4]) != ZSTD_MAGIC:
         return data

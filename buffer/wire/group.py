@@ -122,7 +122,7 @@ class RolloutGroup:
     def check_unchanged(self) -> None:
         """Raise GroupChanged unless the received columns are what the server sent.
 
-        Call it before a result of these columns is stored or published.
+        Call it before you store or publish a result of these columns.
         """
         if self.seal and (changed := list(self.seal.changed())):
             raise GroupChanged(
@@ -256,10 +256,7 @@ class RolloutGroup:
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:
-        """Return a group's weights for scripts: "oldest", lineage, version, …, then "newest", ….
-
-        With `by_token`, "last", … of `last_by_lineage` follow.
-        """
+        """Return (oldest, newest or last; lineage; version) of the weights, flat, for scripts."""
         if not by_token and (weights := self._only_weights()):
             return ["oldest", *weights]
         triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
@@ -293,8 +290,8 @@ class RolloutGroup:
     def newest_by_lineage(self, by_token: bool) -> dict[str, int]:
         """Return the newest of the members' oldest versions, by its lineage of weights.
 
-        Empty where all become too old together (`by_token`: with their last tokens, too): no
-        member may be kept then.
+        Empty if all members are of one age (`by_token`: with their last tokens, too): then none
+        can be kept without the others.
         """
         ages: set[tuple[Any, ...]] = set()
         newest: dict[str, int] = {}

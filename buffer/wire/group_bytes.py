@@ -32,10 +32,9 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     mask          uint8[R]       1: trained; without the column, all are
     has_experts   uint8[k]       1: its experts are in `routed_experts`
 
-Needed are indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
-little-endian arrays in `data`, each at a multiple of eight bytes, here in this order (others may
-write another); `pad` brings `data` to such a place, too. So a reader uses them where they lie, as
-views of the received bytes.
+Every group has indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
+little-endian arrays in `data`, in any order, each at a multiple of eight bytes; `pad` aligns
+`data`, so that a reader can use columns as views of the received bytes.
 
 Any writer may store the document in one zstd frame (magic 28 B5 2F FD, content size in its header,
 no dictionary), and every reader must check for it. Signatures may come before it
@@ -64,9 +63,10 @@ _DATA_KEY = msgpack.packb("data")
 _BIN_32 = struct.Struct(">BI")
 _BIN_32_TYPE = 0xC6
 _NO_DATA = msgpack.packb(b"")
+# by the number of bytes to the alignment
 _PADS = [
     msgpack.packb("pad") + msgpack.packb(" " * count) + _DATA_KEY for count in range(ALIGNMENT)
-]  # by the number of bytes to the alignment
+]
 
 _FIXED_MAP = 0x80
 
@@ -92,10 +92,7 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | memoryview) -> RolloutGroup:
-    """Return the group in `data`, with columns as views of it, or of what it expands to.
-
-    Raises SchemaVersionError, and WireError for bytes that are no complete, consistent group.
-    """
+    """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError."""
     data = expand(data)
     if len(data) > MAX_BYTES:
         raise WireError(

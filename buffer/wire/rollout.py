@@ -235,7 +235,7 @@ class RolloutState(BaseModel):
     def stamp(self, weights: PolicyVersion) -> int:
         """Record `weights` for the tokens after the last span, and return their number.
 
-        For engines that do not stamp tokens. A resumed rollout gets several spans (I9).
+        For engines that do not stamp tokens. Earlier tokens keep their spans (I9).
         """
         start = max((span.start + span.length for span in self.spans), default=0)
         new = len(self.response_ids) - start
@@ -292,8 +292,8 @@ PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, St
 def group_status(statuses: Iterable[Status | str]) -> Status:
     """Return the status of a group: the first of `PRECEDENCE` that a member has, else COMPLETED.
 
-    Unlike the reference, a group with an INIT member is INIT (the reference: COMPLETED if all are),
-    and a group without members is an error.
+    Unlike in the reference, a group with an INIT member is INIT, and one without members an error:
+    neither can be trained.
     """
     held = {Status(status) for status in set(statuses)}
     if not held:

@@ -22,7 +22,7 @@ def staleness(step: int, oldest_version: int) -> int:
 
 
 def next_step(taken: int, awaits: int) -> int:
-    """Return the step to generate for: the next, or the taken one that `awaits` groups (or 0)."""
+    """Return the train step to generate for, as `steps.lua`: `awaits` (0: none), or the next."""
     return min(awaits, taken + 1) or taken + 1
 
 
@@ -41,7 +41,7 @@ def last_step_for(version: int, threshold: int) -> int:
 
 
 def living_version(forks: Sequence[tuple[str, int]], lineage: str, version: int) -> int:
-    """Return M, or the lower step of a fork after `lineage` (I8), from (lineage, step) in order."""
+    """Return M, at most the first step of each fork (lineage, step) after `lineage` (I8)."""
     names = [name for name, _ in forks]
     after = len(names) - names[::-1].index(lineage) if lineage in names else 0
     return min([version, *(step for _, step in forks[after:])])

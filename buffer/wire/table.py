@@ -185,10 +185,7 @@ def _shared_values(state: RolloutState) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> bytes | None:
-    """Return a value as bytes, for comparison, since 1 and True are equal in Python.
-
-    None for values that the format lacks; `group_bytes.encode` refuses them.
-    """
+    """Return a value as bytes, in which 1 and True differ; None for what `encode` will refuse."""
     try:
         return _encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
